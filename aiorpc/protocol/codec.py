@@ -27,14 +27,12 @@ from . import reductions
 from .frames import Buffer
 from .main_module import unite
 from .messages import Values
-from .packing import PLAIN
+from .packing import PLAIN, SIMPLE_SIZE
 from .reductions import TensorRoute, is_dense
 from .reference_messages import PassedReference
 from .registered import MAIN_NAMES
 from .trees import read_tree, write_tree
 
-# Containers with more items than this are left to the general pickler.
-SIMPLE_SIZE = 64
 _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
 
 _new: Any = tuple.__new__

@@ -26,7 +26,18 @@ from msgpack import unpackb
 from ..errors import ProtocolError
 from ..foreign import from_signal
 from .frames import HEAD, MAGIC, Buffer, Kind
-from .packing import LONG, PLAIN, look_through, new_packer, pack, packers, unpack
+from .packing import (
+    CONTAINERS,
+    LONG,
+    NUMBERS,
+    PLAIN,
+    SIMPLE_SIZE,
+    look_through,
+    new_packer,
+    pack,
+    packers,
+    unpack,
+)
 from .reference_messages import PassedReference, read_passed
 
 M = TypeVar("M", bound="Message")
@@ -48,7 +59,8 @@ class Recorded(NamedTuple):
 class Values(NamedTuple):
     """User's values as they travel: the arguments of a call, the one result of a reply, one item of a stream."""
 
-    #: The values themselves, where they are None, bool, int, float, str or bytes. Others leave None in their place.
+    #: The values themselves, where they are None, bool, int, float, str or bytes. Where all are, one of them may be a
+    #: list of the first four, or a dict of them by str. Others leave None in their place.
     values: list[Any]
     #: Positions in `values` that are dense tensors, in the order of `table`.
     tensors_at: Sequence[int] = ()
@@ -247,6 +259,7 @@ CLASSES: dict[Kind, type[Any]] = {
 _new: Any = tuple.__new__
 _CHUNK = struct.Struct("<QQ")
 _NOTHING_ELSE = Values([])[1:]
+_KEYS = frozenset((str,))
 _FEW_ITEMS = 0x90  # what an array of msgpack begins with, added to how many items it has, up to 15
 
 
@@ -274,9 +287,23 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
     have to be quick, and their answers, are of this kind, and this is all that they need.
 
     head: as of `write_with`. limit: bytes that the body may have. None if a value is not plain, or the frame cannot be.
+    One of the values may be a short list of numbers, or a dict of them. Not two: if they are the same one they have to
+    arrive as such.
     """
     if not PLAIN.issuperset(map(type, values)):
-        return None
+        container: Any = None
+        for value in values:
+            if type(value) in PLAIN:
+                continue
+            if container is not None or type(value) not in CONTAINERS or len(value) > SIMPLE_SIZE:
+                return None
+            container = value
+            if type(value) is dict:
+                if not _KEYS.issuperset(map(type, value)):
+                    return None
+                value = value.values()
+            if not NUMBERS.issuperset(map(type, value)):
+                return None
     try:
         packer = packers.pop()
     except IndexError:

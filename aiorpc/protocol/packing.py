@@ -17,6 +17,14 @@ from .frames import Buffer
 LONG = 1024
 #: Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+#: Of them those of which many take no more room if one is written as often as it is named.
+NUMBERS = frozenset((type(None), bool, int, float))
+#: Exact types of which msgpack brings back as themselves what has only `NUMBERS` in it, under keys that are str.
+CONTAINERS = frozenset((list, dict))
+#: What may be plain, by its type alone.
+FLAT = PLAIN | CONTAINERS
+#: Containers with more items than this are left to the general pickler.
+SIMPLE_SIZE = 64
 # Making a packer costs as much as packing a call, so packers are kept here. `pop` and `append` of a deque are atomic: a
 # packer is taken out, used by one thread, and put back. If packing raises, the packer is not put back, as it may hold
 # half a message.

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,10 +57,12 @@ from aiorpc.protocol.messages import (
     Reply,
     Values,
     read,
+    read_values,
     with_head,
     without_head,
     write,
     write_chunk,
+    write_plain,
     write_with,
 )
 from aiorpc.protocol.packing import pack, unpack
@@ -511,6 +514,70 @@ def test_what_is_no_block_is_not_given_back(blocks: Any) -> None:
     """Each has four numbers."""
     with pytest.raises(ProtocolError):
         read(Kind.RELEASE, pack([blocks]))
+
+
+class Ints(list[int]): ...
+
+
+def whole_frame(values: list[Any]) -> list[Any] | None:
+    """The values again, if they go in a whole frame."""
+    frame = write_plain(Kind.REPLY, 7, (), values, 1 << 20)
+    if frame is None:
+        return None
+    (received,) = FrameDecoder(max_body=1 << 20).feed(b"".join(map(bytes, frame)))
+    return list(read_values(received.body).values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [None, True, 1, 2.5, "é", b"x"],
+        [[]],
+        [{}],
+        [[None, False, -1, 2.5, 1 << 63] * 12],
+        [1, {"reward": 1.0, "é": None, "": True}, "x"],
+    ],
+    ids=repr,
+)
+def test_values_that_go_in_a_whole_frame(values: list[Any]) -> None:
+    """Plain ones, and a short list or dict of numbers among them."""
+    found = whole_frame(values)
+    assert found == values and found is not None
+    assert [*map(type, found)] == [*map(type, values)]
+    for one, other in zip(found, values, strict=True):
+        if type(one) is dict:
+            one, other = list(one.items()), list(other.items())  # in their order
+        if type(one) is list:
+            assert [*map(repr, one)] == [*map(repr, other)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [()],
+        [(1, 2)],
+        [{1, 2}],
+        [[1], [1]],  # they may be the same one
+        [[1], {}],
+        [["x"]],  # which may be long, and named often
+        [[b"x"]],
+        [[[1]]],
+        [[1.0] * 65],
+        [Ints([1])],
+        [{1: 2}],
+        [{"x": "y"}],
+        [{"x": 1, "y": []}],
+        [{"\ud800": 1}],
+        [[1 << 64]],
+        [1, 2j],
+        [torch.zeros(2)],
+    ],
+    ids=repr,
+)
+def test_values_that_do_not_go_in_a_whole_frame(values: list[Any]) -> None:
+    """What msgpack would bring back as something else, or could take more room than a pickle."""
+    assert whole_frame(values) is None
 
 
 def test_less_than_nothing_is_no_credit() -> None:

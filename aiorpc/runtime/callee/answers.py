@@ -13,7 +13,7 @@ from ...errors import Overloaded, RpcCancelled, SerializationError
 from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
-from ...protocol.packing import PLAIN
+from ...protocol.packing import FLAT
 from ...transport.connection import Connection
 from ..calls.current import ServedCall, where
 from ..calls.failures import encode_error
@@ -146,7 +146,7 @@ class Answers:
             self.answer_error(call, backlog.overloaded(call))
             return
         values = list(result) if type(result) is Results else [result]
-        if call.once is None and PLAIN.issuperset(map(type, values)):  # most that have to be quick are of this kind
+        if call.once is None and FLAT.issuperset(map(type, values)):  # most that have to be quick are of this kind
             frame = write_plain(REPLY, call.call_id, (), values, self._caller.max_body)
             if frame is not None:
                 if self._may_answer(call):

@@ -48,7 +48,7 @@ from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Call, Cancel, Fetch, Function, Method, ObjectMethod, write, write_plain
-from ...protocol.packing import PLAIN
+from ...protocol.packing import FLAT
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...sites import CallSite
@@ -284,8 +284,8 @@ class Peer:
         elif not system:
             caller = sys._getframe(depth)
             future.site = (caller.f_code, caller.f_lasti)
-        plain = not unknown and PLAIN.issuperset(map(type, values))  # as `write_plain` asks, without it if they are not
-        frame = write_plain(CALL, call_id, head, values, self.max_body) if plain else None
+        flat = not unknown and FLAT.issuperset(map(type, values))  # as `write_plain` asks, without it if they are not
+        frame = write_plain(CALL, call_id, head, values, self.max_body) if flat else None
         body, out, otherwise = b"", None, None
         buffers: Sequence[Any] = ()
         if frame is None:
