@@ -18,12 +18,13 @@ from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, 
 from ...rights import is_public
 from ..calls import functions
 from ..calls.current import ServedCall
-from ..calls.functions import Handler, Mode
+from ..calls.functions import Handler
 from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
 from .objects import Objects
 from .running import Runner
+from .standing import Found
 
 _new: Any = tuple.__new__  # what Handler(...) does, without its call into Python
 
@@ -77,18 +78,27 @@ class Resolver:
             return place is not None and functions.is_intrinsic(place.found) and functions.is_system(place.found)
         return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
 
-    def for_threads(self, function: Function) -> Mode | None:
-        """How a call of that is run, if it can be started at once in any thread; else None. Any thread."""
+    def for_threads(self, function: Function) -> Found | None:
+        """What a call of that finds, if it can be started at once in any thread; else None. Any thread."""
+        value = attribute = arrival = None
         if type(function) is int:
             handler = self.functions.get(function)
         elif type(function) is Method:
-            value = self._references.value(*function[:3], self._caller)
-            found = outcome(value)[0] if value.done() else None
-            attribute = functions.find_method(type(found), function.name)
-            handler = self._methods.get((type(found), function.name, attribute))
+            future = self._references.value(*function[:3], self._caller)
+            if not future.done():
+                return None
+            value, error = outcome(future)
+            if error is not None:
+                return None
+            arrival = future.arrival
+            attribute = functions.find_method(type(value), function.name)
+            handler = self._methods.get((type(value), function.name, attribute))
         else:
             return None
-        return handler.mode if handler is not None and handler.mode.any_thread and not handler.system else None
+        if handler is None or not handler.mode.any_thread or handler.system:
+            return None
+        found: Found = _new(Found, (handler.mode, value, attribute, arrival))
+        return found
 
     def name(self, function: Function) -> str:
         """What a call names, for messages about one that is not run."""
@@ -106,10 +116,10 @@ class Resolver:
                 return f"function number {function}" if handler is None else handler.name
         return "a function that came by value"
 
-    def route(self, function: Function, call: ServedCall) -> None:
+    def route(self, function: Function, call: ServedCall, found: Found | None = None) -> None:
         """Find what the call names, if that is no number of `functions`, and have it started as soon as it is there.
 
-        Raises if that cannot be; whoever calls this answers with the error.
+        found: what `for_threads` has found by now. Raises if that cannot be; whoever calls this answers with the error.
         """
         if type(function) is int:
             raise ProtocolError(f"function number {function} was never named")
@@ -125,6 +135,10 @@ class Resolver:
                 self._runner.start(call, handler)
             case Method(worker, number, key, name):
                 call.function = f"{name} of a reference"
+                if found is not None:
+                    call.arrival = found.arrival
+                    self._call_method(found.value, name, found.attribute, call)
+                    return
                 value = self._references.value(worker, number, key, self._caller)
                 if value.done():
                     self._found_value(name, call, value)

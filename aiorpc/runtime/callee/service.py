@@ -35,7 +35,7 @@ from .rate import Rate
 from .remembered import KeptAnswer
 from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
-from .standing import Standing
+from .standing import Found, Standing
 
 
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
@@ -126,7 +126,7 @@ class Service:
         )
         self._functions = self._resolver.functions
         self.for_threads = self._resolver.for_threads
-        self.ahead: tuple[int, Call] | None = None
+        self.ahead: tuple[int, Call, Found] | None = None
         if connection.threads_may_read:
             self._runner.standing = Standing(self, self._runner, connection)
         limit = home.engine.options.max_call_rate
@@ -147,8 +147,11 @@ class Service:
 
     def _on_call(self, frame: Frame, failure: Exception | None = None) -> None:
         """On the loop, or in a thread of the pool that has read it (`standing`)."""
-        ahead = self.ahead
-        message = read_call(frame.body) if ahead is None or ahead[0] != frame.call_id else ahead[1]
+        ahead, found = self.ahead, None
+        if ahead is not None and ahead[0] == frame.call_id:
+            _, message, found = ahead
+        else:
+            message = read_call(frame.body)
         if frame.call_id in self.calls:  # it would take the place of the other one, which nobody could end any more
             raise ProtocolError(f"{frame}, and the call of that number is being served")
         call = ServedCall(self._home, self._info, frame, message, self._permits)
@@ -201,7 +204,7 @@ class Service:
             if handler is not None:
                 self._runner.start(call, handler)
             else:
-                self._resolver.route(message.function, call)
+                self._resolver.route(message.function, call, found)
         except BaseException as error:
             self._runner.refuse(call, error)
             answers.pass_on(error)

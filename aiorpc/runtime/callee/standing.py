@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...protocol.frames import CALL, CHANNEL, PARCEL, RELEASE, Frame
 from ...protocol.messages import Call, Function, read_call
@@ -34,15 +34,28 @@ from ..links.link import Link
 _LONGEST = 255
 
 
+class Found(NamedTuple):
+    """What a call names, found before it was started.
+
+    mode: how it runs. value, attribute, arrival: for a method of a reference that value, what `find_method` gives, and
+    what is to be waited for on devices.
+    """
+
+    mode: Mode
+    value: object
+    attribute: object
+    arrival: Any
+
+
 class ServiceForStanding(Protocol):
-    """Who serves the calls. ahead: a call of which the message was read already, and its number."""
+    """Who serves the calls. ahead: a call of which the message was read already: its number, and what it names."""
 
     link: Link
-    ahead: tuple[int, Call] | None
+    ahead: tuple[int, Call, Found] | None
 
     @property
-    def for_threads(self) -> Callable[[Function], Mode | None]:
-        """How a call of that function is run, if any thread can start it (`Resolver.for_threads`)."""
+    def for_threads(self) -> Callable[[Function], Found | None]:
+        """What a call of that function finds, if any thread can start it (`Resolver.for_threads`)."""
 
 
 class RunnerForStanding(Protocol):
@@ -102,7 +115,7 @@ class Standing:
         link = service.link
         if link.held:
             return False
-        ahead: tuple[int, Call] | None = None
+        ahead: tuple[int, Call, Found] | None = None
         for frame in frames:
             if frame.kind == RELEASE or (frame.kind == CHANNEL and link.gives_slots(frame)):
                 continue
@@ -119,11 +132,11 @@ class Standing:
             references = call.arguments.references
             if references and not all_lent(references):  # the loop says that it has them
                 return False
-            mode = service.for_threads(call.function)
-            if mode is None:
+            found = service.for_threads(call.function)
+            if found is None:
                 return False
-            if mode is not Mode.BRIEF:
-                ahead = frame.call_id, call
+            if found.mode is not Mode.BRIEF:
+                ahead = frame.call_id, call, found
         service.ahead = ahead
         if ahead is not None:
             self._taken = ahead[0]
