@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import Store
 
 from .futures import Future
 from .options import RpcBackendOptions

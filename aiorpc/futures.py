@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -580,7 +580,7 @@ def when_done(future: AnyFuture, callback: Callable[[AnyFuture], None]) -> None:
         _CFuture.add_done_callback(future, callback)
 
 
-def is_future(value: object) -> bool:
+def is_future(value: object) -> TypeGuard[AnyFuture]:
     """Whether it is a torch Future of any kind (torch's ``then`` returns its bare C++ base)."""
     return isinstance(value, _CFuture)
 

@@ -247,7 +247,7 @@ class RemoteModule(Module):
         """`eval` as a Future."""
         return self.train_async(False)
 
-    def state_dict(  # type: ignore[override]  # torch has positional forms, deprecated
+    def state_dict(  # type: ignore[override]  # torch types it to give back its `destination`
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """The module's state, tensors copied to this worker, into the host's memory. Blocks.

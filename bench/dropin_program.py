@@ -133,7 +133,7 @@ class Training:
         with dist_autograd.context() as context_id:
             outputs = self.layer.rpc_sync().forward(self.inputs)
             loss = nn.functional.mse_loss(outputs, self.targets)
-            dist_autograd.backward(context_id, [loss])  # type: ignore[attr-defined]  # torch does not list what it exports
+            dist_autograd.backward(context_id, [loss])
             self.optimizer.step(context_id)
         return loss.item()
 
@@ -194,8 +194,7 @@ def main() -> None:
     parser.add_argument("--meeting", required=True, help="a file that does not exist, where the processes meet")
     parser.add_argument("--seconds", type=float, default=0.8, help="of each loop")
     arguments = parser.parse_args()
-    spawn: Callable[..., None] = mp.spawn  # type: ignore[attr-defined]  # nor here
-    spawn(run, args=(arguments.meeting, arguments.seconds), nprocs=2, join=True)
+    mp.spawn(run, args=(arguments.meeting, arguments.seconds), nprocs=2, join=True)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _warm_loops() -> None:
 @pytest.fixture(scope="module")
 def server_made_once() -> None:
     """The first server of a store in a process makes libuv open a pipe that it keeps for good."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+    from torch.distributed import TCPStore
 
     TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
 

@@ -101,7 +101,7 @@ def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -
         _apart = True
 
     async def awaited(future: Future[Any]) -> tuple[str, object]:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # `see` tells it
             await future
         return see(future)
 

@@ -142,7 +142,7 @@ def test_one_of_two_racing_settlers_wins(first: str, second: str) -> None:
         for _ in range(20):
             future = pending()
             seen: list[tuple[str, object]] = []
-            future.add_done_callback(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]  # bound now
+            future.add_done_callback(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]  # no type for a default
             results = all_at_once(partial(SETTLERS[first], future), partial(SETTLERS[second], future))
             lost = [result is False or isinstance(result, RpcUsageError) for result in results]
             assert sorted(lost) == [False, True]
@@ -612,7 +612,7 @@ async def test_cancelled_waiter_leaves_a_call_with_callbacks() -> None:
         future = pending()
         interest(future)
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: future.waiters == 2)  # type: ignore[misc]  # bound now
+        await until(lambda future=future: future.waiters == 2)  # type: ignore[misc]  # no type for a default
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -635,7 +635,7 @@ async def test_cancelling_racing_with_an_answer() -> None:
     for _ in range(50):
         future = pending()
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # bound now
+        await until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # no type for a default
         settling = asyncio.ensure_future(asyncio.to_thread(future.settle, 1))
         await asyncio.sleep(0)
         task.cancel()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 import aiorpc
 import aiorpc.testing  # names in the documents are looked up in it

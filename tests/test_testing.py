@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import RpcBackendOptions

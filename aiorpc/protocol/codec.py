@@ -315,7 +315,7 @@ def names_nothing(data: bytes | None) -> bool:
         return True
     try:
         _PlainUnpickler(io.BytesIO(data)).load()
-    except Exception:
+    except Exception:  # it names something, or is no pickle
         return False
     return True
 

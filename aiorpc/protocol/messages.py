@@ -240,7 +240,7 @@ Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Ack | Channe
 
 #: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
 #: those of reference counting in `reference_messages`.
-CLASSES: dict[Kind, type[Any]] = {
+CLASSES: dict[int, type[Any]] = {
     Kind.CALL: Call,
     Kind.REPLY: Reply,
     Kind.ERROR: Error,
@@ -506,7 +506,7 @@ def _are_ints(values: Sequence[object]) -> bool:
 
 
 #: How a body of each kind is read.
-READERS: dict[Kind, Callable[[Buffer], Any]] = {
+READERS: dict[int, Callable[[Buffer], Any]] = {
     Kind.CALL: read_call,
     Kind.REPLY: lambda body: Reply(read_values(body)),
     Kind.ERROR: read_error,
@@ -522,10 +522,10 @@ READERS: dict[Kind, Callable[[Buffer], Any]] = {
 
 def read(kind: int, body: Buffer) -> Any:
     """The message of that kind that a body is. Raises ProtocolError; also for a kind whose body is not read here."""
-    declared = CLASSES.get(kind)  # type: ignore[call-overload]  # a Kind is an int, and found by it
+    declared = CLASSES.get(kind)
     if declared is None:
         raise ProtocolError(f"a message of kind {kind}, which is not read here")
-    reader = READERS.get(kind)  # type: ignore[call-overload]  # as above
+    reader = READERS.get(kind)
     if reader is not None:
         return reader(body)
     if len(body):

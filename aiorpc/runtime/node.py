@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import Store
 
 from .. import foreign
 from ..channels.accelerator import Accelerator

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import Store
 
 from ..channels import Traffic
 from ..channels.accelerator import Accelerator

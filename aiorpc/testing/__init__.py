@@ -31,7 +31,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore, Store
 
 from ..errors import RpcUsageError
 from ..options import RpcBackendOptions

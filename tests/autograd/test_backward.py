@@ -608,7 +608,6 @@ def in_sparse(dense: Tensor, layout: torch.layout) -> Tensor:
     return (dense * 2).to_sparse(layout=layout)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 @pytest.mark.parametrize("is_leaf", [True, False])
 async def test_sparse_tensors_that_are_sent(workers: list[Worker], layout: torch.layout, is_leaf: bool) -> None:

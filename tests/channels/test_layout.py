@@ -89,7 +89,7 @@ def test_layouts_arrive(name: str) -> None:
         assert arrived.stride() == tensor.stride()
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
 def test_dtypes_arrive(dtype: torch.dtype) -> None:
     """Every dtype torch has for dense tensors arrives bit for bit, flat, strided and empty."""
@@ -514,7 +514,7 @@ def over(fake: FakeCuda, bits: Tensor, dtype: torch.dtype, index: int) -> FakeTe
     return FakeTensor(raw, fake, index)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
 def test_dtypes_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype) -> None:
     """Every dtype, flat and with strides, from a device to a device and to the host, bit for bit."""
@@ -531,7 +531,7 @@ def test_dtypes_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype) -> None:
                 assert ctypes.string_at(raw.data_ptr(), raw.nbytes) == bytes(bits.tolist())[start:][: raw.nbytes]
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
 def test_dtypes_of_the_host_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype, strided: bool) -> None:

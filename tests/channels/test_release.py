@@ -249,7 +249,7 @@ OF_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
     "as_strided": lambda view: view.as_strided((1, 1), (7, 1)),
     "numpy": lambda view: as_bytes(view).numpy(),
     "memoryview": lambda view: as_bytes(view).numpy().data,
-    "dlpack": lambda view: torch.from_dlpack(view.detach()),  # type: ignore[attr-defined]  # not in torch's stubs
+    "dlpack": lambda view: torch.from_dlpack(view.detach()),
     "shallow copy": lambda view: copy.copy(view.detach()),
 }
 OF_ARRAY: dict[str, Callable[[Any], Any]] = {

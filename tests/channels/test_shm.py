@@ -207,7 +207,7 @@ CONSUMERS: dict[str, Callable[[Bytes], Any]] = {
     "from_numpy(block)": torch.from_numpy,
     "torch.frombuffer": lambda block: torch.frombuffer(block, dtype=torch.bfloat16),
     "torch.as_tensor": torch.as_tensor,
-    "dlpack": lambda block: torch.from_dlpack(block),  # type: ignore[attr-defined]  # not in torch's stubs
+    "dlpack": lambda block: torch.from_dlpack(block),
     "view of a tensor": lambda block: ndarray(block)[1:, ::2].t(),
     "reshaped": lambda block: ndarray(block).view(-1).view(torch.int64)[3:],
     "detached": lambda block: ndarray(block).requires_grad_().detach(),
@@ -284,7 +284,7 @@ FROM_TENSOR: tuple[Callable[[Any], Any], ...] = (
     lambda view: view[::3],
     lambda view: view.detach(),
     lambda view: view.numpy(),
-    lambda view: torch.from_dlpack(view),  # type: ignore[attr-defined]  # not in torch's stubs
+    lambda view: torch.from_dlpack(view),
     lambda view: view.view(1, -1).t().squeeze(1),
     lambda view: torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())[view.storage_offset() :],
 )

@@ -277,7 +277,7 @@ def _named() -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own
 @pytest.mark.parametrize("name", OTHER)
 def test_it_holds_no_others(host: TorchAccelerator, name: str) -> None:
     """What is not described by bytes, shape and strides, or lies elsewhere."""

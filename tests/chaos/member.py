@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import TCPStore
 
 import aiorpc as rpc
 from bench.hosts import enter

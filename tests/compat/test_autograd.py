@@ -233,7 +233,7 @@ def test_backward_from_an_rref(alone: Any, autograd: Any) -> None:
     """With a context into it, without one into ``.grad``, on the owner."""
     x = torch.ones(3, requires_grad=True)
     alone.RRef(x.sum()).backward()
-    assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]  # it is not None
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3))
     with autograd.context() as context_id:
         alone.RRef(x.sum()).backward(context_id)
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(3))

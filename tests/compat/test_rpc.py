@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import TCPStore
 
 import aiorpc
 from tests.ports import free_port

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ from aiorpc.examples._progress import Steps
 from aiorpc.examples._ps import ServerBase, Settings
 from tests.examples.programs import run_all, usage_error
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.batch_ps"
 LIMIT = 90.0  # seconds for programs that take about ten
 SMALL: dict[str, Any] = {

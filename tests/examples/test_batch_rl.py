@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,7 @@ from aiorpc.examples import _sweep, batch_rl
 from aiorpc.examples._rl import Settings
 from tests.examples.programs import Program, is_png, run_all, run_program, started, torchrun, usage_error
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.batch_rl"
 SMALL = ("--num-episode", "2", "--num-steps", "30")
 LIMIT = 100.0  # seconds for a program that takes about five

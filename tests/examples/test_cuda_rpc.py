@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from aiorpc.examples import cuda_rpc
 from aiorpc.examples.cuda_rpc import Settings, Shard
 from tests.examples.programs import is_png, matches, run_all, run_program, torchrun, usage_error
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.cuda_rpc"
 LIMIT = 90.0  # seconds for programs that take about five
 SMALL = ("--rounds", "3", "--batch", "40", "--size", "50")

@@ -16,10 +16,7 @@ import pytest
 from aiorpc.examples._launch import Place, WorkerFailed, how_it_ended, launch, place_from_environment
 from tests.examples import roles
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 NAMES = ("zero", "one", "two")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from typing import Any
 
@@ -15,10 +14,7 @@ from aiorpc.examples._progress import Steps
 from aiorpc.examples.parameter_server import ParameterServer, Settings, digits, network
 from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.parameter_server"
 LIMIT = 90.0  # seconds for programs that take about ten
 SMALL: dict[str, Any] = {"batch_size": 16, "show": False, "timeout": LIMIT}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import pytest
@@ -14,10 +13,7 @@ from aiorpc.examples._resnet import images
 from aiorpc.examples.pipeline import MOMENTUM, SIZE, Settings, Stage
 from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.pipeline"
 LIMIT = 90.0  # seconds for programs that take about ten
 # 60 pictures in 8 parts: the last one is smaller than the others.

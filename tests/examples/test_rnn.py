@@ -14,10 +14,7 @@ from aiorpc.examples import rnn
 from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, Text, loss_of, perplexity, read_text
 from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
-]
+pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.rnn"
 LIMIT = 90.0  # seconds for programs that take about ten
 SMALL: dict[str, Any] = {"epochs": 6, "hidden": 64, "sample": 40, "show": False, "timeout": LIMIT}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.examples.programs import ROOT, run_program, torchrun
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="the scripts are tried on Linux and macOS"),
-]
+pytestmark = pytest.mark.slow
 FOLDER = ROOT / "examples"
 LIMIT = 100.0  # seconds for a script that takes about four
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,7 @@ import pytest
 from tests.examples.programs import matches, run_program, torchrun
 from tests.examples.several import END
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="the programs are tried on Linux and macOS"),
-]
+pytestmark = pytest.mark.slow
 LIMIT = 90.0  # seconds for a run that takes about ten
 OPTIONS = {
     "rnn": "--epochs 2 --hidden 16 --text ab.txt --sample 8 --lr 0.1",

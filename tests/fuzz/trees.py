@@ -55,7 +55,7 @@ class Color(enum.Enum):
 def taste(data: bytes) -> None:
     """A tree beside tensors, references and buffers of its message; whatever is made of it is read to its end."""
     message = Incoming([each.clone() for each in TENSORS], (object(), object()), None, True)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of some kinds of tensors
         made = read_tree(data, message, [bytearray(64), bytearray(4000)])
         for tensor in found(made, DEPTH):
             read(tensor)
@@ -90,7 +90,7 @@ def read(tensor: torch.Tensor) -> None:
 def seeds() -> list[bytes]:
     """Trees of values of each kind."""
     moment = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of some kinds of tensors
         return [write_tree(tuple(sample), Outgoing(safe=True)) for sample in _samples(moment)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import uvloop
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import TCPStore
 
 import aiorpc as rpc
 from aiorpc.transport import sockets

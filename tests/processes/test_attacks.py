@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import PrefixStore, Store, TCPStore
 
 import aiorpc as rpc
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame

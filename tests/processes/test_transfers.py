@@ -241,7 +241,7 @@ async def kill_during(child: Child, role: int, chance: random.Random, share: flo
     results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), BOUND)
     wrong = [result for result in results if not isinstance(result, torch.Tensor | rpc.PeerLost) and result is not True]
     assert not wrong, wrong
-    pairs = zip(results, (call.seed for call in calls), strict=True)  # type: ignore[attr-defined]  # ours
+    pairs = zip(results, (call.seed for call in calls), strict=True)  # type: ignore[attr-defined]  # put there by us
     kept = [(result, seed) for result, seed in pairs if isinstance(result, torch.Tensor)]
     return kept, sum(isinstance(result, rpc.PeerLost) for result in results)
 

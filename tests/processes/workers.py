@@ -174,7 +174,7 @@ def own_fork_server() -> None:
     stays, whatever tests come in between: to start it takes seconds.
     """
     if _server() not in _OURS:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing at all if there is none
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nor is that; without one it does nothing
 
 
 @contextlib.contextmanager

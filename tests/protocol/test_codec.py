@@ -475,7 +475,7 @@ def test_same_tensor_in_a_container_is_one_object() -> None:
 class Sub(torch.Tensor): ...
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own
 def test_other_kinds_of_tensors_are_taken_apart() -> None:
     """Sparse, quantised, meta and subclassed tensors are not dense; what is dense in them leaves the pickle."""
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])

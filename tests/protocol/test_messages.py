@@ -211,7 +211,7 @@ SAMPLES = [message for message, _ in GOLDEN]
 def kind_of(message: Any) -> Kind:
     """The kind of the frame that a message travels in."""
     (kind,) = [kind for kind, declared in CLASSES.items() if declared is type(message)]
-    return kind
+    return Kind(kind)
 
 
 def written(message: Any) -> bytes:

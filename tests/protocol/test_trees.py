@@ -259,7 +259,7 @@ def test_tensors_arrive_as_they_were(kind: str) -> None:
     assert torch.equal(dense(arrived.detach()), dense(sent.detach()))
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")  # torch's own
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("grad", [False, True])
 def test_nested_tensors_arrive_as_they_were(layout: torch.layout, grad: bool) -> None:

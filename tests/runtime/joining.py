@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from unittest import mock
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import Store
 
 import aiorpc
 from aiorpc import Worker

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore, Store
 
 ROSTER = "aiorpc/1/roster"  # the list of the members of a free group
 

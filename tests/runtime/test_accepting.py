@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import msgpack
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 from aiorpc import PeerRefused, RpcBackendOptions, Worker
 from aiorpc.protocol import handshake

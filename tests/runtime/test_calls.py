@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker
+from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker, WorkerInfo
 from aiorpc.protocol.frames import Kind
 from aiorpc.protocol.messages import ByName
 from aiorpc.runtime.calls.current import current_node
@@ -115,9 +115,10 @@ class Refuses:
 async def test_a_worker_is_named_by_name_rank_or_info(trio: list[Worker], form: str) -> None:
     """All three ways to name a worker reach the same one, oneself included."""
     for other in trio:
-        to = {"name": other.name, "rank": other.id, "info": other.info}[form]
-        assert await trio[0].call(to, where) == other.name  # type: ignore[arg-type]  # all forms of `to`
-        assert await trio[0].peer(to).call(where_async) == other.name  # type: ignore[arg-type]  # all forms of `to`
+        forms: dict[str, str | int | WorkerInfo] = {"name": other.name, "rank": other.id, "info": other.info}
+        to = forms[form]
+        assert await trio[0].call(to, where) == other.name
+        assert await trio[0].peer(to).call(where_async) == other.name
 
 
 async def test_get_worker_info_gives_what_calls_take(trio: list[Worker]) -> None:

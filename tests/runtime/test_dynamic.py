@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore, Store
 
 import aiorpc
 from aiorpc import (

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 from aiorpc import PeerClosed, PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RpcError

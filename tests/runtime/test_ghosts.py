@@ -7,7 +7,7 @@ import contextlib
 import gc
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, UnknownWorker, Worker

@@ -91,7 +91,7 @@ def test_one_source_after_the_other(pools: Callable[..., ThreadPool], sources: C
         pool.submit(source.run)
         wait_until(lambda: standing(pool) == 1)
         source.put()
-        wait_until(lambda: standing(pool) == 1 and not select.select([source.read], [], [], 0)[0])  # noqa: B023
+        wait_until(lambda: standing(pool) == 1 and not select.select([source.read], [], [], 0)[0])  # noqa: B023  # waited for at once
         (other,) = {first, second} - {source}
         before = other.brought
         other.put()

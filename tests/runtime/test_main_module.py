@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore, Store
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker

@@ -59,7 +59,7 @@ def names_below(value: object, depth: int) -> Iterator[str]:
         yield name
         try:
             below = getattr(value, name)
-        except Exception:
+        except AttributeError:  # a type's `__abstractmethods__`, say
             continue
         if depth > 1:
             yield from (f"{name}.{other}" for other in names_below(below, depth - 1))

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
 from aiorpc.runtime.meeting.rendezvous import Rendezvous

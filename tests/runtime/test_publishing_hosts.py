@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 from aiorpc import RpcBackendOptions, RpcTimeout, Subscription, Worker
 from aiorpc.protocol.publication import PieceWanted, VersionsReleased

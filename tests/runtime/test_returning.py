@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore, Store
 
 from aiorpc.errors import RendezvousError
 from aiorpc.protocol.identity import WorkerRecord

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import RRef, Worker
@@ -317,9 +317,9 @@ async def safe() -> AsyncIterator[list[Worker]]:
 
 async def test_values_travel_both_ways(safe: list[Worker]) -> None:
     """As they do with pickles."""
-    sent = {"tensor": torch.ones(3), "list": [1, (2, None)], (1, 2): {"x"}}
+    sent: dict[Any, Any] = {"tensor": torch.ones(3), "list": [1, (2, None)], (1, 2): {"x"}}
     arrived = await safe[0].call("worker1", echo, sent, named=[Box(torch.zeros(2))])
-    assert torch.equal(arrived[0].pop("tensor"), sent.pop("tensor"))  # type: ignore[arg-type]  # it is one
+    assert torch.equal(arrived[0].pop("tensor"), sent.pop("tensor"))
     assert arrived[0] == sent
     assert type(arrived[1][0]) is Box
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc.protocol.frames import Kind, encode_frame

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore
 
 from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, init, rpc_async, rpc_sync
 from aiorpc import futures as futures_module

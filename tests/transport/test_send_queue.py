@@ -323,7 +323,7 @@ def test_interruption_anywhere_loses_and_doubles_nothing(
         queue, sock = filled(frames), Taker(amounts)
         if seals:
             queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # defaults
+        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # no type for a default
         if place is None:
             break
         queue.append([b"later"])
@@ -360,7 +360,7 @@ def test_interruption_of_append_leaves_all_or_nothing() -> None:
     at = 0
     for at in range(10_000):
         queue, sock = filled([[b"before"]]), Taker()
-        if interrupted(lambda queue=queue: queue.append(frame), at, send_queue.__file__) is None:  # type: ignore[misc]  # defaults
+        if interrupted(lambda queue=queue: queue.append(frame), at, send_queue.__file__) is None:  # type: ignore[misc]  # no type for a default
             break
         drain(queue, sock)
         seen.add(bytes(sock.data))

@@ -17,6 +17,7 @@ from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import Frame, Kind
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport.connection import Connection
+from aiorpc.transport.writing import is_owned
 from tests.transport.ends import LONG, End, encoded, unread, until
 
 
@@ -457,12 +458,12 @@ async def test_nothing_is_read_while_that_is_stopped(half: tuple[End, socket.soc
 
 @pytest.mark.parametrize("ending", [Connection.close, Connection.abort])
 async def test_a_connection_ends_while_a_thread_waits(
-    half: tuple[End, socket.socket], stander: Stander, ending: object
+    half: tuple[End, socket.socket], stander: Stander, ending: Callable[[Connection], None]
 ) -> None:
     """The other side sees the end at once: the thread's epoll does not keep the socket."""
     end, far = half
     stander.wait()
-    ending(end.connection)  # type: ignore[operator]  # one of the two above
+    ending(end.connection)
     assert await end.closed() is None
     async with asyncio.timeout(LONG):
         assert await asyncio.get_running_loop().sock_recv(far, 1) == b""
@@ -506,7 +507,7 @@ async def test_what_is_refused_last_is_not_forgotten(half: tuple[End, socket.soc
     original = end.connection._call_on_loop
 
     def call_on_loop(callback: Callable[..., None], *args: object) -> None:
-        reading.append(end.connection._reading._is_owned())  # type: ignore[attr-defined]  # as Condition asks
+        reading.append(is_owned(end.connection._reading))
         original(callback, *args)
 
     end.connection._call_on_loop = call_on_loop  # type: ignore[method-assign]  # to see when the loop is told
@@ -545,7 +546,7 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
     original_call = end.connection._call_on_loop
 
     def call_late(callback: Callable[..., None], *args: object) -> None:
-        end.connection._call_on_loop = original_call  # type: ignore[method-assign]
+        end.connection._call_on_loop = original_call  # type: ignore[method-assign]  # as it was
         slow.start()
         assert holds.wait(LONG)
         original_call(callback, *args)
@@ -721,7 +722,7 @@ async def test_each_frame_is_had_once_and_in_order(half: tuple[End, socket.socke
                 await asyncio.sleep(0.001)
                 end.connection.resume()
             seen = len(order)
-            await until(lambda: len(order) > seen or len(order) == count)  # noqa: B023 -- it is awaited at once
+            await until(lambda: len(order) > seen or len(order) == count)  # noqa: B023  # it is awaited at once
     finally:
         stop.set()
         for thread in threads:

@@ -20,6 +20,7 @@ from aiorpc.protocol.states import TlsState
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
+from aiorpc.transport.writing import is_owned
 from tests.authority import Authority
 from tests.tiers import examples
 from tests.transport.ends import Interruption, interrupted
@@ -322,7 +323,7 @@ def test_a_look_that_is_interrupted_loses_nothing(credentials: dict[str, Credent
 
 def release(layer: TlsLayer) -> None:
     """As a connection does after an interruption."""
-    if layer.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+    if is_owned(layer.lock):
         layer.lock.release()
 
 

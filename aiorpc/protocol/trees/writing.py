@@ -151,9 +151,9 @@ class _Writer:
         made_by, args, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
         names: dict[str, Any] = {}
         calls = made_by is kind
-        if made_by is copyreg.__newobj__:  # type: ignore[attr-defined]  # not in typeshed, but documented
+        if made_by is copyreg.__newobj__:  # type: ignore[attr-defined]  # not in typeshed; `object.__reduce_ex__` gives it
             made_by, *args = args
-        elif made_by is copyreg.__newobj_ex__:  # type: ignore[attr-defined]  # not in typeshed, but documented
+        elif made_by is copyreg.__newobj_ex__:  # type: ignore[attr-defined]  # not in typeshed; `object.__reduce_ex__` gives it
             made_by, args, names = args
         if made_by is not kind or setter is not None:
             by = getattr(setter or made_by, "__qualname__", made_by)

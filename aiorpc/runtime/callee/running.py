@@ -313,7 +313,7 @@ class Runner:
 
     def _defer(self, call: ServedCall, result: object) -> None:
         if is_future(result):
-            when_done(result, partial(self._answers.answer_future, call, True))  # type: ignore[arg-type]  # is_future tells no checker
+            when_done(result, partial(self._answers.answer_future, call, True))
             return
         kind = type(result).__qualname__
         given = "it returns"

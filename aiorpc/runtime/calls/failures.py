@@ -192,7 +192,7 @@ def _pickle(error: BaseException) -> bytes | None:
                 # Parts are put back as they were; a call of the type may have made something else of its arguments.
                 if type(made) is kind and (not whole or made.args == args):
                     return data
-        except BaseException:
+        except BaseException:  # whatever pickling it runs, its parts may travel, or its text
             continue
         finally:
             outgoing.reset(token)

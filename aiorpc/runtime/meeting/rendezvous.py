@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import Store
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ...errors import PeerRefused, RendezvousError, RpcUsageError, StoreGone
 from .watch import FileWatch, ServerWatch, Watch, other_language, stranger
