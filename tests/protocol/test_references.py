@@ -1444,7 +1444,7 @@ TestReferences.settings = settings(
     stateful_step_count=40,
     deadline=None,
     database=None,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=list(HealthCheck),  # they measure time, and how often a step is refused, as most are here
 )
 
 
