@@ -693,6 +693,18 @@ async def test_a_barrier_names_who_has_not_come(four: list[Worker]) -> None:
     await asyncio.gather(*(worker.group("worker*").barrier() for worker in four))
 
 
+async def test_a_barrier_that_is_complete_as_its_time_is_up_lets_all_go_on(four: list[Worker]) -> None:
+    """Where the last one comes in the very turn of the loop in which another one would give up: all, or nobody."""
+    barriers, loop = four[0].node.barriers, asyncio.get_running_loop()
+    members, seconds = (four[0].id, four[1].id), 0.05
+    early = asyncio.ensure_future(barriers.arrive(four[0].id, "", members, seconds))
+    await until(lambda: sum(len(each.arrived) for each in barriers._barriers.values()) == 1)
+    due = loop.time() + seconds
+    while loop.time() <= due:  # the loop does nothing else meanwhile
+        pass
+    await asyncio.gather(early, barriers.arrive(four[1].id, "", members, 30.0))
+
+
 @pytest.mark.parametrize("graceful", [True, False])
 async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) -> None:
     """Who waits is told at once who will not come, whether it died or left; also who comes later."""

@@ -101,9 +101,11 @@ class Barriers:
             async with asyncio.timeout(timeout or None):
                 gone = await asyncio.shield(barrier.over)
         except TimeoutError:
-            missing = ", ".join(self._name(each) for each in members if each not in barrier.arrived)
-            text = f"barrier {tag!r} of {len(members)} workers: after {timeout:g} s {missing} had not come"
-            raise RpcTimeout(text, function="barrier", seconds=timeout) from None
+            if not barrier.over.done():
+                missing = ", ".join(self._name(each) for each in members if each not in barrier.arrived)
+                text = f"barrier {tag!r} of {len(members)} workers: after {timeout:g} s {missing} had not come"
+                raise RpcTimeout(text, function="barrier", seconds=timeout) from None
+            gone = barrier.over.result()  # the last one came in the turn in which the time was up, and has gone on
         finally:
             barrier.arrived.discard(caller)
             if not barrier.arrived and self._barriers.get(key) is barrier:
