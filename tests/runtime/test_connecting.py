@@ -7,6 +7,7 @@ import errno
 import gc
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -47,6 +48,7 @@ from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.leaks import open_descriptors
+from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references, wait_until
 
 LONG = 30.0
@@ -465,3 +467,18 @@ def still_open_in_a_child(inodes: set[int]) -> set[int]:
     os.waitpid(child, 0)
     left: set[int] = eval(answered)
     return left
+
+
+async def test_a_worker_that_stands_still_in_the_midst_of_its_handshake_tries_again() -> None:
+    """For longer than the other side waits for its proof, and than it tries itself: that is no sign of a death."""
+    apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
+    async with cluster(2, options=[apart, RpcBackendOptions()]) as (still, worker):
+        assert await worker.call("worker0", abs, -3) == 3
+        still.node.engine.bounds, worker.node.engine.bounds = Bounds(connect=0.1), Bounds(handshake=0.3)
+        call = still.call("worker1", abs, -3)
+        # This loop does not run until the other one stands, so the handshake is not over by then.
+        assert select.select(worker.node.listeners.sockets(), [], [], LONG)[0]
+        with standing_still(still):
+            await until(lambda: worker.statistics().connections_refused)
+        assert await answer(call) == 3
+        assert not still.node.group.lost

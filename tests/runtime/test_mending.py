@@ -33,6 +33,7 @@ from aiorpc.transport.lasting import LastingConnection
 from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
+from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
 
 TCP: dict[str, Any] = {"transports": ("tcp",)}
@@ -120,6 +121,27 @@ async def call_all(many: int, at_once: int) -> list[int]:
             return int(await rpc.call("worker1", count, number))
 
     return list(await asyncio.gather(*[one(number) for number in range(many)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1])
+async def test_the_time_in_which_a_worker_stands_still_does_not_count(place: int) -> None:
+    """Whichever end it is: it tries once more when it goes on, and the other one has waited as for one that is busy."""
+    grace = 1.0
+    apart = rpc.RpcBackendOptions(**TCP, reconnect_grace=grace, lag_warning=0.0)
+    options = [replace(apart, dedicated_loop=place == each) for each in range(2)]
+    async with cluster(2, options=options) as workers:
+        assert await workers[0].call("worker1", abs, -3) == 3
+        with contextlib.ExitStack() as stack:
+            with away():
+                cut()
+                await until(lambda: all(each.statistics().connections_suspended for each in workers))
+                stack.enter_context(standing_still(workers[place]))
+                began = time.monotonic()
+            await until(lambda: time.monotonic() > began + 1.5 * grace)
+        for each, other in (workers, workers[::-1]):
+            assert await each.call(other.info, abs, -3) == 3
+            assert not each.node.group.lost
 
 
 @ALSO_TLS

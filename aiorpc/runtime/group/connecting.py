@@ -179,8 +179,10 @@ class Connector:
         refused: float | None = None  # since when, at each try
         pause = FIRST_PAUSE
         while True:
+            began, met = time.monotonic(), False
             try:
                 sock = await self._reach_in_time(record)
+                met = True
                 number = next(self._numbers)
                 opening = _Opening(engine, self._secret, record, sock, number)
                 opening.on_closed = partial(self._closed, peer, opening.connection)
@@ -206,7 +208,9 @@ class Connector:
                 if ended and record.host != engine.record.host:  # something between may refuse, for a while
                     ended, refused = await self._home.group.look_for_farewell(record), None
                 refuses_us = isinstance(error, PermissionError)  # however often we ask
-                if ended or refuses_us or now > limit or provably_dead(record, engine.record.host):
+                # If this process was stopped in the midst of a handshake the other side has ended that.
+                late = (began if met else now) > limit
+                if ended or refuses_us or late or provably_dead(record, engine.record.host):
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)

@@ -1,13 +1,14 @@
 """Connections between hosts that have broken: they are made again, or given up (`transport.lasting`).
 
 The opener of a connection connects again; the acceptor waits for it, and only asks whether the opener's process is
-still there. Both give up when `reconnect_grace` is over; only later if a process at the other's address takes
-connections and says nothing, or answers as that worker, as its loop may be blocked: its host takes connections for it.
-Another program that has got the port of a dead worker is no such sign, unless it is silent, too: whoever closes the
-connection has not been reached. They give up at once when the process is proved dead: on this host by its pid;
-elsewhere when its listener refuses connections again and again, as a worker listens for as long as it lives; and when
-something else answers in its place, be it another incarnation, a worker that has given this one up, or no worker at
-all. As a goodbye may not have arrived, the store is asked whether the worker has left before its loss is told.
+still there. Both give up when `reconnect_grace` is over, of which the time does not count in which they stand still
+themselves; only later if a process at the other's address takes connections and says nothing, or answers as that
+worker, as its loop may be blocked: its host takes connections for it. Another program that has got the port of a dead
+worker is no such sign, unless it is silent, too: whoever closes the connection has not been reached. They give up at
+once when the process is proved dead: on this host by its pid; elsewhere when its listener refuses connections again and
+again, as a worker listens for as long as it lives; and when something else answers in its place, be it another
+incarnation, a worker that has given this one up, or no worker at all. As a goodbye may not have arrived, the store is
+asked whether the worker has left before its loss is told.
 
 A connection may go on again and again and be of no use, as where the network loses all that is large: a tunnel does
 that if packets are too large for it, and a handshake is small. So a connection is given up, too, if the same frame does
@@ -87,6 +88,9 @@ class Line:
     #: When what listens there was last seen to be that worker, or to be silent as it may be; ``time.monotonic()``. Set
     #: by whoever speaks with it (`Connector.reopen`): that it takes connections says nothing.
     reached: float = field(default=0.0, init=False)
+    #: Seconds by which the last steps of mending it took longer than they can: this process was stopped meanwhile, or
+    #: its loop blocked. They do not count: else it would give up without a try when it goes on.
+    stood_still: float = field(default=0.0, init=False)
 
 
 class Mender:
@@ -123,8 +127,8 @@ class Mender:
         lines.add(line)
         grace = engine.options.reconnect_grace
         left = max(grace - line.connection.silent_for, LEAST_SHARE * grace)
-        now = time.monotonic()
-        engine.tasks.spawn(self._mend(line, cause, now + left, now + BUSY * grace))
+        line.stood_still = 0.0
+        engine.tasks.spawn(self._mend(line, cause, left, BUSY * grace))
 
     def _on_resumed(self, line: Line) -> None:
         self._engine.counters.resumed += 1
@@ -161,13 +165,15 @@ class Mender:
             del self._suspended[line.record.incarnation]
         return not lines
 
-    async def _mend(self, line: Line, cause: OSError, limit: float, last: float) -> None:
-        """Try until then. limit: for a host that cannot be reached; last: for a process that does not answer."""
+    async def _mend(self, line: Line, cause: OSError, patience: float, longest: float) -> None:
+        """Try for so many seconds. patience: with a host that cannot be reached; longest: with a silent process."""
         connection, times = line.connection, line.times
+        limit, last = time.monotonic() + patience, time.monotonic() + longest
         reason: Exception | None = None
         failed = ""  # why the last try did
         pause, refusals = FIRST_PAUSE, 0
         while connection.suspended and line.times == times:
+            limit, last, line.stood_still = limit + line.stood_still, last + line.stood_still, 0.0
             now = time.monotonic()
             limit = min(last, max(limit, line.reached + self._engine.options.reconnect_grace))
             if now >= limit or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
@@ -188,7 +194,10 @@ class Mender:
                 logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
                 refusals = 0
             if connection.suspended:
-                await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
+                now = time.monotonic()
+                seconds = min(pause, max(0.0, limit - now))
+                await asyncio.sleep(seconds)
+                line.stood_still += max(0.0, time.monotonic() - now - seconds)
                 pause = min(2 * pause, LAST_PAUSE)
         left = connection.suspended and line.times == times and await self._home.look_for_farewell(line.record)
         if line.times == times:
@@ -198,10 +207,12 @@ class Mender:
 
     async def _try(self, line: Line, seconds: float) -> None:
         """Reach the other process, and have the line go on if this end has opened it."""
+        due = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds):
                 sock = await self._home.reach(line.record)
         except TimeoutError as error:
+            line.stood_still += max(0.0, time.monotonic() - due)
             raise TimeoutError(foreign.text_of(error) or f"no answer from {_place(line.record)}") from error
         await self._reopen(line, sock)  # a process that is busy takes its time
 
