@@ -234,7 +234,8 @@ class Group:
 
     def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
         try:
-            call = self._home.peers.of(record).call(function, args, None, self._engine.options.rpc_timeout, system=True)
+            # Without a limit: a member that is stopped for long has to hear it when it goes on. Nobody says it twice.
+            call = self._home.peers.of(record).call(function, args, None, 0.0, system=True)
         except RpcError:
             return
         call.when_settled(lambda future: future.mark_seen())
@@ -621,7 +622,9 @@ async def introduce(record: list[Any]) -> None:
 async def report_lost(record: list[Any], cause: str) -> None:
     """Handler: the leader has seen a member die, and tells it."""
     group, caller_id = _current()
-    group.on_report(caller_id, WorkerRecord.from_wire(record), str(cause)[:CAUSE_LIMIT])
+    lost = WorkerRecord.from_wire(record)
+    await group.newcomers.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
+    group.on_report(caller_id, lost, str(cause)[:CAUSE_LIMIT])
 
 
 @system

@@ -66,6 +66,7 @@ class Newcomers:
         self._arrive, self._introduce = verbs
         self._answered: set[str] = set()  # the incarnations of those to whom this worker has replied in the store
         self._arriving: dict[int, asyncio.Future[Roster]] = {}
+        self._hearing: dict[str, asyncio.Event] = {}  # of whom the leader is just telling this worker, by incarnation
         self._looking = False
         self._blind = False  # the store has gone
 
@@ -156,6 +157,22 @@ class Newcomers:
 
     async def introduce(self, leader: int, newcomer: WorkerRecord) -> None:
         """A member says that there is a newcomer. RpcUsageError if that is not for it to say, or cannot be."""
+        over = asyncio.Event()
+        first = self._hearing.setdefault(newcomer.incarnation, over) is over
+        try:
+            await self._hear_of(leader, newcomer)
+        finally:
+            if first:
+                del self._hearing[newcomer.incarnation]
+                over.set()
+
+    async def until_heard_of(self, newcomer: WorkerRecord) -> None:
+        """Wait while a member is telling of that newcomer: whatever is said of it behind that comes after it."""
+        over = self._hearing.get(newcomer.incarnation)
+        if over is not None:
+            await over.wait()
+
+    async def _hear_of(self, leader: int, newcomer: WorkerRecord) -> None:
         await self._until_it_leads(leader)
         holder = self._table.in_the_way(newcomer)
         if holder is not None:
