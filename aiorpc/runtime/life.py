@@ -96,11 +96,14 @@ class Life:
         try:
             await self._joining
         except BaseException as error:
-            if self._closing is not None:  # it was cancelled while it was taken down
+            was_shut_down = self._shutdown is not None
+            if self.lifetime.state is WorkerState.RUNNING:  # it was cancelled in the turn in which it had joined
+                await self.shutdown(graceful=False, timeout=0.0)
+            elif self._closing is not None:  # it was cancelled while it was taken down
                 await asyncio.wait((self._closing,))
             self._plan.news.end()
             self._plan.objects.close()
-            if isinstance(error, asyncio.CancelledError) and self._shutdown is not None:
+            if isinstance(error, asyncio.CancelledError) and was_shut_down:
                 raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
             raise
 
@@ -288,7 +291,8 @@ class Life:
             for link in node.links.all():
                 link.flush()  # give back the memory that we have released: this process may live on, and they need it
             leaked = tuple(node.references.leaked())
-            await node.connector.settle()
+            with contextlib.suppress(asyncio.CancelledError):  # as above: others that wait for this are not cancelled
+                await node.connector.settle()
         finally:
             lost = tuple(node.group.lost.values())
             node.patient = True
@@ -533,7 +537,7 @@ async def _serve_rendezvous(node: Node) -> None:
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE
-        except RendezvousError as error:
+        except (RendezvousError, OSError) as error:  # also where the file of the secret cannot be written just now
             if gone and not occupied:
                 occupied = True
                 logger.warning("worker %s: %s", name, error)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.testing import cluster
+from aiorpc.transport import sockets
 from tests.limits import busy
 from tests.runtime.joining import unheard_of
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
@@ -359,6 +362,27 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Stor
         async with aiorpc.init("phoenix", store=store) as new:
             assert await asyncio.wait_for(call, LIMIT) == "phoenix"
             assert await asyncio.wait_for(worker.call("phoenix", where), LIMIT) == "phoenix" and new.id != old.id
+
+
+async def test_a_secret_that_cannot_be_written_once_is_handed_out_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk is full, or descriptors have run out: newcomers wait for the file, and get it."""
+    write, failures = sockets.write_secret, 0
+
+    def fail_once(path: Path, content: bytes) -> int:
+        nonlocal failures
+        failures += 1
+        if failures == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        first.node.rendezvous.remove_secret()  # somebody has tidied up
+        monkeypatch.setattr(sockets, "write_secret", fail_once)
+        async with aiorpc.init("late", store=store, options=RpcBackendOptions(rpc_timeout=10.0)) as late:
+            assert await late.call("worker0", where) == "worker0"
+    assert failures == 2
 
 
 async def test_a_rank_is_used_once(store: Store) -> None:

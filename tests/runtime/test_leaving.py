@@ -366,6 +366,25 @@ async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
             await workers[1].call("worker0", abs, -3)
 
 
+async def test_of_two_that_wait_for_a_shutdown_the_one_that_is_cancelled_is_alone() -> None:
+    """Also while it waits for a handshake with a member that stands still: the other one gets the report."""
+    async with cluster(2, options=[RpcBackendOptions(), APART]) as workers:
+        worker = workers[0]
+        worker.node.engine.bounds = Bounds(opening=LONG)
+        await until(lambda: worker.node.services)
+        with standing_still(workers[1]):
+            before = len(worker.node.engine.connections)
+            call = worker.call("worker1", abs, -3)
+            await until(lambda: len(worker.node.engine.connections) > before)
+            waiting = [asyncio.ensure_future(worker.shutdown(graceful=False)) for _ in range(2)]
+            await until(lambda: worker.leaving)
+            waiting[0].cancel()
+            cancelled, report = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LONG)
+        assert isinstance(cancelled, asyncio.CancelledError)
+        assert report == await worker.shutdown() == ShutdownReport()
+        assert isinstance(call.exception(), WorkerClosed)
+
+
 async def test_a_block_of_a_worker_that_was_awaited_before_is_the_end_of_it() -> None:
     """As `async with await connect()` is of other libraries; a worker that is in its block already has one alone."""
     async with await aiorpc.init("alone", rank=0, world_size=1, store=HashStore()) as worker:
@@ -418,6 +437,27 @@ async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: p
             await joining
     assert not path.exists() and a.closed
     assert not caplog.records
+
+
+async def test_init_that_is_cancelled_in_the_turn_in_which_it_has_joined_leaves() -> None:
+    """Nobody has the worker then, so nobody could shut it down: it says goodbye itself, and is closed."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        late, loop = aiorpc.init("late", store=store), asyncio.get_running_loop()
+        joining = asyncio.ensure_future(late.start())
+
+        def cancel_once_joined() -> None:
+            if late.state is WorkerState.RUNNING:
+                assert joining.cancel()
+            elif not joining.done():
+                loop.call_soon(cancel_once_joined)
+
+        cancel_once_joined()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        assert late.state is WorkerState.CLOSED
+        await until(lambda: [info.name for info in first.worker_infos()] == ["worker0"])
+        assert not first.node.group.lost
 
 
 async def give_up_once_joining(worker: Worker, in_place: Callable[[], object]) -> None:

@@ -38,6 +38,7 @@ from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.runtime.meeting.stores import Board
 from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
+from tests.runtime.observers import standing_still
 from tests.runtime.test_rendezvous import ELSEWHERE, PATIENCE, make_record, together
 from tests.runtime.waiting import until
 
@@ -307,6 +308,39 @@ def test_after_a_reboot_of_all_hosts_the_next_generation_forms() -> None:
 
         for host, generation in ((ELSEWHERE, 1), ("", 2)):  # those of the first generation have not left
             assert together(*(partial(join, rank, host) for rank in range(2))) == [generation] * 2
+
+
+async def test_a_newcomer_that_is_given_up_as_it_is_let_in_leaves_its_place_to_the_next() -> None:
+    """Although its process lives: the claim is taken back, whatever had been found at the store by then."""
+    async with place() as (workers, here):
+        await lose(workers[2], *workers[:2])
+        opened = Rendezvous.open("env://", rank=2, world_size=SIZE, timeout=PATIENCE, store=here.store)
+        with contextlib.closing(opened):
+            await asyncio.to_thread(opened.join, lambda number: make_record("worker2", number))
+            assert opened.returned is not None
+            opened.abandon()
+        new = await here.come_back(2)
+        assert await workers[0].call("worker2", abs, -3) == await new.call("worker0", abs, -3) == 3
+
+
+async def test_a_newcomer_that_is_lost_while_a_member_stands_still_is_lost_to_that_as_well() -> None:
+    """It hears of the newcomer and of its loss at once, and has to ask after the one before in between."""
+    store = HashStore()
+    apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
+    async with cluster(SIZE, store=store, options=[RpcBackendOptions(), apart, RpcBackendOptions()]) as workers:
+        leader, still, dead = workers
+        for each in (still, dead):
+            assert await leader.call(each.name, abs, -3) == 3
+        with standing_still(still):
+            await lose(dead, leader)
+            newcomer = Worker("worker2", rank=2, world_size=SIZE, store=store)
+            coming = asyncio.ensure_future(newcomer.start())
+            await until(lambda: len(leader.node.group.members) == SIZE + 1)
+            await newcomer.drop()
+            await asyncio.gather(coming, return_exceptions=True)
+            await until(lambda: len(leader.node.group.lost) == 2)
+        await until(lambda: sorted(still.node.group.lost) == [2, 3])
+        assert [info.name for info in still.worker_infos()] == ["worker0", "worker1"]
 
 
 async def test_who_was_replaced_is_waited_for_as_any_member() -> None:

@@ -298,9 +298,13 @@ class Rendezvous:
         self._tell(self._world.say_farewell, record)
 
     def abandon(self) -> None:
-        """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member."""
+        """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member.
+
+        Of a newcomer that was let in just then the claim is taken back: else nobody could have the place while its
+        process lives.
+        """
         if self._made is not None:
-            self._tell(self._world.abandon, self._made)
+            self._tell(self._world.abandon if self.returned is None else self._world.leave, self._made)
 
     def _tell(self, step: Callable[[WorkerRecord], None], record: WorkerRecord) -> None:
         # torch logs every failed operation: do not ask a server that is not there.
