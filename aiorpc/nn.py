@@ -43,6 +43,7 @@ Module = torch.nn.Module
 _HERE = globals()
 _SETTLED = "its device is settled when it is made"
 _RANK = re.compile(r"rank:(\d+)")
+_ASSIGN = "assign_to_params_buffers"  # torch's own entry among the versions of a state
 
 
 class RemoteModuleError(RpcUsageError, ValueError):
@@ -295,8 +296,13 @@ class RemoteModule(Module):
         error_msgs: list[str],
     ) -> None:
         """A local module that this one is a part of loads its state: our part of it goes to the owner."""
-        state = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        state: dict[str, Any] = OrderedDict(
+            (name.removeprefix(prefix), value) for name, value in state_dict.items() if name.startswith(prefix)
+        )
+        versions = {name: value for name, value in local_metadata.items() if name != _ASSIGN}
+        if versions:  # of the module itself; of those inside of it torch tells nothing here
+            setattr(state, "_metadata", OrderedDict({"": versions}))  # noqa: B010  # as in `_each_tensor`
+        assign = bool(local_metadata.get(_ASSIGN, False))
         try:
             result = self.load_state_dict(state, False, assign)
         except RpcError:

@@ -58,6 +58,21 @@ class Many(torch.nn.Module):
         return Both(x * factor, {"deep": deep, "training": self.training})
 
 
+class Scaled(torch.nn.Module):
+    """Its first version had a tenth of what it has now."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict = {**state_dict, prefix + "scale": state_dict[prefix + "scale"] * 10}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
 class Places(torch.nn.Module):
     """Says on which devices its arguments are."""
 
@@ -483,6 +498,20 @@ async def test_a_part_of_a_local_module(apart: list[Worker]) -> None:
         with pytest.raises(RuntimeError, match="size mismatch"):
             hybrid.load_state_dict({**reference, "part.0.bias": torch.ones(1)})
         assert "'worker1', device='cpu'" in repr(hybrid)
+
+    await run(apart[0], script)
+
+
+async def test_a_part_of_a_local_module_knows_the_version_of_its_state(apart: list[Worker]) -> None:
+    """What a module does to a state of an older version of itself is not done to one of now."""
+
+    def script() -> None:
+        hybrid = Hybrid(RemoteModule("worker1", Scaled))
+        for version, wanted in ((2, 1.0), (1, 10.0), (None, 10.0)):
+            state = Hybrid(Scaled()).state_dict()
+            state._metadata["part"]["version"] = version  # type: ignore[attr-defined]  # torch's own attribute
+            hybrid.load_state_dict(state)
+            assert hybrid.state_dict()["part.scale"].tolist() == [wanted]
 
     await run(apart[0], script)
 

@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import brief
 from ..runtime.gradients.contexts import current_autograd
 from ..runtime.node import Node, registry, serving
-from .parts import ask
 from .passes import Last, Pass
 
 Tensor = torch.Tensor
@@ -107,7 +106,7 @@ class context:
             # has stopped early. The variable of the one who entered it stays: it names a context that is open nowhere.
             if current_autograd.get() == self._id:
                 current_autograd.set(None)
-        return _Farewell(self._node, self._id).tell(later=True)
+        return _Farewell(self._node, self._id, self._node.gradients.leave(self._id)).tell(later=True)
 
 
 async def _ended(call: Future[Any]) -> None:
@@ -118,11 +117,12 @@ async def _ended(call: Future[Any]) -> None:
 class _Farewell:
     """Tells all workers that took part in a context that it has ended, also those that others name in their answers."""
 
-    def __init__(self, node: Node, context_id: int) -> None:
+    def __init__(self, node: Node, context_id: int, known: Iterable[Any]) -> None:
+        """known: workers that took part (`Peer`), also those that have not come yet: calls wait for these."""
         self._node = node
         self._id = context_id
         self._told = {node.engine.id}
-        self._todo = {peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None}
+        self._newcomers, self._todo = _apart(known)
 
     def tell(self, later: bool = False) -> list[Future[bytes]]:
         """Tell those that are known by now, and were not told. Any thread.
@@ -130,24 +130,38 @@ class _Farewell:
         later: with the next message to them, those that have answered for the context before. Returns the calls by
         which the others were told of that one.
         """
+        if self._node.engine.closed:
+            return []
+        while self._newcomers:
+            peer = self._newcomers.pop()
+            # Behind the calls that wait, as they say that they belong to the context.
+            peer.call(forget, (self._id,), None, 0.0, system=True).when_settled(partial(self._came, peer))
         new = self._todo - self._told
-        if not new or self._node.engine.closed:
+        if not new:
             return []
         self._told |= new
         last, earlier = self._node.gradients.farewells, []
         for worker_id in new:
-            before = last.get(worker_id)
+            before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
             trailing = later and before is None  # else the one before may be waiting for a message to leave with
             try:
                 # Without a deadline: nobody is to forget because of it that he had to forget.
-                call = last[worker_id] = ask(self._node, worker_id, forget, self._id, until=None, later=trailing)
+                call = last[worker_id] = peer.call(forget, (self._id,), None, 0.0, system=True, later=trailing)
             finally:  # also if a signal handler raises in it: it may be queued by then
                 if trailing:
-                    self._node.gradients.trailing.add(self._node.peers.by_id(worker_id))
+                    self._node.gradients.trailing.add(peer)
             if before is not None:
                 earlier.append(before)
             call.when_settled(partial(self._answered, worker_id))
         return earlier
+
+    def _came(self, peer: Any, call: Future[bytes]) -> None:
+        """A worker that was not there has answered, or never came."""
+        if peer.record is not None:
+            self._told.add(peer.record.id)
+            self._answered(peer.record.id, call)
+        else:
+            call.mark_seen()
 
     def _answered(self, worker_id: int, call: Future[bytes]) -> None:
         last = self._node.gradients.farewells
@@ -165,8 +179,22 @@ class _Farewell:
 def forget(context_id: int) -> bytes:
     """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids."""
     node, _ = serving()
-    known = [peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None]
+    newcomers, known = _apart(node.gradients.leave(context_id))
+    if newcomers:  # which others cannot tell
+        _Farewell(node, context_id, newcomers).tell()
     return struct.pack(f"<{len(known)}q", *known)
+
+
+def _apart(known: Iterable[Any]) -> tuple[list[Any], set[int]]:
+    """Of these workers (`Peer`) those that have not come yet, and the ids of the others."""
+    newcomers, ids = [], set()
+    for peer in known:
+        record = peer.record
+        if record is None:
+            newcomers.append(peer)
+        else:
+            ids.add(record.id)
+    return newcomers, ids
 
 
 def make_pass(

@@ -37,7 +37,7 @@ from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.reference_messages import ReferenceId
 from ..runtime.calls.current import current_call, permits
-from ..runtime.calls.functions import async_execution, inline, intrinsic
+from ..runtime.calls.functions import async_execution, brief, intrinsic
 from ..runtime.calls.values import Results
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
 from ..runtime.gradients.reach import FOREIGN, Leaf, ReceivedTensor, SentName, Target
@@ -79,6 +79,19 @@ class RunsPass(Protocol):
 
     def part_over(self, part: Part) -> None:
         """The part of this worker is over. Any thread."""
+
+
+class _RanPass:
+    """Stands for a pass that has ended, which nobody has to tell anything."""
+
+    def hand_on(self, worker_id: int, gradients: Gradients) -> None:
+        """See `RunsPass`."""
+
+    def part_over(self, part: Part) -> None:
+        """See `RunsPass`."""
+
+
+_RAN_PASS = _RanPass()
 
 
 # --- a part -----------------------------------------------------------------------------------------------------------
@@ -163,6 +176,13 @@ class Part:
         self._end(error)
         self._refuse()
         self._kept(failed=True)
+
+    def let_go(self) -> None:
+        """The pass that this worker runs has ended: it is kept no longer.
+
+        The two refer to each other, and would keep the graph and the gradients until the garbage collector comes.
+        """
+        self._runs = _RAN_PASS
 
     def _end(self, error: BaseException | None) -> bool:
         """It is over; False if it was before."""
@@ -264,12 +284,14 @@ class Part:
             leaves = [each for each in leaves if id(each[0].tensor) in left]
         hooked = [leaf for leaf, _ in leaves if leaf.prehooks or leaf.posthooks]
         if hooked:
-            leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
+            with torch.no_grad():  # as in torch's engine: what hooks make of gradients has no graph of its own
+                leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
             pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
         self._context.accumulate(pairs, arrival_of(self._node, gradients))
         if hooked:
-            for leaf, gradient in leaves:
-                leaf.after(gradient)
+            with torch.no_grad():
+                for leaf, gradient in leaves:
+                    leaf.after(gradient)
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
@@ -489,16 +511,16 @@ def _say_where(error: BaseException, worker: str) -> None:
 
 
 def ask(
-    node: Node, worker_id: int, function: Any, /, *args: Any, until: float | None, later: bool = False
+    node: Node, worker_id: int, function: Any, /, *args: Any, until: float | None, system: bool = False
 ) -> Future[Any]:
     """Call a function of the runtime's on a worker, in no context.
 
-    until: on ``time.monotonic``'s clock, or None. later: as of `Peer.call`.
+    until: on ``time.monotonic``'s clock, or None. system: as of `Peer.call`.
     """
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
     try:
-        return node.peers.by_id(worker_id).call(function, args, None, timeout, later=later)
+        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system)
     finally:
         current_autograd.reset(token)
 
@@ -618,7 +640,7 @@ def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) 
     part.advance()
 
 
-@inline
+@brief
 def abort(context_id: int, number: int, reason: str) -> None:
     """Handler: that pass has failed elsewhere."""
     node, context = _here(context_id)

@@ -287,6 +287,7 @@ class Pass:
         idle = self._last is not None and not (self._closed or self._part.closed)
         if self.done.settle(None, self._last.idle() if self._last is not None and idle else None):
             self._open_gate()
+        self._part.let_go()
 
     def _fail(self, error: BaseException) -> None:
         if self._end(error):
@@ -297,6 +298,7 @@ class Pass:
         if not self.done.settle(None, error) and self.done._error is not error:
             return False
         self._open_gate()
+        self._part.let_go()
         self._abort(error)
         return True
 
@@ -306,6 +308,7 @@ class Pass:
         assert error is not None, "it was cancelled"
         # The part first: whoever is about to tell the others their plans looks at it after it has made them.
         self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
+        self._part.let_go()
         self._abort(error)
 
     def _abort(self, error: BaseException) -> None:
@@ -313,7 +316,8 @@ class Pass:
         for worker_id in self._plans:
             try:
                 said = (self._context.id, self._number, reason)
-                call = ask(self._node, worker_id, abort, *said, until=time.monotonic() + _ABORT_PATIENCE)
+                until = time.monotonic() + _ABORT_PATIENCE
+                call = ask(self._node, worker_id, abort, *said, until=until, system=True)
             except RpcError:  # we leave
                 continue
             call.when_settled(lambda future: future.mark_seen())

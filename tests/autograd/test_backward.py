@@ -837,6 +837,23 @@ async def test_hooks_on_nodes_of_leaves(workers: list[Worker]) -> None:
     assert all(leaf.grad is None for leaf in leaves)
 
 
+async def test_hooks_on_nodes_of_leaves_run_without_gradients(workers: list[Worker]) -> None:
+    """As in torch's engine: a gradient that they make with a parameter has no graph, which would keep that alive."""
+    x, scale, modes = vector(), torch.ones(SIZE, dtype=double, requires_grad=True), list[bool]()
+    node = get_gradient_edge(x).node
+
+    def change(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        modes.append(torch.is_grad_enabled())
+        return tuple(gradient * scale for gradient in gradients)
+
+    node.register_prehook(change)
+    node.register_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, x)
+        await ctx.backward([y.sum()])
+        assert modes == [False, False] and not ctx.gradients()[x].requires_grad
+
+
 async def test_hooks_on_nodes_registered_after_the_first_pass(workers: list[Worker]) -> None:
     """The node was looked at before; its hooks are those of now."""
     x = vector()
@@ -1525,6 +1542,39 @@ async def test_a_pass_that_is_over_cannot_be_cancelled(workers: list[Worker]) ->
         assert not running.cancel() and not running.cancelled()
     await until(lambda: gc.collect() >= 0 and graph() is None)
     await running
+
+
+@pytest.mark.parametrize("way", ["awaited", "blocking", "cancelled"])
+async def test_a_pass_that_is_over_leaves_nothing_to_the_garbage_collector(workers: list[Worker], way: str) -> None:
+    """Graph and gradients are gone with the context; they may be larger than what the collector takes notice of."""
+    kept = list[weakref.ref[Any]]()
+    gc.collect()
+    gc.disable()
+    try:
+        async with autograd.context() as ctx:
+            x = vector()
+            y = await workers[0].call("worker1", parts.layer, x)
+            kept += [weakref.ref(each) for each in (x, y, y.grad_fn, workers[0].node.gradients.get(ctx))]
+            if way == "blocking":
+                await asyncio.to_thread(autograd.backward, ctx, [y.sum()])
+            else:
+                running = ctx.backward([y.sum()])
+                if way == "cancelled":
+                    running.cancel()
+                    await asyncio.wait([asyncio.ensure_future(_outcome(running))])
+                else:
+                    await running
+                del running
+            kept += map(weakref.ref, ctx.gradients().values())
+            del x, y
+        await until(lambda: not any(each() is not None for each in kept))
+    finally:
+        gc.enable()
+
+
+async def _outcome(call: Any) -> None:
+    with contextlib.suppress(RpcCancelled):
+        await call
 
 
 async def test_the_deadline_of_a_pass() -> None:

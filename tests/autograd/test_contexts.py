@@ -473,6 +473,67 @@ async def test_a_second_farewell_takes_the_first_along(workers: list[Worker]) ->
     await until(lambda: not len(second.node.gradients))
 
 
+@pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_queued_bytes", "max_call_rate"])
+async def test_the_end_is_told_whatever_else_there_is(limit: str) -> None:
+    """No limit of users' calls refuses it, at the opener or where it is told, nor the end of a pass that failed."""
+    limits = {
+        "max_pending_calls": RpcBackendOptions(max_pending_calls=1),
+        "max_queued_calls": RpcBackendOptions(max_queued_calls=1),
+        "max_queued_bytes": RpcBackendOptions(max_queued_bytes=1 << 20),
+        "max_call_rate": RpcBackendOptions(max_call_rate=4),
+    }
+    at_opener = limit == "max_pending_calls"
+    options = [limits[limit] if at_opener else RpcBackendOptions(), RpcBackendOptions() if at_opener else limits[limit]]
+    async with cluster(2, options=options) as workers:
+        current_node.set(workers[0].node)
+        async with asyncio.timeout(LIMIT), autograd.context() as ctx:
+            y = await workers[0].call("worker1", parts.layer, vector())
+            busy = workers[0].call("worker1", _never, torch.zeros(1 << 20))
+            await until(lambda: workers[1].statistics().calls_running == 1)
+            with pytest.raises(aiorpc.Overloaded, match=limit):
+                while True:
+                    await workers[0].call("worker1", parts.echo, None)
+            y.register_hook(_fail)
+            with pytest.raises(ArithmeticError, match="in a hook"):
+                await ctx.backward([y.sum()])
+            await until(lambda: workers[1].node.gradients.get(ctx).passed)
+        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        busy.cancel()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ArithmeticError("in a hook")
+
+
+async def _never(value: Any) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("through", ["", "worker1"])
+async def test_a_worker_that_comes_after_the_end(through: str) -> None:
+    """A call that waits for it belongs to the context: whoever has made it tells of the end, too."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        current_node.set(workers[0].node)
+        async with autograd.context():
+            if through:
+                await workers[0].call(through, _call_and_go_on, "late")
+            else:
+                call = workers[0].call("late", parts.layer, vector())
+        assert not len(workers[0].node.gradients)
+        await until(lambda: not len(workers[1].node.gradients))
+        late = await Worker("late", world_size=None, store=store)
+        await until(lambda: late.statistics().calls_served >= 1)
+        if not through:
+            assert (await call).shape == vector().shape
+        await until(lambda: not len(late.node.gradients))
+        await late.shutdown(graceful=False)
+
+
+def _call_and_go_on(to: str) -> None:
+    aiorpc.rpc_async(to, parts.layer, args=(vector(),))
+
+
 async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> None:
     """The exception of the block comes out, and no context is left."""
     with pytest.raises(ZeroDivisionError):
@@ -694,7 +755,8 @@ async def test_when_its_opener_leaves_the_others_release_it() -> None:
             await context.__aexit__(None, None, None)
 
 
-async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing() -> None:
+@pytest.mark.parametrize("takes_part", [True, False])
+async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(takes_part: bool) -> None:
     """Of two workers one learns first that the opener is gone: what the other still calls leaves no context there."""
     store = HashStore()
     apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
@@ -704,8 +766,11 @@ async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing() -> Non
         context = autograd.context()
         context_id = await context.__aenter__()
         await third.call("worker1", parts.layer, vector())
-        await third.call("worker0", parts.echo, None)
+        if takes_part:
+            await third.call("worker0", parts.echo, None)
+        current_autograd.set(None)
         await workers[1].call("worker0", parts.echo, None)
+        assert [len(worker.node.gradients) for worker in workers] == [takes_part, True]
         with standing_still(workers[1]):  # it does not learn of it
             await third.shutdown(graceful=False)
             await until(lambda: workers[0].node.peers.by_id(third.id).gone)

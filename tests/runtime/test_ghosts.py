@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, UnknownWorker, Worker
 from aiorpc.protocol.messages import Fetch, Method
-from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
+from aiorpc.protocol.reference_messages import Abandon, Del, PassedReference, ReferenceId, fork_of_creator
 from aiorpc.runtime.references.rref import RRef
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until
@@ -114,6 +114,20 @@ async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
                 await asyncio.wait_for(call, LIMIT)
         for call in calls:
             call.cancel()
+
+
+async def test_values_that_their_creator_gave_up_are_waited_for_no_more() -> None:
+    """One that was asked for before its creation came, and then never was made, counts for that limit no longer."""
+    async with cluster(2, options=RpcBackendOptions(max_references=2)) as workers:
+        owner = workers[0].node.references
+        for number in range(5):
+            rref = ReferenceId(1, 1_000_000 + number, 1)
+            waiting = owner.value(*rref, asker=1)
+            assert not waiting.done()
+            owner.on_message(1, Abandon(rref, fork_of_creator(rref), False, "given up"))
+            owner.on_message(1, Del(rref, fork_of_creator(rref)))
+            with pytest.raises(RpcError, match="gave up"):
+                await asyncio.wait_for(waiting, LIMIT)
 
 
 async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:

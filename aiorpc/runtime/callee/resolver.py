@@ -18,7 +18,7 @@ from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, 
 from ...rights import is_public
 from ..calls import functions
 from ..calls.current import ServedCall
-from ..calls.functions import Handler
+from ..calls.functions import Handler, Mode
 from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
@@ -69,14 +69,27 @@ class Resolver:
 
         Otherwise many calls of users would keep a worker from leaving and from hearing of losses.
         """
+        handler = self._of_runtime(function)
+        return handler is not None and handler.system
+
+    def is_brief(self, function: Function) -> bool:
+        """Whether a call is over at once, and must not be refused because there are too many (`functions.brief`)."""
+        handler = self._of_runtime(function)
+        return handler is not None and handler.mode is Mode.BRIEF
+
+    def _of_runtime(self, function: Function) -> Handler | None:
+        """The handler of a call, if it is one of the runtime's or was called before."""
         if type(function) is int:
-            handler = self.functions.get(function)
-            return handler is not None and handler.system
+            return self.functions.get(function)
         name = function.name if type(function) is ByName else ""
+        if not name.startswith("aiorpc."):
+            return None
         if self._permits is not None:
-            place = functions.find_place(name, ask=False) if name.startswith("aiorpc.") else None
-            return place is not None and functions.is_intrinsic(place.found) and functions.is_system(place.found)
-        return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
+            place = functions.find_place(name, ask=False)
+            if place is None or not functions.is_intrinsic(place.found):
+                return None
+            return functions.classify(place.found, name)
+        return functions.resolve(name) if functions.is_loaded(name) else None
 
     def for_threads(self, function: Function) -> Found | None:
         """What a call of that finds, if it can be started at once in any thread; else None. Any thread."""

@@ -193,6 +193,8 @@ class Service:
             )
         elif message.arguments.references:
             self._home.references.coming(message.arguments.references)
+        if type(failure) is Overloaded and self._resolver.is_brief(message.function):
+            failure = None
         if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
             call.function = self._resolver.name(message.function)
             self._runner.refuse(call, failure)

@@ -119,7 +119,11 @@ def inline(fn: F) -> F:
 
 
 def brief(fn: F) -> F:
-    """Mark such a function that needs nothing of the loop either: it is run by whoever has read its call, at once."""
+    """Mark such a function that needs nothing of the loop either: it is run by whoever has read its call, at once.
+
+    It tells of an end, and nobody tells of that again: so it is run however many other calls there are, and is called
+    with ``system`` of `Peer.call`.
+    """
     setattr(fn, _BRIEF, True)
     return fn
 
@@ -140,11 +144,6 @@ def is_intrinsic(function: object) -> bool:
         and function.__module__.startswith("aiorpc.")
         and any(mark in function.__dict__ for mark in (_SYSTEM, _INLINE, _BRIEF, _INTRINSIC))
     )
-
-
-def is_system(function: object) -> bool:
-    """Whether a function bears the mark of `system`."""
-    return bool(getattr(function, _SYSTEM, False))
 
 
 def classify(function: Callable[..., Any], name: str) -> Handler:

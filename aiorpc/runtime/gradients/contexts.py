@@ -38,7 +38,7 @@ from .trailing import Trailing
 Tensor = torch.Tensor
 _infer_type: Any = torch._C._jit_try_infer_type
 _new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
-# Contexts that were left are remembered, so that a call that comes late does not open them again.
+# Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none.
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors; of more the others have to ask.
 MOST_BEHIND = 512
@@ -54,6 +54,11 @@ def id_range(worker_id: int) -> tuple[int, int]:
     wide = worker_id << _BITS >= _WIDE
     first = _WIDE | worker_id << _WIDE_BITS if wide else worker_id << _BITS
     return first, first | (1 << (_WIDE_BITS if wide else _BITS)) - 1
+
+
+def opener_of(id: int) -> int:
+    """The worker that the context of that id belongs to: see `id_range`."""
+    return (id ^ _WIDE) >> _WIDE_BITS if id & _WIDE else id >> _BITS
 
 
 class PeerForContexts(Protocol):
@@ -308,6 +313,7 @@ class Gradients:
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
+        self._gone: OrderedDict[int, None] = OrderedDict()  # workers: as `_left`, for contexts that have not come here
         self._numbers = itertools.count(1)
         self._first, last = id_range(engine.id)
         self._mask = last - self._first
@@ -384,10 +390,10 @@ class Gradients:
         """A call from that peer has come in context `id`: returns the id, or None if the context was left by now."""
         if type(id) is not int:
             raise ProtocolError(f"{id!r:.40} is no autograd context")
-        if id in self._left:
+        if id in self._left or opener_of(id) in self._gone:
             return None
         self._enter(id).known.add(peer)
-        if id in self._left:  # meanwhile, by another thread
+        if id in self._left or opener_of(id) in self._gone:  # meanwhile, by another thread
             self._contexts.pop(id, None)
             return None
         return id
@@ -423,10 +429,7 @@ class Gradients:
 
     def leave(self, id: int) -> set[PeerForContexts]:
         """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
-        with self._lock:
-            self._left[id] = None
-            if len(self._left) > _REMEMBERED:  # one was added
-                self._left.popitem(last=False)
+        self._remember(self._left, id)
         context = self._contexts.pop(id, None)
         if context is None:
             return set()
@@ -435,9 +438,16 @@ class Gradients:
 
     def on_gone(self, worker_id: int) -> None:
         """A worker is gone, and leaves its contexts. On the loop."""
+        self._remember(self._gone, worker_id)
         first, last = id_range(worker_id)
         for id in [id for id in list(self._contexts) if first <= id <= last]:
             self.leave(id)
+
+    def _remember(self, ended: OrderedDict[int, None], id: int) -> None:
+        with self._lock:
+            ended[id] = None
+            if len(ended) > _REMEMBERED:  # one was added
+                ended.popitem(last=False)
 
     def close(self) -> None:
         """The worker closes: drop all contexts. On the loop."""

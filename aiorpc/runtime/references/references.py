@@ -481,6 +481,9 @@ class References:
                 value = self._values.pop(output.rref, None)
                 if value is not None:
                     freed.append(value)
+                early = self._early.get(output.rref.worker)
+                if early is not None:  # its creator gave it up after it had asked for it
+                    early.discard(output.rref)
             else:
                 self._tell(output)
         return freed
