@@ -14,6 +14,7 @@ Who owns a slot
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -214,6 +215,11 @@ class SlotView:
         """Whether somebody uses what it holds."""
         return self._loan is not None
 
+    @property
+    def stale(self) -> bool:
+        """Whether it may show what was written here, and not what the slot holds."""
+        return self._stale
+
     def adopt(self, size: int, on_release: Callable[[], None]) -> Bytes:
         """The first bytes of what the slot holds, readable and writable, as long as any view of them lives.
 
@@ -252,7 +258,11 @@ class SlotView:
         return copy
 
     def forget(self) -> None:
-        """Give back the pages that the reader has written to, once it is released. May take milliseconds."""
+        """Give back the pages that the reader has written to, once it is released. May take milliseconds.
+
+        It is stale still where the system keeps them.
+        """
         if self._loan is None and self._stale:
-            self._stale = False
-            self._mapping.forget_writes()
+            with contextlib.suppress(OSError):
+                self._mapping.forget_writes()
+                self._stale = False

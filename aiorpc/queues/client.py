@@ -18,7 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from .. import foreign
 from ..errors import (
@@ -62,6 +62,18 @@ _GONE = (PeerLost, PeerClosed, PeerRefused, UnknownWorker)
 _AWAY = (*_GONE, RendezvousError)
 
 
+class _Fetching(NamedTuple):
+    """Items on their way to one who waits. left: calls that are under way, by the worker that they are made to.
+
+    fetched: what has come of each item that its producer has kept: whether it is packed, and that; or an error.
+    """
+
+    get: GetFuture
+    items: Sequence[Item]
+    left: dict[int, int]
+    fetched: dict[Kept, Any]
+
+
 class Client:
     """What one handle of a queue puts and gets. See the module."""
 
@@ -94,7 +106,7 @@ class Client:
         """See `QueueHandle.put`."""
         put = PutFuture(self, self._packed(item, copy))
         put.site = call_site(sys._getframe(2))
-        self.node.engine.run_on_loop(self._begin, timeout, put)
+        put.begin_on_loop(partial(self._begin, timeout))
         return put
 
     def get(self, count: int, many: bool, timeout: float) -> GetFuture:
@@ -106,7 +118,7 @@ class Client:
         """See `QueueHandle.put_nowait`."""
         put = PutFuture(self, self._packed(item, copy))
         put.site = call_site(sys._getframe(2))
-        self.node.engine.run_on_loop(self._put_now, put)
+        put.begin_on_loop(self._put_now)
         return put
 
     def get_nowait(self) -> GetFuture:
@@ -162,10 +174,12 @@ class Client:
     # --- putting ------------------------------------------------------------------------------------------------------
 
     def _begin(self, timeout: float, waiting: PutFuture | GetFuture) -> None:
+        if waiting.done():  # given up before it has begun
+            return
         if isinstance(waiting, PutFuture):
             self._puts.append(waiting)
         elif self._lost:
-            waiting.finish(None, self._lost.popleft())
+            self._tell_loss(waiting)
             return
         else:
             self._gets.append(waiting)
@@ -257,6 +271,8 @@ class Client:
         self._send_puts()
 
     def _put_now(self, put: PutFuture) -> None:
+        if put.done():  # given up by now
+            return
         put.number = self._next_number()
         # Also behind one that waits to hear that the owner is there: they keep their order.
         if self._asking or (type(put.item) is not bytes and not self._calls.knows_owner()):
@@ -349,26 +365,37 @@ class Client:
         if not kept:
             self._give(get, items, {})
             return
-        fetched: dict[Kept, Any] = {}
-        left = len(kept)
         get.producers = {worker: wanted[0].producer for worker, wanted in kept.items()}
-
-        def arrived(wanted: list[Kept], answer: Any, error: BaseException | None) -> None:
-            nonlocal left
-            left -= 1
-            get.producers.pop(wanted[0].reference._owner, None)
-            if isinstance(error, RpcTimeout):  # it names a function that nobody has called
-                error = self._not_handed_over(wanted[0].producer, error)
-            given = list(answer)[1:] if type(answer) is Results else []
-            if error is None and len(given) != 2 * len(wanted):
-                error = ProtocolError("a producer gives something else than its items")
-            for number, each in enumerate(wanted):
-                fetched[each] = error if error is not None else (given[2 * number], given[2 * number + 1])
-            if not left:
-                self._give(get, items, fetched)
-
+        fetching = _Fetching(get, items, dict.fromkeys(kept, 0), {})
         for worker, wanted in kept.items():
-            self._calls.fetch(worker, to_named(wanted), partial(arrived, wanted))
+            self._ask_producer(fetching, worker, [wanted])
+
+    def _ask_producer(self, fetching: _Fetching, worker: int, lots: Sequence[list[Kept]]) -> None:
+        fetching.left[worker] += len(lots)  # first: a call may end at once
+        for wanted in lots:
+            self._calls.fetch(worker, to_named(wanted), partial(self._arrived, fetching, worker, wanted))
+
+    def _arrived(
+        self, fetching: _Fetching, worker: int, wanted: list[Kept], answer: Any, error: BaseException | None
+    ) -> None:
+        get, items, left, fetched = fetching
+        left[worker] -= 1
+        if error is not None and len(wanted) > 1 and not isinstance(error, (*_PASSING, *_GONE)):
+            # It may be one of them alone that cannot be handed over, or read here, and the others with it.
+            self._ask_producer(fetching, worker, [[each] for each in wanted])
+            return
+        if not left[worker]:
+            del left[worker]
+            get.producers.pop(worker, None)
+        if isinstance(error, RpcTimeout):  # it names a function that nobody has called
+            error = self._not_handed_over(wanted[0].producer, error)
+        given = list(answer)[1:] if type(answer) is Results else []
+        if error is None and len(given) != 2 * len(wanted):
+            error = ProtocolError("a producer gives something else than its items")
+        for number, each in enumerate(wanted):
+            fetched[each] = error if error is not None else (given[2 * number], given[2 * number + 1])
+        if not left:
+            self._give(get, items, fetched)
 
     def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[Kept, Any]) -> None:
         if get.done():  # nobody waits any more
@@ -403,7 +430,10 @@ class Client:
         if withheld:  # whoever gets them next may be luckier
             self.put_back(withheld)
         if not values:
-            get.finish(None, self._lost.popleft() if self._lost else failure)
+            if self._lost:
+                self._tell_loss(get)
+            else:
+                get.finish(None, failure)
             return
         if any(
             type(each) is tuple and not each[0] for each in fetched.values()
@@ -430,6 +460,11 @@ class Client:
         self._lost.extend(self._loss(worker, causes) for worker, causes in gone.items())
         if finished:
             self._calls.tell("finish_items", finished)
+
+    def _tell_loss(self, get: GetFuture) -> None:
+        """Raise the first loss that nobody was told of at that one; the next one hears it if that waits no longer."""
+        if get.finish(None, self._lost[0]):
+            self._lost.popleft()
 
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
@@ -534,7 +569,11 @@ class Client:
                     self._puts.remove(waiting)
             elif self._calls.withdraw(self._put_number):
                 self._on_put(0, None)
-        elif self._get_number and all(get.done() for get in self._gets):
+        else:
+            with contextlib.suppress(ValueError):  # it was given something
+                self._gets.remove(waiting)
+            if not self._get_number or not all(get.done() for get in self._gets):
+                return
             self._gets.clear()
             if self._calls.withdraw(self._get_number):
                 self._get_number = 0

@@ -44,6 +44,13 @@ class WaitingFuture(Future[Any]):
         self.subject, self.loop, self.executor = f"{verb}() on {client.describe()}", engine.loop, engine.pool
         self._client = client
 
+    def begin_on_loop(self, begin: Callable[[Any], object]) -> None:
+        """Have it begun on the loop. Any thread."""
+        engine = self._client.node.engine
+        engine.run_on_loop(begin, self)
+        if engine.closed:  # meanwhile: the loop may have stopped, and nobody would settle it
+            self.settle(None, engine.lifetime.why_closed())
+
     def stop_timer(self) -> None:
         """Its time does not matter any more. On the loop."""
         if self.timer is not None:
@@ -101,7 +108,7 @@ class GetFuture(WaitingFuture):
         begin, self._begin = self._begin, None
         if begin is not None:
             self._client.node.engine.lifetime.check_open()
-            self._client.node.engine.run_on_loop(begin, self)
+            self.begin_on_loop(begin)
 
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """As of any Future."""

@@ -8,6 +8,7 @@ import gc
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -395,7 +396,7 @@ async def test_a_timeout_tells_of_the_owner_that_was_lost(free: list[Worker], mo
     """Its name has had a worker, and whether another one has taken it is still looked for as the time is up."""
     make(free[0])
     mine = handle(free[1], timeout=0.05)
-    await mine.put(1)
+    await mine.put(1, timeout=LONG)
     await free[0].drop()
     await until(lambda: free[1].node.peers._peers["worker0"].gone is not None)
     looks, found = free[1].node.rendezvous.members, threading.Event()
@@ -711,6 +712,71 @@ async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> 
     with pytest.raises(rpc.RpcCancelled):
         await puts[2]
     assert await queue.empty()
+
+
+async def test_what_a_thread_gives_up_before_the_loop_has_begun_it_is_not_put(pair: list[Worker]) -> None:
+    """Whether it was to wait for room or not."""
+    queue, mine = make(pair[0]), handle(pair[1])
+
+    def give_up() -> list[bool]:
+        return [put.cancel() for put in (mine.put(1), mine.put_nowait(2))]
+
+    thread = threading.Thread(target=lambda: given_up.extend(give_up()))
+    given_up: list[bool] = []
+    thread.start()
+    thread.join(LONG)  # the loop, which is this thread's, begins nothing meanwhile
+    assert given_up == [True, True]
+    await mine.put(3)
+    assert await queue.get_many(3) == [3]
+
+
+async def test_what_was_given_up_is_not_kept_behind_a_get_that_waits(pair: list[Worker]) -> None:
+    """Somebody may wait without a limit, while others look now and then."""
+    make(pair[0])
+    mine = handle(pair[1])
+    waits = asyncio.ensure_future(mine.get(timeout=0))
+    await served(pair[0], "take_items")
+    given_up = weakref.WeakSet[Any]()
+    for _ in range(3):
+        look = mine.get(timeout=0.01)
+        given_up.add(look)
+        with pytest.raises(RpcTimeout):
+            await look
+        del look
+
+    def are_gone() -> bool:
+        gc.collect()
+        return not given_up
+
+    await until(are_gone)
+    await mine.put("here")
+    assert await waits == "here"
+
+
+@pytest.mark.parametrize("verb", ["put", "put_nowait", "get"])
+async def test_who_puts_or_gets_as_its_worker_ends_hears_of_it(
+    verb: str, pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the worker's loop has stopped between the look whether it is open and what was to be done there."""
+    ending = await Worker("ending", store=HashStore(), options=RpcBackendOptions(dedicated_loop=True))
+    mine = handle(ending, owner="ending")
+    client = mine._client()
+    run_on_loop = client.node.engine.run_on_loop
+
+    def end_first(function: Callable[..., object], *args: Any) -> None:
+        asyncio.run(ending.shutdown())
+        run_on_loop(function, *args)
+
+    def use() -> str:
+        future = mine.get() if verb == "get" else getattr(mine, verb)(1)
+        try:
+            future.wait(LONG)
+        except rpc.WorkerClosed as error:
+            return str(error)
+        return "nothing"
+
+    monkeypatch.setattr(client.node.engine, "run_on_loop", end_first)
+    assert "shut down" in await asyncio.to_thread(use)
 
 
 async def test_who_may_not_wait_at_all_gives_up_what_it_puts(pair: list[Worker]) -> None:
@@ -1165,6 +1231,39 @@ async def test_an_item_that_its_producer_cannot_hand_over_is_lost(pair: list[Wor
     assert await queue.get() == "next"
     await queue.task_done()
     await queue.join()
+
+
+async def test_an_item_that_cannot_be_handed_over_takes_no_other_along(trio: list[Worker]) -> None:
+    """Those that are fetched together with it from the same producer are got all the same."""
+    queue, other, mine = make(trio[0]), handle(trio[1]), handle(trio[2])
+    broken: list[Any] = [torch.ones(LARGE)]
+    await other.put(torch.full((LARGE,), 2.0))
+    await other.put(broken, copy=False)
+    broken.append(iter_nothing())
+    await other.put(torch.full((LARGE,), 3.0))
+    assert [int(each[0]) for each in await mine.get_many(5)] == [2, 3]
+    with pytest.raises(ItemLost, match=r"an item of .* is lost, as worker 'worker1', .*generator") as raised:
+        await mine.get()
+    assert (raised.value.worker, raised.value.count) == ("worker1", 1)
+    await queue.task_done(2)
+    await queue.join()
+    await until_no_references(trio)
+
+
+async def test_a_loss_is_not_told_to_a_get_that_was_given_up(pair: list[Worker]) -> None:
+    """Before it began: the next one hears of it."""
+    queue, other = make(pair[0]), handle(pair[1])
+    broken: list[Any] = [torch.ones(LARGE)]
+    await other.put(broken, copy=False)
+    broken.append(iter_nothing())
+    await other.put("here")
+    assert await queue.get_many(2) == ["here"]
+    given_up = queue.get()
+    assert given_up.cancel()
+    with pytest.raises(rpc.RpcCancelled):
+        await given_up
+    with pytest.raises(ItemLost):
+        await queue.get()
 
 
 async def test_items_that_an_owner_does_not_take_back_now_are_given_back_later(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import gc
 import logging
 import pickle
@@ -22,11 +23,12 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
+from aiorpc.channels.segments import PrivateMapping
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Claim, Latest, Message, SubscriptionClosed, Unpublished, VersionsReleased, Want
 from aiorpc.runtime.publication import feed, known
 from aiorpc.runtime.publication.claims import release_claim
-from aiorpc.runtime.publication.shelf import MOST_HELD, Key
+from aiorpc.runtime.publication.shelf import MOST_HELD, Key, Shelf
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
@@ -154,6 +156,27 @@ async def test_a_slot_is_used_again_once_its_readers_have_let_go(pair: list[Work
         assert len(pair[0].node.memory.slots.numbers()) <= 10
 
 
+async def test_a_reader_that_has_locked_its_memory_gives_slots_back(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system keeps what such a program has written to (`mlockall`): it sees each version as it is all the same."""
+
+    def refuse(self: PrivateMapping) -> None:
+        raise OSError(errno.EINVAL, "the pages of a private mapping cannot be dropped")
+
+    monkeypatch.setattr(PrivateMapping, "forget_writes", refuse)
+    async with pair[1].subscribe("policy") as versions:
+        for number in range(1, 9):
+            await pair[0].publish("policy", weights(number))
+            got = await anext(versions)
+            assert (got.version, number_of(got.value)) == (number, number)
+            got.value["w"].fill_(-1)
+            del got
+            await until(lambda: slots_of(pair[0]) <= 2)
+    await until(lambda: slots_of(pair[0]) == 1)
+    assert len(pair[0].node.memory.slots.numbers()) <= 4
+
+
 async def test_a_release_goes_along_with_the_next_question(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its whole time for that, whatever was released before it; only then it gets a message of its own."""
     publications = pair[1].node.publications
@@ -244,6 +267,56 @@ async def test_a_subscription_that_ends_while_it_copies_lets_go(
     kept.clear()
     await until(lambda: not pair[1].node.publications.feeds)
     await until(lambda: slots_of(pair[0]) == 1)
+
+
+async def test_the_end_of_a_subscription_that_was_not_heard_is_told_again(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher that takes no calls for a while does not wait for that reader for ever, nor keep its version."""
+    there = pair[0].node.publications
+    shelves_of, refused = there.shelves_of, 0
+
+    def refuse(name: str) -> list[Shelf]:
+        nonlocal refused
+        refused += 1
+        if refused < 3:
+            raise rpc.Overloaded("too many calls")
+        return shelves_of(name)
+
+    monkeypatch.setattr(there, "shelves_of", refuse)
+    async with pair[1].subscribe("policy") as versions:
+        await pair[0].publish("policy", weights(1))
+        await anext(versions)
+    await until(lambda: refused == 3)
+    last = await pair[0].publish("policy", weights(2))
+    assert await last.delivered() == rpc.Delivery(2, (), (), (), reached=True)
+    await until(lambda: slots_of(pair[0]) == 1)
+
+
+async def test_what_is_released_with_a_question_that_fails_is_told_all_the_same(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by one that the publisher refuses: else the version would stay for as long as the subscription."""
+    publications = pair[1].node.publications
+    want, refused = publications.want, list[int]()
+
+    def refuse(record: WorkerRecord, message: Want, limit: float = 0.0) -> rpc.Future[Any]:
+        if refused or not message.released:
+            return want(record, message, limit)
+        refused.extend(message.released)
+        future = rpc.Future[Any]()
+        future.set_exception(rpc.Overloaded("too many calls"))
+        return future
+
+    monkeypatch.setattr(publications, "want", refuse)
+    async with pair[1].subscribe("policy") as versions:
+        number = 0
+        async with asyncio.timeout(30):
+            while not refused:
+                number += 1
+                await pair[0].publish("policy", weights(number))
+                assert (await anext(versions)).version == number
+        await until(lambda: slots_of(pair[0]) == 1)
 
 
 async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
@@ -599,6 +672,27 @@ async def test_who_has_left_holds_nothing_though_its_process_lives() -> None:
                 await anext(versions)
         await first.publish("policy", weights(3))
         await until(lambda: slots_of(first) == 1)
+
+
+async def test_who_subscribes_as_its_worker_ends_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the worker's loop has stopped between the look whether it is open and what was to be done there."""
+    ending = await Worker("ending", store=HashStore(), options=RpcBackendOptions(dedicated_loop=True))
+    engine = ending.node.engine
+    run_on_loop = engine.run_on_loop
+
+    def end_first(function: Callable[..., object], *args: Any) -> None:
+        asyncio.run(ending.shutdown())
+        run_on_loop(function, *args)
+
+    def subscribe() -> str:
+        try:
+            next(ending.subscribe("policy", timeout=30))
+        except rpc.RpcError as error:
+            return type(error).__name__
+        return "nothing"
+
+    monkeypatch.setattr(engine, "run_on_loop", end_first)
+    assert await asyncio.to_thread(subscribe) == "WorkerClosed"
 
 
 async def test_newcomers_of_a_free_group_read_and_publish() -> None:

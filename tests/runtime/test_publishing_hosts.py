@@ -13,10 +13,12 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from aiorpc import RpcBackendOptions, RpcTimeout, Subscription, Worker
-from aiorpc.protocol.publication import PieceWanted, VersionsReleased
+from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker
+from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.publication import Message, PieceWanted, ReadersOfHost, VersionsReleased
+from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
-from aiorpc.runtime.publication.shelf import IN_PIECES
+from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf
 from tests.processes.workers import until
 from tests.runtime.test_publishing import number_of, weights
 
@@ -181,6 +183,69 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
                 else:
                     await workers.pop("c").drop()
                 await until(lambda: relay.stored == 1)
+
+
+async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it is woken when it has come; if the version is given up just then, another may lie there."""
+    async with hosts(monkeypatch, learner="a", b="b") as workers:
+        node, reader = workers["learner"].node, workers["b"].node.engine.record
+        origin = Origin(node.engine.id, "learner", node.engine.record.main)
+        shelf, other = Shelf(node, "policy"), Shelf(node, "other")
+        stored = shelf.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
+        waits = asyncio.ensure_future(shelf.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))
+        await until(lambda: bool(stored.holders))
+        shelf.filled_to(stored, PIECE_SIZE)
+        shelf.give_up(stored)
+        assert other.begin(1, origin, (b"",), [], 2 * PIECE_SIZE).slot is stored.slot
+        with pytest.raises(RpcUsageError, match="has version 1 of 'policy' no more"):
+            await waits
+
+
+async def test_what_the_readers_of_a_host_have_is_told_again_if_it_was_not_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deliveries would wait for them, although they have the version."""
+    on_readers_of_host, refused = Publisher.on_readers_of_host, 0
+
+    def refuse(self: Publisher, reader: WorkerRecord, readers: dict[WorkerRecord, int]) -> None:
+        nonlocal refused
+        refused += 1
+        if refused < 4:
+            raise Overloaded("too many calls")
+        on_readers_of_host(self, reader, readers)
+
+    monkeypatch.setattr(Publisher, "on_readers_of_host", refuse)
+    async with hosts(monkeypatch, learner="a", b="b") as workers, workers["b"].subscribe("policy") as versions:
+        published = await workers["learner"].publish("policy", weights(1, SIZE))
+        await turn([versions], 1)
+        assert (await published.delivered(quorum=1)).has == (workers["b"].info,)
+
+
+async def test_a_reader_that_ends_before_it_was_told_of_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher has told it who fetches for its host, which has no time to say that somebody reads there."""
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
+        learner, b1, b2 = workers.values()
+        published = await learner.publish("policy", weights(1, SIZE))
+        async with b1.subscribe("policy") as stays:
+            await turn([stays], 1)
+            assert (await published.delivered(quorum=1)).has == (b1.info,)
+            relay, tell = b1.node.publications.relays["policy"], b1.node.publications.tell
+
+            def tell_other_things(record: WorkerRecord, message: Message) -> None:
+                if not isinstance(message, ReadersOfHost):
+                    tell(record, message)
+
+            monkeypatch.setattr(b1.node.publications, "tell", tell_other_things)
+            ends = b2.subscribe("policy")
+            await until(lambda: len(relay.subscribers) == 2)
+            assert (await published.delivered(timeout=0.01)).missing == (b2.info,)
+            ends.close()
+            await until(lambda: len(relay.subscribers) == 1)
+            monkeypatch.setattr(b1.node.publications, "tell", tell)
+            published = await learner.publish("policy", weights(2, SIZE))
+            await turn([stays], 2)
+            delivery = await published.delivered(timeout=10)
+            assert delivery.reached and delivery.has == (b1.info,)
 
 
 async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

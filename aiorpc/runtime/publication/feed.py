@@ -78,6 +78,9 @@ class PublicationsForFeed(Protocol):
     def publishes(self, record: WorkerRecord, name: str) -> bool:
         """Whether that worker is known as the one that publishes a name, and lives."""
 
+    def reads(self, name: str) -> bool:
+        """Whether a subscription to the name fetches versions here."""
+
     def describe(self, name: str) -> str:
         """Who publishes it, for errors."""
 
@@ -228,6 +231,8 @@ class Feed:
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
             answer = await self._publications.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
         except RpcError:
+            if released:  # it may not have heard the question
+                self._publications.tell(record, VersionsReleased(self.name, self.number, released))
             if self._leader is None:
                 raise
             self._leader = None  # whoever publishes it says who fetches for this host now
@@ -337,6 +342,9 @@ class Feed:
         self.engine.in_background(forget)
 
     def _tell_released(self, released: list[tuple[SlotView, int, WorkerRecord]]) -> None:
+        for view, _, _ in released:
+            if view.stale:  # as the program has locked its memory: the slot is mapped anew
+                self._views = {number: each for number, each in self._views.items() if each is not view}
         unsaid = [(version, record) for view, version, record in released if self._lent.pop(view, None) is not None]
         if unsaid and not self._unsaid:
             # A message for each version and reader costs a publisher of small versions as much as the copy.
@@ -394,6 +402,11 @@ class Feed:
                     del self._lent[view]
             held = [version for version, record in self._lent.values() if record == self._source]
             self._publications.tell(self._source, SubscriptionClosed(self.name, self.number, held))
+        claim = self._publications.claim(self.name)
+        publisher = None if claim is None else self._publications.known(claim.publisher)
+        if publisher is not None and publisher != self._source and not self._publications.reads(self.name):
+            # It may expect this worker to ask it, or whoever fetches for this host, and deliveries wait for that.
+            self._publications.tell(publisher, SubscriptionClosed(self.name, self.number, []))
         self._look_whether_over()
 
     def let_go(self) -> None:

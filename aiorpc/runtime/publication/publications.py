@@ -28,6 +28,7 @@ from ...protocol.publication import (
     LatestWanted,
     Message,
     PieceWanted,
+    ReadersOfHost,
     Unpublished,
     Want,
     check_name,
@@ -59,6 +60,8 @@ logger = logging.getLogger("aiorpc")
 
 # Seconds between two tries to tell a worker of a claim, or of its end.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
+# Seconds until a worker is told again what it did not take.
+_TOLD_PAUSE = 0.1
 # So many versions are skipped by who takes a name over while a member says nothing, which may have newer ones than all
 # others: more than anybody publishes in that time. Versions shall go up, and nobody waits until it answers.
 _SKIPPED = 1_000_000_000
@@ -128,6 +131,8 @@ class Publications:
         limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         feed = Feed(self._engine, self, name, next(self._numbers))
         self._engine.run_on_loop(self._open, feed)
+        if self._engine.closed:  # meanwhile: the loop may have stopped, and nobody would end it
+            feed.end(self._engine.lifetime.why_closed())
         return Subscription(feed, limit, device)
 
     def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]:
@@ -504,12 +509,24 @@ class Publications:
         return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
-        """Say something to a worker that needs no answer."""
+        """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
+        keep what nobody holds any more, and wait for who does not read."""
         function = SAID[type(message)]
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call.when_settled(lambda future: future.mark_seen())
+            call.when_settled(partial(self._told, record, message))
+
+    def _told(self, record: WorkerRecord, message: Message, future: Future[Any]) -> None:
+        """Any thread."""
+        if isinstance(future.exception(), Overloaded):
+            self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
+
+    def _tell_again(self, record: WorkerRecord, message: Message) -> None:
+        if not isinstance(message, ReadersOfHost):
+            self.tell(record, message)
+        elif message.name in self.relays:  # what they have by now
+            self.relays[message.name].on_readers()
 
     # --- what others say ----------------------------------------------------------------------------------------------
 
@@ -525,6 +542,10 @@ class Publications:
         if self._claims.end(message.name, message.turn, caller_id):
             for feed in self._readers(message.name):
                 feed.finish()
+
+    def reads(self, name: str) -> bool:
+        """Whether a subscription to the name fetches versions here."""
+        return bool(self._readers(name))
 
     def _readers(self, name: str) -> list[Feed]:
         return [feed for feed in self.feeds.values() if feed.name == name and feed.reads]

@@ -194,8 +194,13 @@ class Publisher(Shelf):
         return before
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
-        """As of a shelf; of a leader it says that nobody of its host reads any more."""
+        """As of a shelf; of a leader it says that nobody of its host reads any more.
+
+        Who has ended its subscription before it was heard of is not waited for.
+        """
         self._end_leader((reader.id, said.subscription))
+        if self._expected.pop(reader.id, None) is not None:
+            self.on_readers()
         super().closed(reader, said)
 
     def _end_leader(self, key: Key) -> None:

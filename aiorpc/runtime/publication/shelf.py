@@ -289,6 +289,8 @@ class Shelf:
             if stored.abandoned:
                 raise RpcUsageError(f"version {said.version} of {self.name!r} did not become whole")
             await stored.grown.wait()
+        if self._stored.get(said.version) is not stored:  # since it was woken: another version may lie in its slot
+            raise RpcUsageError(f"worker {self._engine.name!r} has version {said.version} of {self.name!r} no more")
         piece = torch.from_numpy(self._lend(stored)[said.start : end])
         if end == len(stored.data):
             self._fetches(reader, None)
