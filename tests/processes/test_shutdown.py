@@ -385,6 +385,42 @@ def test_a_process_exits_with_its_own_status_while_handlers_compute(when: str, t
         assert "worker 'w0' has left, as its process exits" in refusal
 
 
+EXITS_SLOWLY = """
+import atexit, sys, aiorpc as rpc
+def linger():
+    print("left", flush=True)
+    sys.stdin.read()
+atexit.register(linger)  # it runs after the worker has said goodbye
+options = rpc.RpcBackendOptions(init_method=sys.argv[1], transports=("tcp",))
+rpc.init_rpc("w2", rank=2, world_size=3, rpc_backend_options=options)
+"""
+
+
+async def test_a_call_that_comes_while_a_process_exits_ends_as_if_it_had_heard_the_goodbye(tmp_path: Path) -> None:
+    """By whoever connects only then: its listener takes connections until the process has ended."""
+    (tmp_path / "exits.py").write_text(EXITS_SLOWLY)
+    options = rpc.RpcBackendOptions(transports=("tcp",))
+    with meeting_file() as where:
+        arguments = [str(tmp_path / "exits.py"), where]
+        pipe = asyncio.subprocess.PIPE
+        program = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=pipe, stdout=pipe)
+        assert program.stdin is not None and program.stdout is not None
+        try:
+            workers = [rpc.init(f"w{n}", rank=n, world_size=3, init_method=where, options=options) for n in range(2)]
+            await asyncio.gather(*(each.start() for each in workers))
+            assert await asyncio.wait_for(program.stdout.readline(), 60 * busy()) == b"left\n"
+            for each in workers:
+                with pytest.raises(rpc.PeerClosed, match=r"w2 .* has shut down"):
+                    await each.call("w2", abs, -3)
+            program.stdin.close()
+            assert await asyncio.wait_for(program.wait(), 60 * busy()) == 0
+            await asyncio.gather(*(each.shutdown() for each in workers))
+        finally:
+            if program.returncode is None:
+                program.kill()
+                await program.wait()
+
+
 EXIT = """
 import sys, time, aiorpc as rpc
 from tests.processes import bodies

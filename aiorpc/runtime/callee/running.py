@@ -18,7 +18,15 @@ from typing import Any
 
 from ... import foreign
 from ...channels.landing import LandedCoroutine, current_landing
-from ...errors import Overloaded, RpcCancelled, RpcError, RpcUsageError, SerializationError
+from ...errors import (
+    Overloaded,
+    PeerClosed,
+    RpcCancelled,
+    RpcError,
+    RpcUsageError,
+    SerializationError,
+    WorkerClosed,
+)
 from ...futures import is_future, when_done
 from ...protocol.codec import names_nothing
 from ...protocol.messages import Values
@@ -200,6 +208,8 @@ class Runner:
         """Answer a call with that error, and do not run it. Any thread."""
         if isinstance(error, NoThread):  # its caller may try again, as this worker goes on
             error = Overloaded(str(error))
+        elif type(error) is WorkerClosed and self._engine.closed:  # whoever has connected since has heard no goodbye
+            error = PeerClosed(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
 
