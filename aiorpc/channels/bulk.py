@@ -33,6 +33,9 @@ CHUNK_SIZE = 1024 * 1024
 # While there is no connection for chunks, only buffers of so many bytes go this way: making the connection takes longer
 # than to send a shorter one in a frame.
 HASTY_SIZE = 4 * 1024 * 1024
+# What a transfer to here takes in memory beside its bytes, about. Of all together that may come to as much as the bytes
+# that may be under way, and a few are kept in any case: so nobody has any number of them kept of which nothing comes.
+TRANSFER_COST, FEW_TRANSFERS = 512, 1024
 _GIVEN_UP = (1 << 64) - 1  # stands in place of the offset of a chunk, and says that no more will come
 
 
@@ -102,6 +105,7 @@ class Bulk:
         self.unsent = 0  # bytes that wait for `next_frame`
         self._limit = limit
         self._total = total
+        self._most = max(total // TRANSFER_COST, FEW_TRANSFERS)
         self._announced = 0  # bytes of all transfers that are under way to here
         self._wake = wake
         self._least = least
@@ -130,25 +134,36 @@ class Bulk:
         """Queue the buffers that are long enough. The wire of each is the number of its transfer and its size."""
         wires: list[Wire | None] = [None] * len(buffers)
         least = self._least if self.ready else max(self._least, HASTY_SIZE)
-        for index, buffer in enumerate(buffers):
-            if len(buffer) >= least:
-                wires[index] = self._queue(memoryview(buffer))
-            elif len(buffer) >= self._least:
+        try:
+            for index, buffer in enumerate(buffers):
+                if len(buffer) >= least:
+                    self._queue(memoryview(buffer), wires, index)
+                elif len(buffer) >= self._least:
+                    self._wake()
+            if self._turns:
                 self._wake()
-        if self._turns:
-            self._wake()
+        except BaseException:  # a signal handler has raised it: nobody else knows of what is queued
+            self._take_back([wire for wire in wires if wire is not None])
+            raise
         return wires
 
-    def _queue(self, data: memoryview) -> Wire | None:
+    def _queue(self, data: memoryview, wires: list[Wire | None], index: int) -> None:
+        transfer = _Outgoing(next(self._numbers), data)
+        wires[index] = [*BulkTransfer(transfer.number, len(data))]  # before it is queued: whoever is interrupted has it
         with self._lock:
             if self._closed:
-                return None
-            transfer = _Outgoing(next(self._numbers), data)
+                wires[index] = None
+                return
             self._outgoing[transfer.number] = transfer
             self._turns.append(transfer)
             self.unsent += len(data)
         self.traffic.count_sent(len(data))
-        return [*BulkTransfer(transfer.number, len(data))]
+
+    def _take_back(self, wires: Sequence[Wire]) -> None:
+        """`send` was interrupted: none of these is known to anybody."""
+        self.withdraw(wires, named=False)
+        with self._lock:  # it may not have been counted yet
+            self.unsent = sum(len(transfer.data) - transfer.at for transfer in self._outgoing.values())
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
         """Send no more of these transfers. The other end is told so, behind what was sent of them."""
@@ -223,12 +238,21 @@ class Bulk:
                 f"transfers of {self._announced + size} bytes are under way to here; the limit is {self._total} "
                 "(max_incoming_bytes)"
             )
-        self._announced += size
-        incoming = self._incoming[number] = _Incoming(size)
+        incoming = self._remember(number, size)
         try:
             incoming.buffer = self._allocate(size)
         except MemoryError as error:  # it fails its message, and no other
             incoming.failure = error
+        return incoming
+
+    def _remember(self, number: int, size: int) -> _Incoming:
+        if len(self._incoming) >= self._most:
+            raise ProtocolError(
+                f"more than {self._most} transfers are under way to here; that is one for each {TRANSFER_COST} bytes "
+                "of max_incoming_bytes"
+            )
+        self._announced += size
+        incoming = self._incoming[number] = _Incoming(size)
         return incoming
 
     def _forget(self, number: int) -> None:
@@ -275,11 +299,10 @@ class Bulk:
             self._end(number, incoming)
 
     def _given_up(self, number: int, named: bool) -> None:
-        incoming = self._incoming.get(number) or _Incoming(0)
+        incoming = self._incoming.get(number) or self._remember(number, 0)
         incoming.enter(TransferEvent.GIVEN_UP_POSTED if named else TransferEvent.GIVEN_UP_UNPOSTED)
         incoming.buffer = None
         incoming.failure = RpcCancelled("its sender has given up sending it")
-        self._incoming[number] = incoming
         self._end(number, incoming)
 
     def _end(self, number: int, incoming: _Incoming) -> None:
@@ -296,7 +319,10 @@ class Bulk:
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """That of its transfer."""
-        return int(BulkTransfer(*wire).size)
+        size = BulkTransfer(*wire).size
+        if type(size) is not int:
+            raise TypeError(f"a transfer of {size!r:.40} bytes")
+        return size
 
     def on_message(self, fields: list[object]) -> None:
         """This channel has no messages of its own: what it has to say goes with its chunks."""

@@ -173,7 +173,14 @@ def map_private(fd: int, start: int, size: int) -> Bytes:
 
 
 def _private(fd: int, size: int, start: int = 0) -> mmap.mmap:
-    return mmap.mmap(fd, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+    # An mmap of a file keeps a descriptor of it, and a process may map more blocks than it may have descriptors. So it
+    # is one of no file, in whose place the file is mapped: it goes with the mmap all the same.
+    flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    memory = mmap.mmap(-1, size, flags, access)
+    address = numpy.frombuffer(memory, numpy.uint8).ctypes.data
+    if _libc.mmap(address, size, access, flags | _MAP_FIXED, fd, start) == _FAILED:
+        raise OSError(ctypes.get_errno(), "a file cannot be mapped")
+    return memory
 
 
 class PrivateMapping:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +34,9 @@ COPY_SIZE = 1024 * 1024
 # A buffer of so many bytes, sent by a thread that may wait, goes also into cold memory, and into memory that the other
 # end maps meanwhile: that takes less time than to send it another way.
 COLD_SIZE = 512 * 1024
+# So many of the other end's words wait for a thread at most. It has no more segments than half of that to say two each
+# of, and a thread may take long for one.
+MOST_WAITING = 512
 # What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
 # To map a short one costs more than to copy it.
 IN_PLACE, COPY_OUT, PRIVATE = range(3)
@@ -129,6 +133,7 @@ class SharedMemory:
         self._unmappable: set[int] = set()  # that the other end refused, or has not mapped in time
         self._mapping = threading.Condition()  # over these two sets, for who waits for a change of them
         self._wanted = False
+        self._waiting: deque[None] = deque()  # as many as there are words of the other end that a thread is to see to
         self._closed = False
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -322,7 +327,10 @@ class SharedMemory:
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """That of the block, or of its part in the block."""
-        return int(LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size)
+        size = LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size
+        if type(size) is not int:
+            raise TypeError(f"a block of {size!r:.40} bytes")
+        return size
 
     def receive_one(self, wire: Wire) -> memoryview | None:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
@@ -399,8 +407,10 @@ class SharedMemory:
         """From the other end. Raises ProtocolError."""
         match MESSAGES.read(fields):
             case SegmentOffer(index, fd, size, nonce):
+                if len(self._waiting) >= MOST_WAITING:
+                    raise ProtocolError(f"more than {MOST_WAITING} segments are offered at once")
                 if not self._closed:
-                    self._around.in_background(self._map, index, fd, size, nonce)
+                    self._in_thread(self._map, index, fd, size, nonce)
             case Mapped(index):
                 if index not in self._offered:
                     raise ProtocolError(f"segment {index} was mapped, and not offered")
@@ -408,14 +418,24 @@ class SharedMemory:
                     self._mapped.add(index)
                     self._mapping.notify_all()
             case Warm(index, start, size):
-                if not self._closed:
-                    self._around.in_background(self.borrower.touch, index, start, size)
+                if not self._closed and len(self._waiting) < MOST_WAITING:  # else let it go: it is only a hint
+                    self._in_thread(self.borrower.touch, index, start, size)
             case SegmentRefused(index, reason):
                 with self._mapping:
                     self._unmappable.update({index} & self._offered)
                     self._mapping.notify_all()
                 self.traffic.refused["refused"] += 1
                 self._around.on_refused(f"it cannot map our memory: {reason}")
+
+    def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
+        self._waiting.append(None)
+        self._around.in_background(self._see_to, function, *args)
+
+    def _see_to(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        finally:
+            self._waiting.pop()
 
     def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
         """In a thread. The other end may wait for the answer, so the pages come after that."""

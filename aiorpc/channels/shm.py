@@ -35,7 +35,7 @@ import numpy
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
 from .arena import ALIGN, Arena, Block, lay_out
-from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, map_private
+from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, OwnedDescriptor, map_private
 
 # Of one peer, whose segments become ever longer: the system lets a process map only so many files.
 _MOST_SEGMENTS = 256
@@ -466,21 +466,21 @@ class _Unsealed:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        self._fd = os.dup(fd)
+        self._file = OwnedDescriptor(os.dup(fd))  # closed with this, if nobody has closed it: see `Borrower.map`
 
     def read(self, offset: int, size: int) -> Bytes:
         """A copy of these bytes. Raises ProtocolError if they were cut off."""
         array: Bytes = numpy.empty(size, numpy.uint8)
         rest = array.data
         while rest:
-            count = os.preadv(self._fd, [rest], offset + size - len(rest))
+            count = os.preadv(self._file.fd, [rest], offset + size - len(rest))
             if not count:
                 raise ProtocolError("the peer has cut off the memory that it shares")
             rest = rest[count:]
         return array
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 def check_file(fd: int, size: Any, nonce: bytes) -> bool:

@@ -131,8 +131,10 @@ class SharedSlots:
             try:
                 self._number += 1
                 slot = SharedSlot(self._number, room)
-            except OSError:
+            except BaseException as error:
                 self._arena.take_back(room)
+                if not isinstance(error, OSError) or error.errno is None:  # a signal handler has raised it
+                    raise
                 return None
             self._used.add(slot)
             return slot

@@ -130,7 +130,7 @@ class _Worker(Generic[Settings]):
         self.settled = True
         try:
             self.result, self.error = self.pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # it has ended before it began to say something, or in the midst of it
             self.died = True
             self.process.join(EXIT_TIMEOUT)
             self.error = how_it_ended(self.process.exitcode)

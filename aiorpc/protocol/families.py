@@ -49,10 +49,17 @@ class Family(Generic[M]):
         try:
             word, *rest = fields
             message: M = self._readers[word](rest)
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ProtocolError(f"a message about {self.name} that is none: {fields!r:.100}: {reason:.200}") from None
+            raise ProtocolError(f"a message about {self.name} that is none: {_shown(fields)}: {reason:.200}") from None
         return message
+
+
+def _shown(fields: Any) -> str:
+    try:
+        return f"{fields!r:.100}"
+    except RecursionError:  # lists in lists, as deep as msgpack takes them
+        return f"a {type(fields).__name__}"
 
 
 def reader_of(declared: type[T]) -> Callable[[Any], T]:

@@ -29,6 +29,7 @@ from .frames import HEAD, MAGIC, Buffer, Kind
 from .packing import (
     CONTAINERS,
     LONG,
+    MOST_KEPT,
     NUMBERS,
     PLAIN,
     SIMPLE_SIZE,
@@ -278,7 +279,8 @@ def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: V
     except IndexError:
         packer = new_packer()
     body: bytes = packer.pack(_new(kind, (*head, values)))
-    packers.append(packer)
+    if len(body) <= MOST_KEPT:
+        packers.append(packer)
     return body
 
 
@@ -312,7 +314,8 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
         body: bytes = packer.pack((*head, (values, *_NOTHING_ELSE)))
     except (OverflowError, ValueError):  # an int beyond 64 bits, a str that is no text, one that is too long
         return None
-    packers.append(packer)
+    if len(body) <= MOST_KEPT:
+        packers.append(packer)
     return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body] if len(body) <= limit else None
 
 

@@ -25,6 +25,8 @@ CONTAINERS = frozenset((list, dict))
 FLAT = PLAIN | CONTAINERS
 #: Containers with more items than this are left to the general pickler.
 SIMPLE_SIZE = 64
+#: Bytes. A packer keeps room for twice the longest body that it has made, so one that has made a longer one is let go.
+MOST_KEPT = 256 * 1024
 # Making a packer costs as much as packing a call, so packers are kept here. `pop` and `append` of a deque are atomic: a
 # packer is taken out, used by one thread, and put back. If packing raises, the packer is not put back, as it may hold
 # half a message.
@@ -39,7 +41,8 @@ def pack(fields: Sequence[object]) -> bytes:
     except IndexError:
         packer = new_packer()
     body: bytes = packer.pack(fields)
-    packers.append(packer)
+    if len(body) <= MOST_KEPT:
+        packers.append(packer)
     return body
 
 

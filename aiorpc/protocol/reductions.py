@@ -168,7 +168,10 @@ def _reduce_sparse(tensor: Tensor) -> tuple[Any, ...]:
         coalesced, parts = False, (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     else:
         coalesced, parts = False, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return load_sparse, (tensor.layout, tensor.size(), coalesced, grad, *parts)
+    *indices, values = parts
+    # Indices that were expanded go as what they are: trees copy them, and no more than there is.
+    own = [each.contiguous() for each in indices]
+    return load_sparse, (tensor.layout, tensor.size(), coalesced, grad, *own, values)
 
 
 def load_sparse(

@@ -7,7 +7,7 @@ Architecture Blog, 2015).
 
 from __future__ import annotations
 
-import math
+import sys
 from random import Random
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def check_backoff(backoff: Any) -> Backoff:
 
 
 def _is_duration(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 class Tries:

@@ -13,6 +13,7 @@ import os
 import re
 import ssl
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ logger = logging.getLogger("aiorpc")
 ROLE = "aiorpc:role:"
 # Bytes that a handshake takes in each direction are far below this; what is read of them at once, in the rehearsal.
 _STEPS = 8
+# Seconds until files that could not be used are tried again although they are the same: what was wrong with them may be
+# over without a change, as that their time has not come yet, or that others could read the key.
+TRY_AGAIN = 10.0
 
 _Stamp = tuple[tuple[int, int, int, int], ...]
 
@@ -79,6 +83,8 @@ class Credentials:
         self._name, self._role = name, role
         self._stamp = _stamp(tls)
         self._failed: _Stamp | None = None
+        self._failed_at = 0.0
+        self._said = ""  # what was wrong with them then
         self._loaded = _Loaded.read(tls, name, role)
 
     def context(self, *, opener: bool) -> tuple[ssl.SSLContext, bytes]:
@@ -100,15 +106,18 @@ class Credentials:
 
     def _look(self) -> None:
         try:
-            stamp = _stamp(self.tls)
-            if stamp in (self._stamp, self._failed):
+            stamp, now = _stamp(self.tls), time.monotonic()
+            if stamp == self._stamp or (stamp == self._failed and now < self._failed_at + TRY_AGAIN):
                 return
-            self._failed = stamp
+            before, self._said = self._said if stamp == self._failed else "", ""
+            self._failed, self._failed_at = stamp, now
             self._loaded = _Loaded.read(self.tls, self._name, self._role)
             self._stamp, self._failed = stamp, None
             logger.info("worker %s uses new TLS files from now on", self._name)
         except (OSError, RpcUsageError) as error:
-            logger.warning("new TLS files are not used yet: %s", error)
+            self._said = str(error)
+            if self._said != before:  # the same is said once
+                logger.warning("new TLS files are not used yet: %s", error)
 
 
 class _Loaded(NamedTuple):

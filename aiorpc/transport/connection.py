@@ -537,8 +537,12 @@ class Connection(FrameWriter):
         """From now on waiters can read while the loop sleeps: it watches the socket through an epoll of ours."""
         if self.closed or self._epoll is not None:  # two threads may have asked for it
             return
-        epoll = select.epoll()
-        epoll.register(self._fd, select.EPOLLIN)
+        try:
+            epoll = select.epoll()
+            epoll.register(self._fd, select.EPOLLIN)
+        except OSError:  # there are no more descriptors: the loop reads on, and the next waiter asks again
+            self._sharing = False
+            return
         self._loop.remove_reader(self._fd)
         if not self._paused:
             self._loop.add_reader(epoll.fileno(), self._readable)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc.channels.bulk import CHUNK_SIZE, HASTY_SIZE, Bulk
+from aiorpc.channels.bulk import CHUNK_SIZE, FEW_TRANSFERS, HASTY_SIZE, TRANSFER_COST, Bulk
 from aiorpc.channels.inline import allocate
 from aiorpc.errors import ProtocolError, RpcCancelled
 from aiorpc.options import BULK_SIZE
@@ -406,6 +406,42 @@ def test_a_transfer_of_which_nothing_was_written_is_just_gone() -> None:
     assert pieces(sender) == [] and kept() is None
     sender.withdraw([], named=True)
     assert pieces(sender) == []
+
+
+@pytest.mark.parametrize("raises_at", [1, 2])
+def test_a_send_that_is_interrupted_has_sent_nothing(raises_at: int) -> None:
+    """Nobody has the numbers of its transfers, so nobody could take back what the other end would keep for ever."""
+    asked = 0
+
+    def wake() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == raises_at:
+            raise KeyboardInterrupt
+
+    sender = make(wake=wake, ready=False)
+    data = borrowed(pattern(0, HASTY_SIZE))
+    kept = weakref.ref(data.obj)
+    with pytest.raises(KeyboardInterrupt):
+        sender.send([data, borrowed(pattern(1, CHUNK))], [])
+    del data
+    assert sender.sending == sender.unsent == 0
+    assert pieces(sender) == [] and kept() is None
+
+
+def test_transfers_without_bytes_are_bounded() -> None:
+    """Each takes some memory here: of those that their sender gives up, and of those that only a message names."""
+    receiver, total = make(total=2 * FEW_TRANSFERS * TRANSFER_COST), 2 * FEW_TRANSFERS
+    body = PLACE.pack((1 << 64) - 1, 1)
+    for number in range(total):
+        receiver.on_frame(Frame(Kind.CHUNK, number + 1, body, ()))
+    with pytest.raises(ProtocolError, match=f"more than {total} transfers"):
+        receiver.on_frame(Frame(Kind.CHUNK, total + 1, body, ()))
+    with pytest.raises(ProtocolError, match="max_incoming_bytes"):
+        receiver.receive([[total + 1, 1]], [], Sink())
+    receiver.receive([[1, CHUNK]], [], Sink())  # its message has come after all
+    receiver.on_frame(Frame(Kind.CHUNK, total + 1, body, ()))
+    assert receiver.receiving == total
 
 
 def test_giving_up_twice_is_giving_up_once() -> None:

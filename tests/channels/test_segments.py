@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from aiorpc.channels.segments import Mapping, OwnedDescriptor, create_segment
-from aiorpc.channels.space import MIB
+from aiorpc.channels.segments import HEADER, Mapping, OwnedDescriptor, create_segment, map_private
+from aiorpc.channels.space import MIB, PAGE
 
 
 def mapped(count: int) -> list[Mapping]:
@@ -128,3 +128,27 @@ def test_child_keeps_no_descriptor_of_its_own() -> None:
     assert descriptors() == there
     mappings.clear()
     assert descriptors() == before
+
+
+def test_private_blocks_take_no_descriptors() -> None:
+    """A process may have a thousand of them from each other one, and often no more than a thousand descriptors."""
+    (mapping,) = mapped(1)
+    before = descriptors()
+    blocks = [map_private(mapping.memory.file.fd, HEADER + number * PAGE, PAGE) for number in range(50)]
+    assert descriptors() == before
+    blocks[0][:] = 8
+    assert sevens(mapping) and (blocks[1] == 7).all() and (blocks[0] == 8).all()
+    address = blocks[0].ctypes.data
+    assert is_mapped(address)
+    del blocks
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether there is a file of ours at that address."""
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        for line in lines:
+            start, _, end = line.split()[0].partition("-")
+            if int(start, 16) <= address < int(end, 16):
+                return "aiorpc" in line
+    return False

@@ -20,7 +20,7 @@ import pytest
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.segments import HEADER, Mapping
-from aiorpc.channels.shared import COLD_SIZE, COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
+from aiorpc.channels.shared import COLD_SIZE, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST, SharedMemory
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, Warm
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
@@ -556,6 +556,25 @@ def test_a_segment_that_cannot_be_mapped_is_refused(cold: SharedEnds) -> None:
     (reason,) = cold.around[0].refusals
     assert os.strerror(errno.EMFILE) in reason
     assert end.traffic.refused == {"not mapped": 4, "refused": 1}
+
+
+def test_what_waits_for_a_thread_is_bounded(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end may say more than threads come to: of hints the rest is dropped, and so many offers nobody has."""
+    jobs: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ends.around[1], "in_background", lambda *job: jobs.append(job))
+    warm, end = MESSAGES.write(Warm(0, 0, HEADER)), ends.ends[1]
+    for _ in range(2 * MOST_WAITING):
+        end.on_message(warm)
+    assert len(jobs) == MOST_WAITING
+    (segment,) = ends.arenas[0].segments
+    offer = MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce))
+    with pytest.raises(ProtocolError, match="offered at once"):
+        end.on_message(offer)
+    for function, *arguments in jobs:
+        function(*arguments)
+    end.on_message(warm)
+    end.on_message(offer)
+    assert len(jobs) == MOST_WAITING + 2
 
 
 @pytest.mark.parametrize("wrong", ["nonce", "size", "fd"])

@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels import layout
+from aiorpc.channels import layout, shm
 from aiorpc.channels.arena import ALIGN, POISON, TOGETHER_SIZE, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Mapping, Segment
 from aiorpc.channels.shm import Borrower, Lender
@@ -788,6 +788,34 @@ def test_a_file_that_is_cut_harms_nobody(tmp_path: Path, folder: str | None) -> 
             borrower.adopt([0, HEADER, MIB, 2])
     finally:
         borrower.close()
+        os.close(fd)
+
+
+def test_two_threads_that_open_one_file_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The peer may offer a segment twice at a time; of the two that are opened then one is kept."""
+    nonce, check, both = bytes(range(NONCE_SIZE)), shm.check_file, threading.Barrier(2, timeout=20)
+
+    def check_both(fd: int, size: Any, nonce: bytes) -> bool:
+        both.wait()  # neither knows of the other
+        return check(fd, size, nonce)
+
+    monkeypatch.setattr(shm, "check_file", check_both)
+    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        os.pwrite(fd, nonce.ljust(2 * HEADER), 0)
+        before = len(os.listdir("/proc/self/fd"))
+        borrower = Borrower(lambda: None)
+        threads = [
+            threading.Thread(target=borrower.map, args=(0, f"/proc/self/fd/{fd}", 2 * HEADER, nonce)) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert borrower.segments == {0}
+        borrower.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
         os.close(fd)
 
 

@@ -68,6 +68,13 @@ def test_a_killed_worker_is_named_before_those_that_missed_it() -> None:
     assert seconds < 30.0
 
 
+def test_a_worker_that_is_killed_while_it_says_its_result_is_named() -> None:
+    """What has come of the result is none."""
+    error, _ = failure(roles.die_on_one_while_sending)
+    assert error.workers == ("one",)
+    assert "one (rank 1, pid " in str(error) and "was killed by SIGKILL" in str(error)
+
+
 def test_a_worker_that_leaves_without_a_result_is_an_error() -> None:
     """Exit without a word is told with its code."""
     error, _ = failure(roles.exit_on_one)

@@ -87,7 +87,22 @@ def test_no_number_of_retries(retries: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "backoff", [-0.1, "1", None, True, math.nan, math.inf, (1,), (1, 2, 3), (1, -1), [1, "2"], (math.nan, 1), object()]
+    "backoff",
+    [
+        -0.1,
+        "1",
+        None,
+        True,
+        math.nan,
+        math.inf,
+        pytest.param(10**400, id="huge"),
+        (1,),
+        (1, 2, 3),
+        (1, -1),
+        [1, "2"],
+        (math.nan, 1),
+        object(),
+    ],
 )
 def test_no_backoff(backoff: Any) -> None:
     """RpcUsageError names the option."""

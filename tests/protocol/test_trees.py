@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any, NamedTuple
 
 import msgpack
@@ -57,6 +57,11 @@ class Color(enum.Enum):
 class Access(enum.Flag):
     READ = 1
     WRITE = 2
+
+
+@register_safe
+class Chosen(set[int]):
+    """A set of a class of its own, which pickles itself as sets do."""
 
 
 @register_safe
@@ -318,6 +323,23 @@ def test_objects_have_the_state_that_they_say() -> None:
     assert travel(named).label == "label"
 
 
+@pytest.mark.parametrize("value", [Counter("hello"), Counter(), Chosen((1, 2)), Chosen(), Color.RED, Pair(1, 2)])
+def test_classes_that_are_called_get_what_they_ask_for(value: Any) -> None:
+    """They say so themselves, by how they are pickled."""
+    arrived = travel(value)
+    assert arrived == value and type(arrived) is type(value)
+
+
+def test_indices_that_were_expanded_arrive() -> None:
+    """They are all sent, as their reader copies no more than there is."""
+    indices = torch.tensor([[1]]).expand(1, 3)
+    sparse = torch.sparse_coo_tensor(indices, torch.ones(3), (3,), check_invariants=True)
+    assert torch.equal(travel(sparse).to_dense(), torch.tensor([0.0, 3.0, 0.0]))
+    lengths = torch.tensor([2]).expand(2)
+    parts = torch.nested.nested_tensor_from_jagged(torch.arange(6.0), torch.tensor([0, 3, 6]), lengths=lengths)
+    assert [part.tolist() for part in travel(parts).unbind()] == [[0.0, 1.0], [3.0, 4.0]]
+
+
 def test_exceptions_arrive_as_remote_errors() -> None:
     """Name and text."""
     arrived = travel([ValueError("no")])[0]
@@ -391,6 +413,26 @@ BAD: dict[str, list[Any]] = {
     "a tensor as an object": [mark(Mark.OBJECT), f"{__name__}:Tagged", *NOTHING],
     "a tensor's method replaced": [mark(Mark.ATTRIBUTES), tensor(0), {"add_": 7}],
     "a tensor's hooks": [mark(Mark.ATTRIBUTES), tensor(0), {"_backward_hooks": {}}],
+    "a tensor with memory that numpy would look at": [
+        *(mark(Mark.ATTRIBUTES), tensor(0)),
+        {"__array_interface__": {"version": 3, "typestr": "|u1", "shape": [mark(Mark.TUPLE), 1], "data": b"1"}},
+    ],
+    "an object with a meaning to others": [
+        *(mark(Mark.OBJECT), f"{__name__}:Point", False, [], {}, {"__torch_function__": 7}, None, None),
+    ],
+    "a dictionary with a meaning to others": [mark(Mark.ORDERED), {}, {"__array_interface__": {}}],
+    "a constructor that no object of the class asks for": [
+        *(mark(Mark.OBJECT), f"{__name__}:Point", True, [1], {}, None, None, None),
+    ],
+    "a count of a range": [
+        *(mark(Mark.OBJECT), "collections:Counter", True, [[mark(Mark.RANGE), 0, 1 << 60, 1]], {}, None, None, None),
+    ],
+    "a count of a tensor": [
+        *(mark(Mark.OBJECT), "collections:Counter", True, [tensor(0)], {}, None, None, None),
+    ],
+    "a set of a range": [
+        *(mark(Mark.OBJECT), f"{__name__}:Chosen", True, [[mark(Mark.RANGE), 0, 1 << 60, 1]], {}, None, None, None),
+    ],
     "attributes of a list": [mark(Mark.ATTRIBUTES), [], {"a": 1}],
     "objects in an array": [mark(Mark.ARRAY), "|O", [1], False, True, bytes(8)],
     "fields in an array": [mark(Mark.ARRAY), "i4,O", [1], False, True, bytes(12)],
@@ -427,6 +469,21 @@ BAD: dict[str, list[Any]] = {
         *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "strided"], [mark(Mark.SIZE), 3], False, False),
         *(tensor(1), tensor(1), tensor(2)),
     ],
+    "sparse indices that are not all there": [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 3], False, False),
+        *(tensor(16), tensor(17)),
+    ],
+    "scales that are not all there": [
+        *(
+            mark(Mark.QUANTISED),
+            [mark(Mark.DTYPE), "qint8"],
+            [mark(Mark.SIZE), 4],
+            tensor(4),
+            tensor(12),
+            tensor(18),
+            0,
+        ),
+    ],
     "compressed indices outside": [
         *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_csr"], [mark(Mark.SIZE), 1, 3], False, False),
         *(tensor(3), tensor(3), tensor(2)),
@@ -461,6 +518,7 @@ PARTS = (
     *(torch.tensor([[9]]), torch.tensor([7]), torch.tensor([0, 99]), torch.tensor([3, 1]), torch.tensor([0, 4])),
     *(torch.zeros((0, 2), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
     *(torch.ones(1).expand(4), torch.tensor([[4]]), torch.tensor([[1]]), torch.tensor([0])),
+    *(torch.zeros(1, dtype=torch.int64).expand(1, 3), torch.ones(3), torch.zeros(1, dtype=torch.int64).expand(4)),
 )
 
 
@@ -491,6 +549,14 @@ def test_the_parts_that_are_refused_would_do_in_another_tensor(name: str) -> Non
         "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(5), None, 1, False],
     }
     assert isinstance(read(trees[name], tensors=(ONE, *good))[0], Tensor)
+
+
+def test_the_product_of_very_many_sizes_is_not_taken() -> None:
+    """It would take minutes for a message of a megabyte; a torch.Size is nothing but its numbers."""
+    sizes = [2**63 - 1] * 2000
+    with pytest.raises(SerializationError, match="a shape of 2000 dimensions"):
+        read([mark(Mark.ARRAY), "<i4", sizes, False, True, bytes(4)])
+    assert read([mark(Mark.SIZE), *sizes]) == (torch.Size(sizes),)
 
 
 def test_what_a_sender_changes_afterwards_changes_no_indices() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from aiorpc.errors import RpcUsageError
 from aiorpc.options import Tls
+from aiorpc.transport import certificates
 from aiorpc.transport.certificates import Certificate, Credentials
 from tests.authority import Authority
 
@@ -172,6 +173,24 @@ def test_new_files_are_used_by_new_connections(authority: Authority) -> None:
     after, hash_after = credentials.context(opener=True)
     assert after is not before and hash_after != hash_before
     assert credentials.context(opener=False)[1] == hash_after
+
+
+def test_new_files_that_could_not_be_used_are_tried_again(
+    authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was wrong with them may be mended without a change of them, as the log asks for: chmod 600."""
+    monkeypatch.setattr(certificates, "TRY_AGAIN", 0.0)
+    tls = authority.tls("w1")
+    credentials = Credentials(tls, "w1")
+    before = credentials.context(opener=True)[1]
+    authority.make("w1")
+    Path(tls.key).chmod(0o644)
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        for _ in range(3):
+            assert credentials.context(opener=True)[1] == before
+    assert len(caplog.records) == 1 and "chmod 600" in caplog.text
+    Path(tls.key).chmod(0o600)
+    assert credentials.context(opener=True)[1] != before
 
 
 def test_half_of_the_new_files_is_not_used(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -99,6 +101,28 @@ async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socke
     far.send(encoded(3))
     await waiter.ended()
     assert [frame.call_id for frame in waiter.taken] == [3]
+
+
+async def test_without_descriptors_the_loop_reads_on(
+    half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing fails on the loop, and once there are some again threads may read."""
+    end, far = half
+    refused, failed = threading.Event(), list[object]()
+
+    def refuse() -> select.epoll:
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "epoll", refuse)
+        assert await asyncio.to_thread(end.connection.read_here, lambda: True) == ()
+        await until(refused.is_set)
+        far.send(encoded(1))
+        await end.received(1)
+    assert failed == []
+    await share(end)
 
 
 @pytest.mark.parametrize("kind", [Kind.REPLY, Kind.ERROR])

@@ -142,7 +142,10 @@ class Devices:
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """As of other channels."""
-        return int(DeviceTransfer(*wire).size)
+        size = DeviceTransfer(*wire).size
+        if type(size) is not int:
+            raise TypeError(f"a transfer of {size!r:.40} bytes")
+        return size
 
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""

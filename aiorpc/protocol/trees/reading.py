@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copyreg
 import math
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from enum import Enum
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy
@@ -140,10 +142,17 @@ def _index(number: object) -> int:
     return number
 
 
-def _count(shape: object) -> int:
+def _sizes(shape: object) -> list[int]:
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{shape!r:.80} is no shape")
-    return math.prod(shape)
+    return shape
+
+
+def _count(shape: object) -> int:
+    sizes = _sizes(shape)
+    if len(sizes) > _MOST_DIMENSIONS:  # their product would take time with the square of how many they are
+        raise ValueError(f"a shape of {len(sizes)} dimensions")
+    return math.prod(sizes)
 
 
 def _dtype(text: object) -> numpy.dtype[Any]:
@@ -174,6 +183,12 @@ def _own(tensor: Tensor) -> Tensor:
     _tensors(tensor)
     if tensor.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"indices of {tensor.dtype}")
+    return _copy(tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.nbytes > tensor.untyped_storage().nbytes():  # expanded: the copy would be as long as the sender likes
+        raise ValueError(f"{tensor.nbytes} bytes to be copied, of which {tensor.untyped_storage().nbytes()} are there")
     return tensor.detach().clone()
 
 
@@ -204,7 +219,7 @@ def _quantised(_: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -
         _tensors(scales, zeros)
         if not (0 <= _index(axis) < len(size)) or not scales.numel() == zeros.numel() == size[axis]:
             raise ValueError("scales that do not fit the axis")
-        scale = (scales.clone(), zeros.clone(), axis)
+        scale = (_copy(scales), _copy(zeros), axis)
     elif len(scale) == 2:
         scale = (_exact(scale[0], float), _exact(scale[1], int))
     else:
@@ -326,8 +341,11 @@ def _object(
     kind = registered.find_class(name)
     if hasattr(kind, "_put_together") or issubclass(kind, Tensor):
         raise TypeError(f"{name} is not made like this")
-    make = kind if _flag(calls) else kind.__new__
-    made = make(*([] if calls else [kind]), *_exact(args, list), **_exact(names, dict))
+    _exact(args, list)
+    if _flag(calls):
+        _check_call(kind, name, args)
+    make = kind if calls else kind.__new__
+    made = make(*([] if calls else [kind]), *args, **_exact(names, dict))
     if items is not None:
         made.extend(_exact(items, list))
     for key, value in pairs or ():
@@ -345,14 +363,36 @@ def _object(
     return made
 
 
+def _check_call(kind: type, name: str, args: list[Any]) -> None:
+    """See that the class itself is called only where it asks for that, and with what those of Python's ask for."""
+    anything, plain = cast(Any, kind), cast(Any, object)
+    reduced = anything.__reduce__
+    if (
+        reduced is plain.__reduce__
+        and anything.__reduce_ex__ is plain.__reduce_ex__
+        and kind not in copyreg.dispatch_table
+        and not issubclass(kind, Enum)
+    ):
+        raise TypeError(f"{name} is made without its constructor, and a call of it is asked for")
+    given = _GIVEN.get(reduced)
+    if given is not None:
+        _exact(args[0] if args else given(), given)
+
+
 def fill(made: Any, attributes: dict[str, Any]) -> None:
-    """Give an object attributes, in its dictionary or in its slots; never one that would replace a method."""
+    """Give an object attributes, in its dictionary or in its slots; never one that would replace a method.
+
+    Nor one with a name like ``__array_interface__`` that the class does not have: such names tell others what to do
+    with an object, numpy for one where in memory it lies.
+    """
     kind = type(made)
     fields = getattr(kind, "__dataclass_fields__", ())
     for name, value in attributes.items():
         there = next((base.__dict__[name] for base in kind.__mro__ if _exact(name, str) in base.__dict__), _MISSING)
         if type(there) is MemberDescriptorType and there.__objclass__.__flags__ & _MADE_IN_PYTHON:  # a slot
             there.__set__(made, value)
+        elif there is _MISSING and name.startswith("__") and name.endswith("__"):
+            raise TypeError(f"an attribute {name!r:.80}, which {kind.__qualname__} does not have by itself")
         elif there is _MISSING or name in fields or not (callable(there) or hasattr(type(there), "__get__")):
             made.__dict__[name] = value
         else:
@@ -360,8 +400,7 @@ def fill(made: Any, attributes: dict[str, Any]) -> None:
 
 
 def _size(_: _Reader, *sizes: int) -> torch.Size:
-    _count(list(sizes))
-    return torch.Size(sizes)
+    return torch.Size(_sizes(list(sizes)))
 
 
 def _scalar(_: _Reader, text: str, data: bytes) -> Any:
@@ -381,6 +420,16 @@ def _scalar(_: _Reader, text: str, data: bytes) -> Any:
 _NO_TEXT: dict[str, Any] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": numpy.str_()}
 _MADE_IN_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _MISSING = object()
+_MOST_DIMENSIONS = 1024
+# What classes of Python's are called with, where they say how they are put together: they take anything else, too, and
+# would count, or keep, as many items as a range of a few bytes has.
+_GIVEN: dict[Any, type] = {
+    Counter.__reduce__: dict,
+    set.__reduce__: list,
+    frozenset.__reduce__: list,
+    deque.__reduce__: tuple,
+    bytearray.__reduce__: bytes,
+}
 
 _READERS: list[Callable[..., Any]] = [
     lambda _, *items: items,  # TUPLE; it is read without a call

@@ -219,7 +219,10 @@ class _Writer:
     def _jagged(self, tensor: Any) -> Any:
         grad = tensor.requires_grad
         inner = tensor.detach()
-        parts = (inner._values, inner._offsets, inner._lengths, inner._ragged_idx)
+        lengths = inner._lengths
+        # None that is expanded: the reader copies them, and no more than there is.
+        offsets, lengths = inner._offsets.contiguous(), None if lengths is None else lengths.contiguous()
+        parts = (inner._values, offsets, lengths, inner._ragged_idx)
         return [MARKS[Mark.JAGGED], *parts, grad]
 
 
