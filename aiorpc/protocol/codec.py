@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -33,6 +34,7 @@ from .reference_messages import PassedReference
 from .registered import MAIN_NAMES
 from .trees import read_tree, write_tree
 
+_NUMBERING = frozenset(("PUT", "LONG_BINPUT"))
 _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
 
 _new: Any = tuple.__new__
@@ -310,10 +312,16 @@ def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any
 
 
 def names_nothing(data: bytes | None) -> bool:
-    """Whether a pickle is made of plain values and containers alone, and can run no code. None has no values at all."""
+    """Whether a pickle is made of plain values and containers alone, and can run no code. None has no values at all.
+
+    A pickle that numbers what it has made is refused, too: ours do not, and the unpickler makes room for as many objects
+    as the highest number says, which takes eight bytes to say for gigabytes.
+    """
     if data is None:
         return True
     try:
+        if any(opcode.name in _NUMBERING for opcode, _, _ in pickletools.genops(data)):
+            return False
         _PlainUnpickler(io.BytesIO(data)).load()
     except Exception:  # it names something, or is no pickle
         return False
