@@ -100,8 +100,13 @@ def describe(
         return _describe_routed(tensors, route, buffers) if route else _describe_all(tensors, _HOST, buffers), buffers
     except SerializationError:
         raise
-    except RuntimeError as error:  # inside of a transform (vmap) they look dense, and torch says that they are not
+    except RuntimeError as error:  # inside of a transform (vmap) they look dense, and have no memory
         raise SerializationError(f"(or another value) holds a tensor without memory of its own: {error}") from error
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is any. RuntimeError from torch if there never was."""
+    return storage.nbytes() > 0 and storage.data_ptr() != 0
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,14 +149,14 @@ def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], 
             else:
                 # Of a tensor of our own: `tensor.data = ...` gives that of the caller another storage, and frees this.
                 array = tensor.detach().numpy()
+            # In the midst of memory that was freed, or that never was (`functionalize`), there is only an address.
+            if tensor.storage_offset() and not _has_memory(tensor.untyped_storage()):
+                return None
         except (TypeError, RuntimeError):
             return None
         memory = array.flags
-        # Attributes go by pickle. If the storage was freed, the array has memory of its own, or, in the midst of it,
-        # none.
+        # Attributes go by pickle. Where the storage has no memory, the array has some of its own.
         if not size or not memory.c_contiguous or memory.owndata or tensor.__dict__:
-            return None
-        if tensor.storage_offset() and not tensor.untyped_storage().nbytes():
             return None
         code = _CODES[tensor.dtype]
         entry: tuple[Any, ...]
@@ -361,11 +366,13 @@ def _describe_alone(
         tensor = tensor.detach().contiguous()  # with the values that pending bits stand for
         storage = tensor.untyped_storage()
         flags &= OF_A_LEAF
+    # Asked of the storage, which raises where there is no memory: a tensor inside of `functionalize` has an address.
+    address = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
     if size <= where.embedded:
-        data = ctypes.string_at(tensor.data_ptr(), size)
+        data = ctypes.string_at(address, size)
         entry: TensorEntry = _new(TensorEntry, (EMBEDDED, data, code, tensor.shape, None, flags, None))
         return entry
-    buffers.append(where.bytes_at(storage, tensor.data_ptr(), size))
+    buffers.append(where.bytes_at(storage, address, size))
     entry = _new(TensorEntry, (len(buffers) - 1, 0, code, tensor.shape, None, flags, None))
     return entry
 

@@ -314,8 +314,8 @@ def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any
 def names_nothing(data: bytes | None) -> bool:
     """Whether a pickle is made of plain values and containers alone, and can run no code. None has no values at all.
 
-    A pickle that numbers what it has made is refused, too. Ours do not, and the unpickler makes room for as many objects
-    as the highest number says: eight bytes would be enough for gigabytes.
+    A pickle that numbers what it has made is refused, too. Ours do not, and the unpickler makes room for as many
+    objects as the highest number says: eight bytes would be enough for gigabytes.
     """
     if data is None:
         return True

@@ -225,11 +225,10 @@ class FrameWriter:
 
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         # Not with the context variables of whoever writes: what is read in that turn is none of his.
-        if threading.get_ident() == self._thread:
-            self._loop.call_soon(callback, *args, context=Context())
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection
-                self._loop.call_soon_threadsafe(callback, *args, context=Context())
+        here = threading.get_ident() == self._thread
+        call = self._loop.call_soon if here else self._loop.call_soon_threadsafe
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection, or it will be soon
+            call(callback, *args, context=Context())
 
 
 def is_owned(lock: Any) -> bool:

@@ -279,6 +279,22 @@ def test_tensor_inside_of_a_transform() -> None:
     torch.vmap(inside)(torch.ones(2, 2))
 
 
+@pytest.mark.parametrize("count", [3, 2000, DIRECT_SIZE])
+def test_tensor_inside_of_functionalize(count: int) -> None:
+    """It has an address all the same, of which nothing is read: alone, among others, in part and as a Parameter."""
+
+    def inside(tensor: Tensor) -> Tensor:
+        parameter: Tensor = torch.nn.Parameter(tensor)
+        both = [[tensor, torch.ones(1)], [tensor, tensor[1:]]]
+        for tensors in [[tensor], [tensor[1:]], [tensor[::2]], [parameter], *both]:
+            with pytest.raises(SerializationError, match="holds a tensor without memory of its own"):
+                describe(tensors)
+        assert describe_plain([tensor]) is None
+        return tensor
+
+    torch.func.functionalize(inside)(torch.ones(count))
+
+
 def test_tensor_with_attributes_is_not_plain() -> None:
     """They go by pickle, which a table entry does not replace."""
     tensor = torch.ones(2)

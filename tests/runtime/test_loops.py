@@ -307,6 +307,26 @@ def test_verbs_say_that_the_loop_has_ended(loop_factory: LoopFactory, verb: str)
     aiorpc.shutdown()
 
 
+@pytest.mark.parametrize("verb", ["call", "peer"])
+def test_a_call_on_the_thread_of_a_loop_that_was_closed(loop_factory: LoopFactory, verb: str) -> None:
+    """Also where nobody has noticed the end yet, and the deadline of a call before stands for those that follow."""
+
+    async def main() -> Worker:
+        worker = await aiorpc.init("alone", rank=0, world_size=1, store=HashStore(), options=WATCHED)
+        assert await worker.call("alone", len, "abc") == 3
+        return worker
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        worker = runner.run(main())
+    peer = worker.peer("alone")
+    # Of the worker itself, or of a handle: a verb of the module looks whether the loop is closed.
+    verbs = {"call": lambda: worker.call("alone", len, "abc"), "peer": lambda: peer.call(len, "abc")}
+    with pytest.raises(WorkerClosed, match="its event loop has ended"):
+        verbs[verb]().wait()
+    wait_until(lambda: worker.state is WorkerState.CLOSED and not threads_of(worker))
+    aiorpc.shutdown()
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_worker_whose_loop_was_closed_can_be_shut_down(loop_factory: LoopFactory, elsewhere: bool) -> None:
     """By either shutdown, as often as anybody likes; a plain `loop.close()` with tasks under way is an end, too."""

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker
+from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, WorkerClosed
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.references import references as references_module
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import until, until_no_references
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
 class Thing:
@@ -900,6 +900,21 @@ async def test_a_clean_shutdown_reports_nothing(caplog: pytest.LogCaptureFixture
             reports = await asyncio.gather(*(worker.shutdown() for worker in workers))
     assert all(report == aiorpc.ShutdownReport() for report in reports)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("made", ["by RRef", "by remote"])
+@pytest.mark.parametrize("verb", ["to_here", "local_value", "await"])
+async def test_values_of_a_worker_that_has_shut_down(made: str, verb: str) -> None:
+    """Its own references raise at once, in threads and when awaited: the values are gone, and nobody brings them."""
+    async with cluster(1, options=RpcBackendOptions(rpc_timeout=0)) as (worker,):
+        if made == "by RRef":
+            rref = await worker.call("worker0", RRef, 1)
+        else:
+            rref = worker.remote("worker0", int, 1)
+        assert await rref == 1
+        await worker.shutdown(graceful=False)
+        with pytest.raises(WorkerClosed, match="worker 'worker0', which owns the value, shut down"):
+            await asyncio.wait_for(rref if verb == "await" else asyncio.to_thread(getattr(rref, verb)), LIMIT)
 
 
 async def test_references_of_a_worker_that_left(workers: list[Worker]) -> None:

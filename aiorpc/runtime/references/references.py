@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from ... import foreign
-from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
+from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, WorkerClosed
 from ...futures import Future
 from ...protocol import codec
 from ...protocol.frames import Kind
@@ -342,7 +342,9 @@ class References:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self._table.holds(rref):
+                if self._closed:  # the table has it still, and nobody would settle it
+                    future.settle(None, WorkerClosed(self._shut_down()))
+                elif self._table.holds(rref):
                     self._values[rref] = future
                 elif worker == asker and asker != self.engine.id:
                     early = self._early.setdefault(asker, set())
@@ -534,11 +536,15 @@ class References:
         return found
 
     def close(self) -> None:
-        """The worker closes: drop all values. Whoever waits for one gets an error."""
-        self._closed = True
+        """The worker closes: drop all values. Whoever waits for one, or asks for one from then on, gets an error."""
+        with self._lock:
+            self._closed = True
+            values = list(self._values.values())
+            self._values.clear()
         self._looking.close()
-        values = list(self._values.values())
-        self._values.clear()
         for value in values:
-            value.settle(None, RpcError(f"worker {self.engine.name!r}, which owns the value, shut down"))
+            value.settle(None, RpcError(self._shut_down()))
         self._dropped.clear()
+
+    def _shut_down(self) -> str:
+        return f"worker {self.engine.name!r}, which owns the value, shut down"
