@@ -64,6 +64,12 @@ block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_obse
 current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
 
 
+# In how many callbacks of users the running code is: each has settled the Future that the next one was registered at.
+nested: ContextVar[int] = ContextVar("aiorpc_nested", default=0)
+# So many at most, and then another thread goes on: chains of `then` may be longer than the stack of one is deep.
+DEEPEST = 32
+
+
 class Repeatable:
     """An internal callback that may run twice: whoever was interrupted as he ran it runs it again."""
 
@@ -92,6 +98,7 @@ class UserCallback:
 
     def __call__(self, future: Settled) -> None:
         token = current_autograd.set(self.autograd)
+        depth = nested.set(nested.get() + 1)
         try:
             self.begun = True
             copy_context().run(self.callback, future)  # what it sets stays in no thread, which serves others next
@@ -100,6 +107,7 @@ class UserCallback:
                 raise
             foreign.log_error(logger, logging.ERROR, error, "a callback of %s raised", future.describe())
         finally:
+            nested.reset(depth)
             current_autograd.reset(token)
 
 

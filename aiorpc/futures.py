@@ -40,7 +40,7 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 import torch
 
 from . import foreign
-from .callbacks import Executor, Repeatable, UserCallback, block_observer, hand_over
+from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observer, hand_over, nested
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
 from .sites import CallSite, Unobserved, describe_site
 
@@ -60,6 +60,8 @@ _LOOK = 1.0
 # So many seconds after a deadline a thread that waits ends the call itself. Before that it is for the loop to say.
 GRACE = 0.2
 _NEVER = float("inf")
+# Of a long text that says what a Future stands for, so many characters are shown at either end.
+_SHOWN = 200
 
 
 class ArrivalForFuture(Protocol):
@@ -211,13 +213,19 @@ class Future(torch.futures.Future[T], Generic[T]):
         A running ``async def`` handler is cancelled; a thread can ask ``aiorpc.cancelled()``; its result is dropped.
         """
         reason = f": {msg}" if msg else ""
-        if not self.settle(None, RpcCancelled(f"{self.describe()} was cancelled{reason}")):
-            return False
-        self._on_cancel()
+        error = RpcCancelled(f"{self.describe()} was cancelled{reason}")
+        try:
+            if not self.settle(None, error):
+                return False
+            self._on_cancel()
+        except BaseException:  # a signal handler has raised it
+            if self._error is error:  # it is settled, so nobody else will tell the callee
+                self._on_cancel()
+            raise
         return True
 
     def _on_cancel(self) -> None:
-        """Called once, after `cancel` settled it; a Future that stands for a call tells the callee."""
+        """Called after `cancel` settled it, once more if that was interrupted; that of a call tells the callee."""
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +234,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return self._state != PENDING
 
     def cancelled(self) -> bool:
-        """Whether it was settled by `cancel`."""
+        """Whether it has ended with RpcCancelled: by `cancel`, or because its callee has answered with that."""
         return foreign.is_a(self._error, RpcCancelled)
 
     def value(self) -> T:
@@ -364,9 +372,19 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Returns the earliest deadline of the others, or infinity.
         """
-        parent = self._parent()
-        waited_for = self.sources if parent is None else [*self.sources, parent]
-        return min((each.end_overdue(now) for each in waited_for), default=_NEVER)
+        due = _NEVER
+        left: list[Future[Any]] = [self]  # not by recursion: chains of `then` may be as long as they like
+        seen: dict[int, Future[Any]] = {}
+        while left:
+            one = left.pop()
+            parent = one._parent()
+            for each in one.sources if parent is None else [*one.sources, parent]:
+                if type(each).end_overdue is not Future.end_overdue:  # a call, which says it for itself
+                    due = min(due, each.end_overdue(now))
+                elif id(each) not in seen:
+                    seen[id(each)] = each
+                    left.append(each)
+        return due
 
     def _homes(self) -> Iterator[Home]:
         """The loops that have to run for it to settle."""
@@ -415,9 +433,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Call `callback(self)` once it settles; at once if it has.
 
         Where: in this thread if it has settled, in a pool thread if it stands for a call, else in the thread that
-        settles it; never in one that runs a loop, which hands it to another. Callbacks run one after the other, in
-        their order, those of `then` among them. Errors of the callback are logged, but for Ctrl-C in the main thread,
-        which goes on to whoever does there what runs it. The callback may block, and make blocking calls.
+        settles it; never in one that runs a loop, which hands it to another, nor deep within other callbacks, where one
+        settles the next. Callbacks run one after the other, in their order, those of `then` among them. Errors of the
+        callback are logged, but for Ctrl-C in the main thread, which goes on to whoever does there what runs it. The
+        callback may block, and make blocking calls.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
@@ -431,7 +450,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
         child: Future[S] = Future(devices=self._devices)
-        child.subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.subject}"
+        child.subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {_shortened(self.subject)}"
         child.site = self.site  # what it fails with has been looked at by the callback alone
         child.loop, child.executor = self.loop, self.executor
         child._home_thread = self._home_thread
@@ -441,16 +460,21 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         marks = self._marks
         child._marks = marks
+        held = [child]
 
         def run(parent: Future[T]) -> None:
+            made = held.pop()  # it runs once
             try:
                 value = callback(parent)
-                child.arrival = marks(value) if marks is not None else None
-                child.settle(value)
+                made.arrival = marks(value) if marks is not None else None
+                made.settle(value)
             except BaseException as error:
-                child.settle(None, error)
+                made.settle(None, error)
                 if foreign.is_interrupt(error):
                     raise
+            finally:
+                # The traceback of the error has this frame: it must not lead back to who has the error (`_outcome`).
+                del made, parent
 
         self.when_settled(UserCallback(run, self.executor))
         return child
@@ -491,7 +515,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 elif kind is _LOCK:  # a thread that waits
                     callback.release()
                 elif kind is UserCallback:
-                    if apart or _running_loop() is not None:
+                    if apart or _running_loop() is not None or nested.get() >= DEEPEST:
                         users.append(callback)
                     else:
                         callback(self)
@@ -560,6 +584,11 @@ def _raise(failure: _Failure) -> None:
 def _joined(arrival: ArrivalForFuture, value: Any) -> Any:
     arrival.join()
     return value
+
+
+def _shortened(subject: str) -> str:
+    """What a Future stands for, for the text of one that comes out of it: a chain of them must not grow with each."""
+    return subject if len(subject) <= 2 * _SHOWN else f"{subject[:_SHOWN]}...{subject[-_SHOWN:]}"
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -238,6 +238,40 @@ def test_then_passes_errors_on() -> None:
     assert isinstance(left.exception(), SystemExit)
 
 
+@pytest.mark.parametrize("waits", ["thread", "task"])
+def test_a_chain_may_be_longer_than_a_stack_is_deep(waits: str) -> None:
+    """Whoever waits for the last one is told; the texts that say what each stands for do not grow with the chain."""
+    first = last = pending()
+    for number in range(3000):
+        last = last.then(lambda done: done.value() + 1)
+        if number % 10 == 0:
+            last = collect_all([last]).then(lambda done: done.value()[0].value())
+    assert len(last.describe()) < 1000
+
+    async def wait() -> int:
+        value: int = await last
+        return value
+
+    with running(lambda: asyncio.run(wait()) if waits == "task" else last.wait(LONG)) as result:
+        wait_until(lambda: last.waiters == 1)
+        first.set_result(0)
+        assert last.wait(LONG) == 3000
+    assert result == [3000]
+
+
+def test_callbacks_deep_within_others_run_in_order() -> None:
+    """Those of one Future run one after the other there, too."""
+    first = last = pending()
+    for _ in range(100):
+        last = last.then(lambda done: done.value())
+    ran: list[int] = []
+    for number in range(5):
+        last.add_done_callback(lambda _, number=number: ran.append(number))  # type: ignore[misc]  # as above
+    first.set_result(0)
+    wait_until(lambda: len(ran) >= 5)
+    assert ran == [*range(5)]
+
+
 def test_cancelled_child_does_not_stop_its_parent() -> None:
     """Cancelling what `then` gave leaves the parent alone, and the callback's late result is dropped."""
     parent = pending()

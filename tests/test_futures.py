@@ -35,7 +35,7 @@ from tests.settling import (
     until,
     wait_until,
 )
-from tests.transport.ends import meanwhile
+from tests.transport.ends import interrupted, meanwhile
 
 SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
@@ -114,6 +114,25 @@ def test_cancel_completes_with_rpc_cancelled() -> None:
         future.wait()
     assert not future.cancel()
     assert told == [future]
+
+
+def test_an_interrupted_cancel_tells_the_callee() -> None:
+    """Whatever instruction the signal comes at: it has not begun, or the callee is told."""
+    told: list[object] = []
+
+    class Call(Future[Any]):
+        def _on_cancel(self) -> None:
+            told.append(self)
+
+    def cancel(at: int) -> tuple[str | None, bool]:
+        future = Call()
+        told.clear()
+        where = interrupted(future.cancel, at, futures_module.__file__)
+        assert future.cancelled() == future.done() == (future in told), where
+        return where, future.done()
+
+    found = list(takewhile(lambda found: found[0] is not None, map(cancel, range(MOST))))
+    assert 20 < len(found) < MOST and {done for _, done in found} == {False, True}, "it was not interrupted"
 
 
 @pytest.mark.parametrize("first", SETTLERS)
@@ -480,6 +499,32 @@ async def test_failed_await_is_freed_without_the_collector() -> None:
         with pytest.raises(ValueError, match="no") as caught:
             await use(kept)
         del caught
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_failed_child_is_freed_without_the_collector() -> None:
+    """The same for what `then` gives, where its callback has raised an error of its own."""
+
+    class Large:
+        pass
+
+    kept: list[weakref.ref[Large]] = []
+
+    def fail(_: Future[Any]) -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        raise ValueError("no")
+
+    gc.collect()
+    gc.disable()
+    try:
+        parent = pending()
+        child = parent.then(fail)
+        parent.set_result(1)
+        assert isinstance(child.exception(), ValueError)
+        del child
         assert kept[0]() is None
     finally:
         gc.enable()

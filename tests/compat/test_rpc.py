@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import socket
+import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,9 @@ class Counter:
     def add(self, n: int) -> int:
         self.count += n
         return self.count
+
+    def copy(self) -> None:
+        raise TypeError("no copies")
 
 
 def test_verbs_take_names_ranks_and_infos(alone: Any) -> None:
@@ -377,6 +381,21 @@ def test_a_pickler_of_the_programs_own(alone: Any) -> None:
         assert torch.equal(alone.rpc_sync("me", add, (torch.ones(2), 1)), torch.full((2,), 2.0))
     assert pickled == [add]
     assert alone.rpc_sync("me", add, (1, 1)) == 2
+
+
+def test_a_pickler_takes_arrays_without_elements(alone: Any) -> None:
+    """Their buffers are empty, of which torch makes no tensor by itself."""
+    numpy = pytest.importorskip("numpy")
+    arrays = [numpy.empty(0), numpy.arange(3.0)]
+    data, tensors = alone.internal.serialize(arrays)
+    assert [array.tolist() for array in alone.internal.deserialize(data, tensors)] == [[], [0.0, 1.0, 2.0]]
+
+
+def test_an_error_of_a_method_that_bears_the_name_of_a_module(alone: Any) -> None:
+    """It is that error, and no operator of torch is looked for under the name."""
+    assert Counter.copy.__name__ in sys.modules
+    with pytest.raises(TypeError, match="no copies"):
+        alone.remote("me", Counter).rpc_sync().copy()
 
 
 def test_an_error_of_a_handler_is_written_to_stderr(alone: Any, capfd: pytest.CaptureFixture[str]) -> None:

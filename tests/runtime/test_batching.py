@@ -223,6 +223,13 @@ def test_an_exception_of_the_function_reaches_every_caller() -> None:
     assert [repr(caller.error) for caller in call_all(failing, [1, 2])] == ["LookupError('no model')"] * 2
 
 
+class Longer(list[int]):
+    """Says that it has one more than it has."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
 @pytest.mark.parametrize(
     ("result", "got"),
     [
@@ -233,6 +240,7 @@ def test_an_exception_of_the_function_reaches_every_caller() -> None:
         (None, "got NoneType"),
         ("ab", "got str"),
         ({0: 1, 1: 2}, "got dict"),
+        (Longer([7]), "got 1"),
     ],
 )
 def test_a_wrong_number_of_results_is_a_clear_error_at_every_caller(result: Any, got: str) -> None:

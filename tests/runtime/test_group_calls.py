@@ -545,7 +545,7 @@ class _Peer:
         self.owed = self
         self.cancelled: list[int] = []
         self.pending: dict[int, Any] = {}
-        self.interruption: tuple[RpcError, BaseException] | None = None
+        self.interruption: tuple[BaseException, BaseException] | None = None
 
     def cancel(self, call_id: int) -> None:
         self.cancelled.append(call_id)

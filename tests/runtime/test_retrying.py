@@ -30,11 +30,13 @@ from aiorpc import (
     WorkerClosed,
 )
 from aiorpc.protocol.retries import Backoff
+from aiorpc.runtime.caller import retrying
 from aiorpc.runtime.caller.retrying import RetryOptions
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
 from tests.runtime.waiting import until
 from tests.scripts import run
+from tests.transport.ends import interrupted
 
 QUICK = (0.001, 0.01)
 PAUSED = (10_000.0, 10_000.0)  # a test ends such a pause itself
@@ -319,6 +321,22 @@ async def test_a_call_that_is_interrupted_keeps_nobody_from_leaving(
             peer.call(where)
         assert workers[0].is_idle()
         monkeypatch.undo()
+
+
+async def test_a_call_that_is_interrupted_anywhere_keeps_nobody_from_leaving(pair: list[Worker]) -> None:
+    """A signal handler raises as the call is begun, or as it is cancelled, at each place where it may."""
+    peer = pair[0].peer("worker1", timeout=0, retries=3, backoff=QUICK)
+    assert await peer.call(where) == "worker1"
+
+    async def interrupt(at: int) -> str | None:
+        place = interrupted(lambda: peer.call(for_ever).cancel(), at, retrying.__file__, signals=True)
+        await until(pair[0].is_idle)
+        return place
+
+    found: list[str] = []
+    while (place := await interrupt(len(found))) is not None:
+        found.append(place)
+    assert len(found) > 10 and any("_on_cancel" in place for place in found), "it was not interrupted"
 
 
 async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

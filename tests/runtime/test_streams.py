@@ -9,6 +9,7 @@ import functools
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -212,6 +213,44 @@ async def test_errors_arrive_in_their_place(pair: list[Worker], kind: Any, count
     assert seen == list(range(count)) and caught.value.args == ("after", count)
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
+
+
+class Large:
+    """What a consumer holds."""
+
+
+@pytest.mark.parametrize("way", ["task", "thread"])
+async def test_a_consumer_whose_stream_fails_is_freed_without_the_collector(apart: list[Worker], way: str) -> None:
+    """All that its frame held goes at once: no reference cycle stays behind the error."""
+    held: list[weakref.ref[Large]] = []
+
+    async def take() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        async for _ in apart[0].stream("worker1", fail_after, 1):
+            pass
+
+    def take_here() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        for _ in apart[0].stream("worker1", fail_after, 1):
+            pass
+
+    def fails() -> None:
+        with contextlib.suppress(KeyError):
+            take_here()
+
+    gc.collect()
+    gc.disable()
+    try:
+        if way == "thread":
+            await asyncio.to_thread(fails)
+        else:
+            with contextlib.suppress(KeyError):
+                await take()
+        await until(lambda: held[0]() is None)  # the loop of the worker may be in the midst of its turn
+    finally:
+        gc.enable()
 
 
 async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(pair: list[Worker]) -> None:
@@ -499,6 +538,51 @@ def test_a_stream_that_is_half_made_may_be_dropped() -> None:
     """As one is whose making was interrupted."""
     stream = Stream.__new__(Stream)
     stream.__del__()
+
+
+async def test_a_stream_whose_opening_is_interrupted_is_over(
+    pair: list[Worker], producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler raises when the call is on its way: nobody has the stream, and its producer is stopped."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair[0].stream("worker1", plain, "it")
+    await until(lambda: all(worker.is_idle() for worker in pair))
+
+
+class Slow:
+    """An argument that is read when the test says so."""
+
+    def __reduce__(self) -> Any:
+        return read_slowly, ()
+
+
+def read_slowly() -> None:
+    producer = _producers["it"]
+    producer.made = -1
+    assert producer.go_on.wait(20.0)
+
+
+def plain_slow(_: object) -> Iterator[int]:
+    yield 1
+
+
+async def test_a_producer_without_credit_that_was_given_up_before_it_began_ends(
+    pair: list[Worker], producer: Producer
+) -> None:
+    """The word came while its arguments were read: it does not wait for credit that nobody will give."""
+    end = pair[0].node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
+    await until(lambda: producer.made == -1)
+    end.cancel()
+    await until(lambda: pair[1].statistics().calls_cancelled == 1)
+    producer.go_on.set()
+    pool = pair[1].node.engine.pool
+    await until(lambda: pool.idle == pool.threads and not pool.blocked)
 
 
 async def test_a_producer_whose_worker_leaves_ends_the_stream_with_an_error(producer: Producer) -> None:

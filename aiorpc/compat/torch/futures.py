@@ -64,7 +64,9 @@ def torch_then(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> F
 
 def error_of_call(function: str, error: BaseException) -> BaseException:
     """The error of a call as torch has it: RuntimeError of an operator that was called with what it does not take."""
-    if not foreign.is_a(error, TypeError) or foreign.is_a(error, RuntimeError) or not is_loaded(function):
+    if not foreign.is_a(error, TypeError) or foreign.is_a(error, RuntimeError):
+        return error
+    if ":" not in function or not is_loaded(function):  # without: a method, or what has no name on the wire
         return error
     if torch.jit._builtins._find_builtin(resolve(function).function) is None:
         return error

@@ -119,6 +119,8 @@ class ThreadCredits:
 def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
     """In a pool thread: send what a generator yields, until it ends or nobody listens."""
     credits = call.credits = ThreadCredits(credit, room)
+    if call.cancelled:  # before there was anything that `Service.cancel` could stop
+        credits.stop()
     try:
         # Credit first: a producer does no work that its consumer did not ask for.
         while credits.take() and not call.cancelled:

@@ -37,7 +37,7 @@ class CallForFuture(Protocol):
 class OwedForFuture(Protocol):
     """The calls that a peer owes us (`OwedCalls`), as far as the Future of one of them knows them."""
 
-    interruption: tuple[RpcError, BaseException] | None
+    interruption: tuple[BaseException, BaseException] | None
 
     @property
     def pending(self) -> Mapping[int, CallForFuture]: ...

@@ -113,7 +113,7 @@ class OwedCalls:
         self.lent: dict[int, list[Any]] = {}
         self.system = 0
         self.decoding: set[int] = set()
-        self.interruption: tuple[RpcError, BaseException] | None = None
+        self.interruption: tuple[BaseException, BaseException] | None = None
         self._home = home
         self._engine = home.engine
         self._counters = home.engine.counters
@@ -354,14 +354,22 @@ class OwedCalls:
         future.settle(None, failure)
 
     def _settle_error(self, future: OwedCall, frame: Frame) -> None:
+        interruption: BaseException | None = None
         try:
             told = read_error(frame.body)
             future.again = told.again
-            error = self._home.read_error(future.function, decode_error(told, future.function, self._engine.safe))
+            try:
+                error = decode_error(told, future.function, self._engine.safe)
+            except BaseException as raised:  # by a signal handler; what has come as text is there all the same
+                interruption = without_frames(raised)
+                error = decode_error(told._replace(pickled=None), future.function, self._engine.safe)
+            error = self._home.read_error(future.function, error)
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")
         except BaseException as broken:
             error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
+        if interruption is not None:
+            self.interruption = error, interruption
         future.settle(None, error)
 
     def _discard(self, frame: Frame) -> None:

@@ -186,8 +186,8 @@ class RetriedFuture(Future[Any]):
     def begin(self, make: Callable[[], CallFuture]) -> None:
         """Make the first try. make: makes a try. Raises what that raises, but for Overloaded."""
         self._make = make
-        self._retries.calls.add(self)
         try:
+            self._retries.calls.add(self)
             try:
                 call = make()
             except Overloaded as error:

@@ -35,7 +35,9 @@ class Stream(BlockingIterator[Any]):
     timeout bounds the wait for each item, in seconds.
     """
 
-    _end: CallFuture | None = None  # also of one that is only half made, and dropped then
+    # These also of one that is only half made, and dropped then.
+    _end: CallFuture | None = None
+    _function = "?"
 
     def __init__(self, peer: Peer, window: int, timeout: float) -> None:
         super().__init__(peer.engine)
@@ -49,7 +51,7 @@ class Stream(BlockingIterator[Any]):
 
     def start(self, end: CallFuture) -> None:
         """The call is on its way. end: its Future, which settles when the producer has ended."""
-        self._end = end
+        self._end, self._function = end, end.function
         myself = weakref.ref(self)
 
         def wake(_: Future[Any]) -> None:
@@ -138,14 +140,19 @@ class Stream(BlockingIterator[Any]):
     def _conclude(self) -> Any:
         if not self._finished:
             self._finished = True
-            assert self._end is not None
-            error = self._end.exception()
+            # Let go of it: the traceback of its error gets frames that have this stream, and would never be freed.
+            end, self._end = self._end, None
+            assert end is not None
+            error = end.exception()
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del end, error
         raise StopAsyncIteration
 
     def _describe(self) -> str:
-        return f"the stream of {self._end.function if self._end else '?'} from worker {self._peer.name!r}"
+        return f"the stream of {self._function} from worker {self._peer.name!r}"
 
     async def aclose(self) -> None:
         """Stop the producer and drop what has arrived. Idempotent; does not wait for the producer."""
@@ -153,8 +160,9 @@ class Stream(BlockingIterator[Any]):
 
     def _stop(self) -> None:
         self._finished = True
-        if self._end is not None:
-            _abandon(self._peer, self._items, self._end)
+        end = self._end
+        if end is not None:
+            _abandon(self._peer, self._items, end)
 
     def __reduce__(self) -> NoReturn:
         """No copies, either: the first one to be dropped would stop the producer of all."""
@@ -203,5 +211,10 @@ def open_stream(
     """
     window = peer.engine.options.stream_window
     stream = Stream(peer, window, timeout)
-    stream.start(peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1))
+    end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1)
+    try:
+        stream.start(end)
+    except BaseException:  # a signal handler has raised it: nobody will get the stream, so nobody could end it
+        end.cancel()
+        raise
     return stream

@@ -137,7 +137,7 @@ class Batch:
 
     def _share(self, entries: Sequence[_Entry], result: Any) -> None:
         try:
-            rows = list(_rows(self._batcher.name, result, len(entries)))
+            rows = _rows(self._batcher.name, result, len(entries))
         except BaseException as error:
             self._fail(entries, error)
             return
@@ -576,7 +576,7 @@ def _shape(entry: _Entry) -> tuple[int, frozenset[str]]:
     return len(entry.args), frozenset(entry.kwargs)
 
 
-def _rows(name: str, result: Any, count: int) -> Sequence[Any]:
+def _rows(name: str, result: Any, count: int) -> list[Any]:
     """One result per caller, or RpcUsageError naming function, expected and got."""
     expected = f"{name} is batched and was called for {count} callers: expected {count} results"
     if isinstance(result, torch.Tensor):
@@ -584,12 +584,13 @@ def _rows(name: str, result: Any, count: int) -> Sequence[Any]:
             raise RpcUsageError(f"{expected}, got a tensor without dimensions")
         if result.shape[0] != count:
             raise RpcUsageError(f"{expected}, got a tensor of shape {tuple(result.shape)}")
-        return [result[index] for index in range(count)] if result.is_sparse else result.unbind(0)
+        return [result[index] for index in range(count)] if result.is_sparse else list(result.unbind(0))
     if not isinstance(result, (list, tuple)):
         raise RpcUsageError(f"{expected} in a list, a tuple or the rows of a tensor, got {type(result).__qualname__}")
-    if len(result) != count:
-        raise RpcUsageError(f"{expected}, got {len(result)}")
-    return result
+    rows = list(result)  # first: a class of its own may say another length than it has
+    if len(rows) != count:
+        raise RpcUsageError(f"{expected}, got {len(rows)}")
+    return rows
 
 
 def _tell(done: Done, result: object | None, error: BaseException | None) -> None:

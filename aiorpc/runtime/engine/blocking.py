@@ -74,7 +74,10 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
             if engine.loop.is_closed():
                 raise WorkerClosed(ended) from error
             raise
-        return block_for(future, engine.loop, ended)
+        try:
+            return block_for(future, engine.loop, ended)
+        finally:
+            del future  # see `block_for`
 
     def __enter__(self) -> Self:
         return self

@@ -93,6 +93,8 @@ def block_for(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventL
             return future.result()
     except concurrent.futures.CancelledError:
         pass
+    finally:
+        del future  # the traceback of its error has this frame, and would keep all of the callers' locals alive
     raise WorkerClosed(ended)
 
 

@@ -36,7 +36,7 @@ class _InternalRPCPickler:
         outer = codec.outgoing.get()
         out = codec.Outgoing(None if outer is None else outer.target, same_main=outer is not None and outer.same_main)
         data = codec.dumps(obj, out)
-        buffers = [torch.frombuffer(bytearray(buffer), dtype=torch.uint8) for buffer in out.buffers]
+        buffers = [_tensor_of(buffer) for buffer in out.buffers]
         return pickle.dumps((len(out.tensors), data)), out.tensors + buffers
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
@@ -45,6 +45,11 @@ class _InternalRPCPickler:
         outer = codec.incoming.get()
         message = codec.Incoming(tensor_table[:count], () if outer is None else outer.references)
         return codec.loads(data, message, [_bytes_of(tensor) for tensor in tensor_table[count:]])
+
+
+def _tensor_of(buffer: Any) -> torch.Tensor:
+    data = bytearray(buffer)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)  # it takes no empty
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
