@@ -495,7 +495,7 @@ async def test_ctrl_c_in_a_blocking_turn_stops_the_producers(
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("aiorpc.runtime.engine.blocking.block_for", interrupt)
+        monkeypatch.setattr("aiorpc.runtime.engine.loops.Handed.wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
         assert list(stream) == []

@@ -20,9 +20,12 @@ import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.protocol.frames import ITEM
 from aiorpc.runtime.caller.stream import Stream
+from aiorpc.runtime.engine import blocking as blocking_module
+from aiorpc.runtime.engine import loops as loops_module
 from aiorpc.testing import cluster
 from tests.runtime.observers import seen
 from tests.runtime.waiting import until, until_no_references
+from tests.transport.ends import interrupted
 
 
 class Producer:
@@ -361,6 +364,34 @@ def fails_after_two() -> Iterator[int]:
     yield 0
     yield 1
     raise ValueError("after two")
+
+
+async def test_a_turn_that_is_interrupted_loses_no_item(apart: list[Worker], producer: Producer) -> None:
+    """Wherever a signal handler may raise in the thread that waits for it: the next turn has it."""
+    stream = apart[0].stream("worker1", plain, "it")
+    got: list[int] = []
+
+    def take() -> None:
+        got.append(next(stream))
+
+    def interrupt() -> list[str]:
+        places: list[str] = []
+        at = ends = 0
+        while at < 500 and ends < 8:  # a turn whose item is there by then has fewer places
+            place = interrupted(take, at, blocking_module.__file__, loops_module.__file__, signals=True)
+            if place is None:
+                ends += 1
+                continue
+            at, ends = at + 1, 0
+            places.append(place)
+            take()
+        stream.close()
+        return places
+
+    places = await asyncio.to_thread(interrupt)
+    assert len(set(places)) > 3  # in others the interpreter does not look for signals
+    assert got == list(range(len(got)))
+    assert producer.closed.wait(20.0)
 
 
 async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
 from ...errors import WorkerClosed
 from .engine import Engine
-from .loops import block_for
+from .loops import Handed
 
 T = TypeVar("T")
-_END = object()
 
 
 class BlockingIterator(AsyncIterator[T], Iterator[T]):
@@ -24,6 +23,7 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._came: deque[T] = deque()  # what has come for a thread, and it has not taken, as it was interrupted
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -37,47 +37,40 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
         return self
 
     def __next__(self) -> T:
-        """As `__anext__`. Not on the worker's loop: WouldBlockLoop. Ctrl-C closes it."""
+        """As `__anext__`. Not on the worker's loop: WouldBlockLoop.
+
+        Ctrl-C closes it. What another signal handler raises here loses no item: the next call returns it.
+        """
         try:
-            item = self._block_for(self._next())
+            came = self._came
+            if not came:
+                self._block_for(self._bring)
+            if not came:
+                raise StopIteration
+            item = came[0]
+            del came[0]  # and no method: a signal handler may raise behind a call
+            return item
         except KeyboardInterrupt:
             self.close()
             raise
-        if item is _END:
-            raise StopIteration
-        found: T = item
-        return found
 
     def close(self) -> None:
         """As `aclose`, for threads. Not on the worker's loop: WouldBlockLoop."""
+        self._came.clear()
         with contextlib.suppress(WorkerClosed):  # then nothing is left that one could stop
-            self._block_for(self.aclose())
+            self._block_for(self.aclose)
 
-    async def _next(self) -> Any:
-        try:
-            return await self.__anext__()
-        except StopAsyncIteration:
-            return _END
+    async def _bring(self) -> None:
+        with contextlib.suppress(StopAsyncIteration):
+            self._came.append(await self.__anext__())
 
     def _refuse_on_loop(self) -> None:
         self._engine.refuse_on_loop("iterating over a stream", "async for")
 
-    def _block_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run it on the worker's loop, where items arrive, and block for what it gives."""
-        engine = self._engine
-        ended = f"the loop of worker {engine.name!r} has ended"
-        try:
-            self._refuse_on_loop()
-            future = asyncio.run_coroutine_threadsafe(coroutine, engine.loop)
-        except BaseException as error:
-            coroutine.close()
-            if engine.loop.is_closed():
-                raise WorkerClosed(ended) from error
-            raise
-        try:
-            return block_for(future, engine.loop, ended)
-        finally:
-            del future  # see `block_for`
+    def _block_for(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run it on the worker's loop, where items arrive, and block for its end."""
+        self._refuse_on_loop()
+        Handed(step, self._engine.loop).wait(f"the loop of worker {self._engine.name!r} has ended")
 
     def __enter__(self) -> Self:
         return self

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...callbacks import block_observer
 from ...errors import Overloaded, WorkerClosed
@@ -19,6 +20,8 @@ T = TypeVar("T")
 _LAST_GRACE = 10.0
 # Seconds between two looks whether the loop that a thread waits for has ended.
 _LOOK = 1.0
+# Seconds that a thread which is interrupted waits for the end of what it has waited for.
+_INTERRUPTED_GRACE = 5.0
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -66,36 +69,87 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
     return result
 
 
-def block_for(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop, ended: str) -> T:
-    """Block for what a coroutine on that loop gives. What a signal handler raises meanwhile, as Ctrl-C does, cancels
-    the coroutine, waits for its end and is raised.
+class Handed(Generic[T]):
+    """A coroutine that runs on a loop for a thread that blocks for its result, by `wait`. make: makes it, on the loop.
 
-    WorkerClosed, with the text `ended`, if the loop has ended first.
+    In the main thread a signal handler may raise at any instruction, also within concurrent.futures while that has a
+    lock which the loop needs. So that thread has no lock here but one that nobody else waits for.
     """
-    observer = block_observer.get()
-    if observer is not None:
-        observer.enter_blocked()
-    try:
-        # Not at the future, whose waits end with a TimeoutError: that may be what a signal handler raises.
-        settled = threading.Event()
-        future.add_done_callback(lambda _: settled.set())
-        while not settled.wait(_LOOK) and not loop.is_closed():
-            pass
-    except BaseException:
-        future.cancel()
-        concurrent.futures.wait([future], timeout=5.0)
-        raise
-    finally:
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> None:
+        self.ended = False
+        self._make = make
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._settled = threading.Lock()
+        self._settled.acquire()
+
+    def _begin(self) -> None:
+        if not self.ended:
+            self._task = self._loop.create_task(self._make())
+            self._task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[T]) -> None:
+        self._task = None  # the thread need not let go of it, which runs code of asyncio's
+        if not task.cancelled():
+            self._error = task.exception()
+            if self._error is None:
+                self._result.append(task.result())
+        self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._settled.release()
+
+    def _give_up(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.ended:
+            self._end()
+
+    def _call(self, step: Callable[[], None]) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(step)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # a signal handler has raised it
+                raise
+            return False
+        return True
+
+    def wait(self, ended: str) -> T:
+        """Have it run, and block for its result. What a signal handler raises meanwhile, as Ctrl-C does, cancels it,
+        waits for its end and is raised.
+
+        WorkerClosed, with the text `ended`, if the loop has ended first.
+        """
+        observer = block_observer.get()
         if observer is not None:
-            observer.exit_blocked()
-    try:
-        if future.done():
-            return future.result()
-    except concurrent.futures.CancelledError:
-        pass
-    finally:
-        del future  # the traceback of its error has this frame, and would keep all of the callers' locals alive
-    raise WorkerClosed(ended)
+            observer.enter_blocked()
+        try:
+            if self._call(self._begin):
+                while not self.ended and not self._settled.acquire(timeout=_LOOK) and not self._loop.is_closed():
+                    pass
+        except BaseException:
+            until = time.monotonic() + _INTERRUPTED_GRACE
+            if self._call(self._give_up):
+                while not self.ended and time.monotonic() < until and not self._loop.is_closed():
+                    self._settled.acquire(timeout=0.05)
+            raise
+        finally:
+            if observer is not None:
+                observer.exit_blocked()
+        # Let go of it: its traceback gets frames that have this, and all of the callers' locals with them.
+        error, self._error = self._error, None
+        if error is None:
+            if self._result:
+                return self._result.pop()
+            raise WorkerClosed(ended)
+        try:
+            raise error
+        finally:
+            del error
 
 
 async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -117,7 +171,8 @@ class LoopThread:
         self._name = name
         self._closing = False
         self._over = False  # it ended by itself and takes no more
-        self._handed: set[concurrent.futures.Future[Any]] = set()  # what runs there for other threads
+        self._handed: set[concurrent.futures.Future[Any]] = set()  # what runs there for other loops
+        self._blocking: set[Handed[Any]] = set()  # and for threads
         self._lock = threading.Lock()  # of `_over` and of what is handed to the loop
         self._thread = threading.Thread(target=self._run, name=f"aiorpc-{name}-loop", daemon=True)
         self._thread.start()
@@ -175,8 +230,15 @@ class LoopThread:
         return f"the loop of worker {self._name!r} has ended"
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and block for its result, as `block_for` does."""
-        return block_for(self._hand_over(coroutine), self.loop, self._why_over())
+        """Run a coroutine there and block for its result, as `Handed` does."""
+        handed = Handed(lambda: coroutine, self.loop)
+        try:
+            self._blocking.add(handed)
+            return handed.wait(self._why_over())
+        finally:
+            self._blocking.discard(handed)
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # the loop has ended before
+                coroutine.close()
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and await its result on the running loop."""
@@ -209,7 +271,10 @@ class LoopThread:
         """
         self._closing = True
         if not self._over:
+            until = time.monotonic() + _LOOK
             concurrent.futures.wait(tuple(self._handed), _LOOK)
+            while not all(each.ended for each in tuple(self._blocking)) and time.monotonic() < until:
+                time.sleep(0.001)
         if self._over and threading.current_thread() is not self._thread:
             self._thread.join(5.0)  # it closes its loop itself
         if self.loop.is_closed():
