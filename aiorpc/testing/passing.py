@@ -76,11 +76,16 @@ def describe(passage: Passage) -> SentMessage | None:
     if kind == Kind.REFERENCE:
         message = reference_messages.read(unpack(passage.body))
         return SentMessage(MessageKind.REFERENCE, worker, reference_messages.MESSAGES.word(message))
-    if kind == CALL and isinstance(call, CallFuture | MemberCall) and not call.system:
+    if kind == CALL and isinstance(call, CallFuture | MemberCall) and (_of_autograd(call.entry) or not call.system):
         return _describe_call(passage.message(), call.entry, worker)
     if kind in _OF_CALLEES and isinstance(call, ServedCall) and not (call.system or call.cancelled):
         return SentMessage(MessageKind.ITEM if kind == ITEM else MessageKind.REPLY, worker, call.function)
     return None
+
+
+def _of_autograd(entry: FunctionEntry) -> bool:
+    """Whether a call is a step of a backward pass, or the end of a context: that of what users do, if not of theirs."""
+    return entry.name.startswith((_AUTOGRAD + ".", _AUTOGRAD + ":"))
 
 
 def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMessage:
@@ -97,7 +102,7 @@ def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMess
     if message.creates is not None:
         owner, number, _ = message.creates
         kind, reference = MessageKind.REMOTE, (owner, number)
-    elif entry.name.startswith((_AUTOGRAD + ".", _AUTOGRAD + ":")):
+    elif _of_autograd(entry):
         kind = MessageKind.CONTEXT if entry.name.endswith(":forget") else MessageKind.GRADIENT
     return SentMessage(kind, worker, entry.name, function, reference, message.autograd)
 
