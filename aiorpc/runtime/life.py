@@ -283,7 +283,7 @@ class Life:
         try:
             if graceful:
                 try:
-                    complete = await node.group.leave(timeout)
+                    complete = await node.group.departure.leave(timeout)
                 except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
                     complete = False
             node.publications.leave()

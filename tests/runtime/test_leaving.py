@@ -152,7 +152,7 @@ async def test_a_member_that_hears_no_poll_keeps_the_group_together(gate: Gate) 
         call = pair[1].call("worker1", wait_at_the_gate)
         await until(lambda: gate.entered)
         leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
-        await until(lambda: len(pair[0].node.group.entered) == 2)
+        await until(lambda: len(pair[0].node.group.departure.entered) == 2)
         with standing_still(pair[1]):
             before = pair[0].statistics().calls_timed_out
             await until(
@@ -185,7 +185,7 @@ async def test_a_loss_lets_nobody_go_whom_a_living_member_needs(dead: int) -> No
     async with cluster(4) as workers:
         *servers, works = [each for each in workers if each.id != dead]
         leaving = [asyncio.ensure_future(each.shutdown()) for each in servers]
-        await until(lambda: len(workers[0].node.group.entered) >= 2)
+        await until(lambda: len(workers[0].node.group.departure.entered) >= 2)
         await workers[dead].drop()
         await until(lambda: all(dead in each.node.group.lost for each in workers if each.id != dead))
         for each in servers:

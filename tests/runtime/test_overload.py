@@ -135,7 +135,7 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
             calls.append(workers[1].call("worker0", wait_async, number))
             await until(lambda: workers[0].statistics().calls_running == len(calls))
         leaving = asyncio.ensure_future(workers[1].shutdown())
-        await until(lambda: leaving.done() or workers[1].id in workers[0].node.group.entered)
+        await until(lambda: leaving.done() or workers[1].id in workers[0].node.group.departure.entered)
         assert not leaving.done()
         gate.open.set()
         assert await asyncio.gather(*calls) == [0, 1]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
@@ -60,3 +64,14 @@ async def test_a_loss_is_told_to_whoever_stands_still_for_long(monkeypatch: pyte
                 await leader.peer("worker2", timeout=0.1).call(abs, -3)
             await dead.drop()
         await until(lambda: lost(still) == ["worker1"])
+
+
+async def test_whoever_stands_still_while_it_asks_takes_nobodys_silence_for_an_answer() -> None:
+    """It asks once more: the other one may have answered in time."""
+    async with cluster(2, options=[RpcBackendOptions(lag_warning=0.0), RpcBackendOptions(dedicated_loop=True)]) as pair:
+        asking, other = (each.node for each in pair)
+        asking.engine.bounds = Bounds(vouch=0.3)
+        together = asyncio.ensure_future(asking.group._hearsay.is_together(other.engine.record, asking.engine.record))
+        await asyncio.sleep(0)  # it has begun
+        time.sleep(1.0)  # noqa: ASYNC251  # the loop stands still for longer than it asks
+        assert await together

@@ -352,7 +352,7 @@ async def test_who_was_replaced_is_waited_for_as_any_member() -> None:
         await lose(c, a, b)
         new = await here.come_back(2)
         leaving_too = asyncio.ensure_future(a.shutdown())
-        await until(lambda: a.id in a.node.group.entered)
+        await until(lambda: a.id in a.node.group.departure.entered)
         assert await new.call("worker0", abs, -3) == await new.call("worker1", abs, -3) == 3
         assert not leaving.done() and not leaving_too.done()
         await asyncio.wait_for(asyncio.gather(new.shutdown(), leaving, leaving_too), LONG)

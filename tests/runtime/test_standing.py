@@ -164,7 +164,7 @@ async def test_those_of_a_worker_that_waits_in_shutdown(read: list[bool]) -> Non
     """It has asked the leader all the time whether it may leave, which is no reason for the leader's loop to read."""
     async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as made, asyncio.timeout(LIMIT):
         leaving = asyncio.create_task(made[1].shutdown())
-        await until(lambda: made[0].node.group.entered)
+        await until(lambda: made[0].node.group.departure.entered)
 
         async def call(number: int) -> None:
             assert await made[1].call("worker0", double, number) == 2 * number

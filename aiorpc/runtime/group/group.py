@@ -9,35 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import os
-import time
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, assert_never, cast
+from typing import Any, Protocol, cast
 
 from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
 from ...protocol import leaving
 from ...protocol.identity import WorkerInfo, WorkerRecord
-from ...protocol.leaving import Activity, GroupTable, Output, Outputs
+from ...protocol.leaving import GroupTable, Output, Outputs
 from ...protocol.states import Leaving, Returning
 from ...transport import sockets
 from ..callee.service import Service
-from ..caller.peers import Peers
 from ..calls import current
 from ..calls.current import current_call
 from ..calls.functions import system
-from ..engine.engine import Engine
 from ..engine.host import provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
+from . import departure, hearsay, newcomers
+from .departure import Departure
 from .events import Events, WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
+from .hearsay import Hearsay
 from .newcomers import Newcomers, roster_to_wire
 
 logger = logging.getLogger("aiorpc")
@@ -46,9 +44,6 @@ logger = logging.getLogger("aiorpc")
 _EXIT_GRACE = 0.05
 # Seconds between a goodbye and the end of the calls to that worker: replies may be on their way on another connection.
 _GOODBYE_GRACE = 1.0
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-# Seconds before each time that a member is asked whether it is there, when somebody says that it is not.
-_VOUCH_PAUSES = (0.0, 0.05, 0.5)
 # Characters of what a member says of another one's end.
 CAUSE_LIMIT = 1000
 
@@ -66,26 +61,14 @@ class ShutdownReport:
     references: tuple[LeakedReference, ...] = ()
 
 
-class Home(Protocol):
+class Home(departure.Home, hearsay.Home, newcomers.Home, Protocol):
     """What the group needs of the worker."""
 
-    engine: Engine
-    rendezvous: Rendezvous
     links: Links
     gradients: Gradients
-    peers: Peers
     references: References
     services: set[Service]
     news: Events
-
-    def is_idle(self) -> bool:
-        """Whether no call of users is under way, in either direction."""
-
-    def activity(self) -> tuple[bool, int]:
-        """Whether it is idle, and how many calls of users it has seen."""
-
-    async def probe(self, record: WorkerRecord) -> None:
-        """Raises OSError or RpcError if a worker takes no connections."""
 
 
 class Group:
@@ -99,25 +82,21 @@ class Group:
         self._engine = home.engine
         newcomer = home.rendezvous.returned is not None
         self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic, newcomer=newcomer)
+        self._hearsay = Hearsay(home, self.is_gone, vouch)
+        self.departure = Departure(
+            home, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
+        )
         self.newcomers = Newcomers(
             home,
             self._table,
             carry_out=self._carry_out,
             lose=self.on_lost,
-            is_together=self._is_together,
+            is_together=self._hearsay.is_together,
             verbs=(arrive, introduce),
         )
         self.members = self._table.members
         self.lost = self._table.lost
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
-        self._asked: set[int] = set()  # of whom something is looked into
-        self._heard: set[int] = set()  # who has made itself known
-        self._entered: dict[int, asyncio.Future[None]] = {}  # the answers to the ENTERs that were received
-        self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
-        # While this worker leaves: what its shutdown waits for, and what that takes.
-        self._go: asyncio.Future[bool] | None = None
-        self._context = contextvars.Context()
-        self._waits: set[asyncio.Task[None]] = set()
 
     @property
     def leader(self) -> int:
@@ -128,11 +107,6 @@ class Group:
     def leads(self) -> bool:
         """Whether this worker is the leader."""
         return self._table.leads
-
-    @property
-    def entered(self) -> list[int]:
-        """The ids of the members that this worker has heard of that they want to leave: a leader waits for the rest."""
-        return list(self._entered)
 
     def start(self) -> None:
         """Make this worker known to the leader; in a free group, to everybody."""
@@ -211,26 +185,8 @@ class Group:
                 self._part(member)
             case leaving.Forget(member):
                 self._forget_for_good(member)
-            case leaving.SendEnter(to):
-                self._spawn(self._enter_at(to))
-                if to.id == self._engine.id:
-                    self._spawn(self._look_for_the_silent())
-            case leaving.AwaitIdle():
-                self._spawn(self._until_idle())
-            case leaving.Go(complete):
-                if self._go is not None and not self._go.done():
-                    self._go.set_result(complete)
-            case leaving.AnswerEnters(members):
-                self._answer(members)
-            case leaving.Poll(records, first):
-                self._engine.tasks.spawn(self._poll_all(records, first))
-            case leaving.Rest():
-                self._engine.tasks.spawn(self._rest())
-            case leaving.Overdue(busy):
-                names = ", ".join(self._home.peers.describe(each) for each in busy) or "nobody"
-                logger.warning("shutdown: %s still had calls under way; leaving all the same", names)
             case _:
-                assert_never(output)
+                self.departure.do(output)
 
     def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
         try:
@@ -252,7 +208,7 @@ class Group:
         """A member is there. It is news for the user only if it was not known."""
         if self.is_gone(record):
             return  # the rendezvous may list it a little longer
-        self._heard.add(record.id)
+        self.departure.heard.add(record.id)
         self._home.peers.add(record)
         self._carry_out(self._table.join(record))
 
@@ -304,7 +260,7 @@ class Group:
         if sure:
             self._on_left(record)
         else:
-            self._look_into(record, self._engine.record, partial(self._on_left, record), "has said goodbye")
+            self._hearsay.look_into(record, self._engine.record, partial(self._on_left, record), "has said goodbye")
 
     def _on_left(self, record: WorkerRecord) -> None:
         if not self._engine.closed:
@@ -338,7 +294,7 @@ class Group:
             self._lose_unless_left(service.record, cause)
         else:
             believed = partial(self.on_lost, service.record, cause)
-            self._look_into(service.record, self._engine.record, believed, "has broken a connection")
+            self._hearsay.look_into(service.record, self._engine.record, believed, "has broken a connection")
 
     def on_report(self, reporter: int, record: WorkerRecord, cause: str) -> None:
         """A member says that it has lost another one.
@@ -349,69 +305,7 @@ class Group:
         if told is not None and known == record:
             other = told if told.id < record.id else self._engine.record
             believed = partial(self.on_lost, record, cause)
-            self._look_into(record, other, believed, f"was lost, says {told.describe()}", told)
-
-    def _look_into(
-        self,
-        record: WorkerRecord,
-        other: WorkerRecord,
-        believed: Callable[[], None],
-        what: str,
-        told: WorkerRecord | None = None,
-    ) -> None:
-        """Ask a member whether `other` and it have parted, before that is believed. told: by whom, if not by itself.
-
-        Only a proof of who has connected would make that unnecessary: over unix sockets the kernel's word, over TCP a
-        certificate. Whoever is gone does not answer.
-        """
-        if self._engine.closed or self.is_gone(record) or record.id in self._asked:
-            return
-        if record.id == self._engine.id:
-            return  # we know that better
-        if provably_dead(record, self._engine.record.host):
-            believed()
-            return
-        self._asked.add(record.id)
-        self._engine.tasks.spawn(self._ask(record, other, believed, what, told))
-
-    async def _ask(
-        self,
-        record: WorkerRecord,
-        other: WorkerRecord,
-        believed: Callable[[], None],
-        what: str,
-        told: WorkerRecord | None,
-    ) -> None:
-        try:
-            for pause in _VOUCH_PAUSES:  # it may come to see only now what the other one has seen
-                await asyncio.sleep(pause)
-                if self.is_gone(record):
-                    return
-                if not await self._is_together(record, other):
-                    believed()
-                    return
-            if told is not None and self.is_gone(told):
-                return  # the two had lost each other
-        finally:
-            self._asked.discard(record.id)
-        logger.warning(
-            "worker %s: it seemed that %s %s, but that worker is there, and says otherwise: a member may be lying",
-            self._engine.name,
-            record.describe(),
-            what,
-        )
-
-    async def _is_together(self, record: WorkerRecord, other: WorkerRecord) -> bool:
-        """Whether a member says of itself that it is there, and has not parted with the other one."""
-        patience = self._engine.bounds.vouch
-        try:
-            async with asyncio.timeout(patience):
-                await self._home.probe(record)  # to call alone would try for longer where nobody listens
-                peer = self._home.peers.of(record)
-                together: bool = await peer.call(vouch, (other.id,), None, patience, system=True)
-                return together
-        except (OSError, RpcError):
-            return False
+            self._hearsay.look_into(record, other, believed, f"was lost, says {told.describe()}", told)
 
     def vouches(self, member: int) -> bool:
         """Whether this worker stays for now, and has not parted with that member."""
@@ -433,7 +327,7 @@ class Group:
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
-        self._entered.pop(record.id, None)
+        self.departure.forget(record)
         for service in list(self._home.services):
             if service.record.incarnation == record.incarnation:
                 service.connection.abort()
@@ -441,7 +335,7 @@ class Group:
         self._home.gradients.on_gone(record.id)
 
     def _forget_for_good(self, record: WorkerRecord) -> None:
-        self._heard.discard(record.id)
+        self.departure.heard.discard(record.id)
         self._home.peers.forget(record)
         self._home.references.forget(record.id)
         self._remove_socket(record)
@@ -449,112 +343,6 @@ class Group:
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
         with contextlib.suppress(RendezvousError):
             await self._engine.steps.run(lambda: rendezvous.leave(record))
-
-    # --- leaving, as a member -----------------------------------------------------------------------------------------
-
-    async def leave(self, timeout: float) -> bool:
-        """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit."""
-        self._go = asyncio.get_running_loop().create_future()
-        self._context = contextvars.copy_context()
-        bound = self._engine.loop.call_later(timeout, self._give_up) if timeout else None
-        self._carry_out(self._table.leave(hosts_store=self._home.rendezvous.hosts_store))
-        try:
-            return await self._go
-        finally:
-            self._table.give_up()  # if the waiting was cancelled, the table has not heard of it yet
-            if bound is not None:
-                bound.cancel()
-            for task in self._waits:
-                task.cancel()
-            await asyncio.gather(*self._waits, return_exceptions=True)
-
-    def _give_up(self) -> None:
-        self._carry_out(self._table.give_up())
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
-        task = self._engine.loop.create_task(coroutine, context=self._context)
-        self._waits.add(task)
-        task.add_done_callback(self._waited)
-
-    def _waited(self, task: asyncio.Task[None]) -> None:
-        self._waits.discard(task)
-        if task.cancelled() or task.exception() is not None:
-            self._give_up()  # whatever the reason was: nothing else would end the waiting
-
-    async def _enter_at(self, leader: WorkerRecord) -> None:
-        # This worker goes on serving while that is awaited: everything else on the loop runs as before.
-        try:
-            if leader.id == self._engine.id:
-                await self.enter(leader.id)
-            else:
-                await self._home.peers.of(leader).call(enter, (), None, 0.0, system=True)
-        except RpcError:
-            self._carry_out(self._table.enter_failed(leader.id))
-        else:
-            self._carry_out(self._table.enter_answered())
-
-    async def _look_for_the_silent(self) -> None:
-        """As the leader that leaves: see in the store who has left before it could say goodbye to this worker."""
-        while silent := [each for each in self._table.live() if each.id not in self._heard | {self._engine.id}]:
-            await asyncio.sleep(self._engine.bounds.serving_pause)
-            try:
-                left = await self._engine.steps.run(
-                    lambda: [each for each in silent if self._home.rendezvous.has_left(each)]
-                )
-            except RendezvousError as error:
-                logger.debug("worker %s cannot see who has left: %s", self._engine.name, error)
-                return
-            for record in left:
-                self._on_left(record)
-
-    async def _until_idle(self) -> None:
-        pause = _FIRST_PAUSE
-        while not self._home.is_idle():
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE)
-        self._carry_out(self._table.idle())
-
-    # --- leaving, as the leader ---------------------------------------------------------------------------------------
-
-    async def enter(self, member: int) -> None:
-        """On the leader: the program of that member is done. Returns when the member may leave."""
-        answer = self._entered.get(member)
-        if answer is None:
-            answer = self._entered[member] = asyncio.get_running_loop().create_future()
-        self._carry_out(self._table.enter(member))
-        await asyncio.shield(answer)
-
-    def _answer(self, members: tuple[int, ...]) -> None:
-        for member in members:
-            if not self._entered[member].done():
-                self._entered[member].set_result(None)
-
-    async def _poll_all(self, members: tuple[WorkerRecord, ...], first: bool) -> None:
-        if first:
-            self._pause = _FIRST_PAUSE
-            self._rounds_limit = time.monotonic() + (self._engine.options.rpc_timeout or 60.0)
-        answers = await asyncio.gather(*(self._poll(record) for record in members), return_exceptions=True)
-        found = {
-            record.id: None if isinstance(answer, BaseException) else answer
-            for record, answer in zip(members, answers, strict=True)
-        }
-        self._carry_out(self._table.polled(found, overdue=time.monotonic() > self._rounds_limit))
-
-    async def _poll(self, record: WorkerRecord) -> Activity:
-        if record.id == self._engine.id:
-            return Activity(*self.activity())
-        patience = self._engine.bounds.poll
-        return Activity(*await self._home.peers.of(record).call(poll, (), None, patience, system=True))
-
-    def activity(self) -> tuple[bool, int]:
-        """Whether this worker is idle, and how many calls of users it has seen."""
-        return self._home.activity()
-
-    async def _rest(self) -> None:
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, _LAST_PAUSE)
-        self._carry_out(self._table.rested())
 
 
 def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
@@ -646,11 +434,11 @@ async def present() -> WorkerInfo:
 async def enter() -> None:
     """Handler, on the leader: the program of a member is done. It is answered when all may leave."""
     group, caller_id = _current()
-    await group.enter(caller_id)
+    await group.departure.enter(caller_id)
 
 
 @system
 async def poll() -> tuple[bool, int]:
     """Handler: whether this worker is idle, and how many calls it has seen."""
     group, _ = _current()
-    return group.activity()
+    return group.departure.activity()

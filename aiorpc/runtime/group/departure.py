@@ -1,0 +1,220 @@
+"""How a worker leaves with its group: what it waits for, and what it does for the others as their leader.
+
+The table decides (`protocol/leaving.py`); what it says of leaving is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, assert_never
+
+from ...errors import RendezvousError, RpcError
+from ...protocol import leaving
+from ...protocol.identity import WorkerRecord
+from ...protocol.leaving import Activity, GroupTable, Outputs
+from ..caller.peers import Peers
+from ..engine.engine import Engine
+from ..meeting.rendezvous import Rendezvous
+
+logger = logging.getLogger("aiorpc")
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+
+#: What the table says of leaving.
+LeavingOutput = (
+    leaving.SendEnter
+    | leaving.AwaitIdle
+    | leaving.Go
+    | leaving.AnswerEnters
+    | leaving.Poll
+    | leaving.Rest
+    | leaving.Overdue
+)
+
+
+class Home(Protocol):
+    """What leaving needs of the worker."""
+
+    engine: Engine
+    rendezvous: Rendezvous
+    peers: Peers
+
+    def is_idle(self) -> bool:
+        """Whether no call of users is under way, in either direction."""
+
+    def activity(self) -> tuple[bool, int]:
+        """Whether it is idle, and how many calls of users it has seen."""
+
+
+class Departure:
+    """See the module. On the loop.
+
+    carry_out: does what the table says. on_left: a member has left in good order. verbs: the handlers that are called
+    on others. heard: the ids of those that have made themselves known.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        table: GroupTable,
+        *,
+        carry_out: Callable[[Outputs], None],
+        on_left: Callable[[WorkerRecord], None],
+        verbs: tuple[Any, Any],
+    ) -> None:
+        self.heard: set[int] = set()
+        self._home = home
+        self._engine = home.engine
+        self._table = table
+        self._carry_out = carry_out
+        self._on_left = on_left
+        self._enter, self._poll_verb = verbs
+        self._entered: dict[int, asyncio.Future[None]] = {}  # the answers to the ENTERs that were received
+        self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
+        # While this worker leaves: what its shutdown waits for, and what that takes.
+        self._go: asyncio.Future[bool] | None = None
+        self._context = contextvars.Context()
+        self._waits: set[asyncio.Task[None]] = set()
+
+    @property
+    def entered(self) -> list[int]:
+        """The ids of the members that this worker has heard of that they want to leave: a leader waits for the rest."""
+        return list(self._entered)
+
+    def forget(self, record: WorkerRecord) -> None:
+        """That member is gone."""
+        self._entered.pop(record.id, None)
+
+    def do(self, output: LeavingOutput) -> None:
+        """What the table has decided."""
+        match output:
+            case leaving.SendEnter(to):
+                self._spawn(self._enter_at(to))
+                if to.id == self._engine.id:
+                    self._spawn(self._look_for_the_silent())
+            case leaving.AwaitIdle():
+                self._spawn(self._until_idle())
+            case leaving.Go(complete):
+                if self._go is not None and not self._go.done():
+                    self._go.set_result(complete)
+            case leaving.AnswerEnters(members):
+                self._answer(members)
+            case leaving.Poll(records, first):
+                self._engine.tasks.spawn(self._poll_all(records, first))
+            case leaving.Rest():
+                self._engine.tasks.spawn(self._rest())
+            case leaving.Overdue(busy):
+                names = ", ".join(self._home.peers.describe(each) for each in busy) or "nobody"
+                logger.warning("shutdown: %s still had calls under way; leaving all the same", names)
+            case _:
+                assert_never(output)
+
+    # --- as a member --------------------------------------------------------------------------------------------------
+
+    async def leave(self, timeout: float) -> bool:
+        """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit."""
+        self._go = asyncio.get_running_loop().create_future()
+        self._context = contextvars.copy_context()
+        bound = self._engine.loop.call_later(timeout, self._give_up) if timeout else None
+        self._carry_out(self._table.leave(hosts_store=self._home.rendezvous.hosts_store))
+        try:
+            return await self._go
+        finally:
+            self._table.give_up()  # if the waiting was cancelled, the table has not heard of it yet
+            if bound is not None:
+                bound.cancel()
+            for task in self._waits:
+                task.cancel()
+            await asyncio.gather(*self._waits, return_exceptions=True)
+
+    def _give_up(self) -> None:
+        self._carry_out(self._table.give_up())
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
+        task = self._engine.loop.create_task(coroutine, context=self._context)
+        self._waits.add(task)
+        task.add_done_callback(self._waited)
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waits.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._give_up()  # whatever the reason was: nothing else would end the waiting
+
+    async def _enter_at(self, leader: WorkerRecord) -> None:
+        # This worker goes on serving while that is awaited: everything else on the loop runs as before.
+        try:
+            if leader.id == self._engine.id:
+                await self.enter(leader.id)
+            else:
+                await self._home.peers.of(leader).call(self._enter, (), None, 0.0, system=True)
+        except RpcError:
+            self._carry_out(self._table.enter_failed(leader.id))
+        else:
+            self._carry_out(self._table.enter_answered())
+
+    async def _look_for_the_silent(self) -> None:
+        """As the leader that leaves: see in the store who has left before it could say goodbye to this worker."""
+        while silent := [each for each in self._table.live() if each.id not in self.heard | {self._engine.id}]:
+            await asyncio.sleep(self._engine.bounds.serving_pause)
+            try:
+                left = await self._engine.steps.run(
+                    lambda: [each for each in silent if self._home.rendezvous.has_left(each)]
+                )
+            except RendezvousError as error:
+                logger.debug("worker %s cannot see who has left: %s", self._engine.name, error)
+                return
+            for record in left:
+                self._on_left(record)
+
+    async def _until_idle(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._home.is_idle():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+        self._carry_out(self._table.idle())
+
+    # --- as the leader ------------------------------------------------------------------------------------------------
+
+    async def enter(self, member: int) -> None:
+        """On the leader: the program of that member is done. Returns when the member may leave."""
+        answer = self._entered.get(member)
+        if answer is None:
+            answer = self._entered[member] = asyncio.get_running_loop().create_future()
+        self._carry_out(self._table.enter(member))
+        await asyncio.shield(answer)
+
+    def _answer(self, members: tuple[int, ...]) -> None:
+        for member in members:
+            if not self._entered[member].done():
+                self._entered[member].set_result(None)
+
+    async def _poll_all(self, members: tuple[WorkerRecord, ...], first: bool) -> None:
+        if first:
+            self._pause = _FIRST_PAUSE
+            self._rounds_limit = time.monotonic() + (self._engine.options.rpc_timeout or 60.0)
+        answers = await asyncio.gather(*(self._poll(record) for record in members), return_exceptions=True)
+        found = {
+            record.id: None if isinstance(answer, BaseException) else answer
+            for record, answer in zip(members, answers, strict=True)
+        }
+        self._carry_out(self._table.polled(found, overdue=time.monotonic() > self._rounds_limit))
+
+    async def _poll(self, record: WorkerRecord) -> Activity:
+        if record.id == self._engine.id:
+            return Activity(*self.activity())
+        patience = self._engine.bounds.poll
+        return Activity(*await self._home.peers.of(record).call(self._poll_verb, (), None, patience, system=True))
+
+    def activity(self) -> tuple[bool, int]:
+        """Whether this worker is idle, and how many calls of users it has seen."""
+        return self._home.activity()
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LAST_PAUSE)
+        self._carry_out(self._table.rested())
