@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc.runtime.callee.resolver import Resolver
+from aiorpc.runtime.calls import functions
 from aiorpc.runtime.engine.loops import run_in_thread
+from aiorpc.runtime.group.group import present
 from aiorpc.testing import cluster
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
@@ -140,6 +143,34 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
         gate.open.set()
         assert await asyncio.gather(*calls) == [0, 1]
         await asyncio.gather(leaving, workers[0].shutdown())
+
+
+async def test_one_of_the_runtimes_that_is_cancelled_before_it_is_found_is_not_counted(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while its module is imported: it would make room for one more of the users' calls, for ever."""
+    finding, go_on = threading.Event(), threading.Event()
+    find, is_loaded = Resolver._find, functions.is_loaded
+
+    def find_later(resolver: Resolver, name: str) -> functions.Handler:
+        finding.set()
+        assert go_on.wait(LIMIT)
+        return find(resolver, name)
+
+    assert await pair[0].call("worker1", abs, -1) == 1
+    monkeypatch.setattr(Resolver, "_find", find_later)
+    monkeypatch.setattr(functions, "is_loaded", lambda name: not name.endswith(":present") and is_loaded(name))
+    call = pair[0].node.peers.by_id(pair[1].id).call(present, (), None, 0.0, system=True)
+    (service,) = pair[1].node.services
+    try:
+        await until(finding.is_set)
+        call.cancel()
+        await until(lambda: not service.calls)
+    finally:
+        go_on.set()
+    await until(lambda: service._functions and service._answers.system == 0)
+    assert await pair[0].call("worker1", abs, -2) == 2
+    assert service._answers.system == 0
 
 
 async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> None:

@@ -90,7 +90,8 @@ class Runner:
         call.function = handler.name
         if handler.system:
             call.system = True
-            self._answers.system += 1
+            if call.call_id in self._answers.calls:  # else it was cancelled while its module was imported
+                self._answers.system += 1
         else:
             self._engine.counters.served_users += 1
         if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
