@@ -390,10 +390,10 @@ class Gradients:
         """A call from that peer has come in context `id`: returns the id, or None if the context was left by now."""
         if type(id) is not int:
             raise ProtocolError(f"{id!r:.40} is no autograd context")
-        if id in self._left or opener_of(id) in self._gone:
+        if id in self._left or (self._gone and opener_of(id) in self._gone):
             return None
         self._enter(id).known.add(peer)
-        if id in self._left or opener_of(id) in self._gone:  # meanwhile, by another thread
+        if id in self._left or (self._gone and opener_of(id) in self._gone):  # meanwhile, by another thread
             self._contexts.pop(id, None)
             return None
         return id
