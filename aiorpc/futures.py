@@ -463,7 +463,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         held = [child]
 
         def run(parent: Future[T]) -> None:
-            made = held.pop()  # it runs once
+            made = held[0]  # it runs once
             try:
                 value = callback(parent)
                 made.arrival = marks(value) if marks is not None else None
@@ -474,6 +474,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                     raise
             finally:
                 # The traceback of the error has this frame: it must not lead back to who has the error (`_outcome`).
+                held.clear()
                 del made, parent
 
         self.when_settled(UserCallback(run, self.executor))

@@ -132,28 +132,32 @@ class _Farewell:
         """
         if self._node.engine.closed:
             return []
-        while self._newcomers:
-            peer = self._newcomers.pop()
-            # Behind the calls that wait, as they say that they belong to the context.
-            peer.call(forget, (self._id,), None, 0.0, system=True).when_settled(partial(self._came, peer))
-        new = self._todo - self._told
-        if not new:
-            return []
-        self._told |= new
-        last, earlier = self._node.gradients.farewells, []
-        for worker_id in new:
-            before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
-            trailing = later and before is None  # else the one before may be waiting for a message to leave with
-            try:
-                # Without a deadline: nobody is to forget because of it that he had to forget.
-                call = last[worker_id] = peer.call(forget, (self._id,), None, 0.0, system=True, later=trailing)
-            finally:  # also if a signal handler raises in it: it may be queued by then
-                if trailing:
-                    self._node.gradients.trailing.add(peer)
-            if before is not None:
-                earlier.append(before)
-            call.when_settled(partial(self._answered, worker_id))
-        return earlier
+        serving = current_call.set(None)  # in a handler whose time is up all of it would come too late
+        try:
+            while self._newcomers:
+                peer = self._newcomers.pop()
+                # Behind the calls that wait, as they say that they belong to the context.
+                peer.call(forget, (self._id,), None, 0.0, system=True).when_settled(partial(self._came, peer))
+            new = self._todo - self._told
+            if not new:
+                return []
+            self._told |= new
+            last, earlier = self._node.gradients.farewells, []
+            for worker_id in new:
+                before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
+                trailing = later and before is None  # else the one before may be waiting for a message to leave with
+                try:
+                    # Without a deadline: nobody is to forget because of it that he had to forget.
+                    call = last[worker_id] = peer.call(forget, (self._id,), None, 0.0, system=True, later=trailing)
+                finally:  # also if a signal handler raises in it: it may be queued by then
+                    if trailing:
+                        self._node.gradients.trailing.add(peer)
+                if before is not None:
+                    earlier.append(before)
+                call.when_settled(partial(self._answered, worker_id))
+            return earlier
+        finally:
+            current_call.reset(serving)
 
     def _came(self, peer: Any, call: Future[bytes]) -> None:
         """A worker that was not there has answered, or never came."""

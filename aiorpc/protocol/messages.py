@@ -312,7 +312,8 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
         packer = new_packer()
     try:
         body: bytes = packer.pack((*head, (values, *_NOTHING_ELSE)))
-    except (OverflowError, ValueError):  # an int beyond 64 bits, a str that is no text, one that is too long
+    except (OverflowError, ValueError, TypeError):
+        # An int beyond 64 bits, a str that is no text, one that is too long, a list that another thread changes.
         return None
     if len(body) <= MOST_KEPT:
         packers.append(packer)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Any
@@ -507,6 +508,31 @@ def _fail(gradient: Tensor) -> None:
 
 async def _never(value: Any) -> None:
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_the_end_is_told_by_a_handler_whose_time_is_up(workers: list[Worker], blocking: bool) -> None:
+    """A context that it leaves then ends on the other workers, too."""
+    with pytest.raises(aiorpc.RpcTimeout):
+        await workers[0].peer("worker1", timeout=0.3).call(_leave_late if blocking else _leave_late_on_loop)
+    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+
+async def _leave_late_on_loop() -> None:
+    async with autograd.context():
+        await aiorpc.call("worker2", parts.layer, vector())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)  # its time is up here, too
+
+
+def _leave_late() -> None:
+    with autograd.context():
+        aiorpc.rpc_sync("worker2", parts.layer, args=(vector(),))
+        while not aiorpc.cancelled():
+            time.sleep(0.01)
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("through", ["", "worker1"])

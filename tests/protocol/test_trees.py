@@ -65,6 +65,36 @@ class Chosen(set[int]):
 
 
 @register_safe
+class Latest(deque[int]):
+    """As `Chosen`, and so are those that follow."""
+
+
+@register_safe
+class Settled(frozenset[int]):
+    pass
+
+
+@register_safe
+class Data(bytearray):
+    pass
+
+
+@register_safe
+class Row(tuple[int, ...]):
+    """It is made by what `tuple` is made by, and so is the next one of what `bytes` is."""
+
+
+@register_safe
+class Key(bytes):
+    pass
+
+
+@register_safe
+class Grid(np.ndarray[Any, Any]):
+    """No object of it is sent, as arrays pickle themselves by a function."""
+
+
+@register_safe
 class Named(dict[str, Any]):
     label = "none"
 
@@ -323,7 +353,14 @@ def test_objects_have_the_state_that_they_say() -> None:
     assert travel(named).label == "label"
 
 
-@pytest.mark.parametrize("value", [Counter("hello"), Counter(), Chosen((1, 2)), Chosen(), Color.RED, Pair(1, 2)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(Counter("hello"), Counter(), Chosen((1, 2)), Chosen(), Color.RED, Pair(1, 2)),
+        *(Latest((1, 2), 3), Latest(), Settled((1, 2)), Settled(), Data(b"12"), Data()),
+        *(Row((1, 2)), Row(), Key(b"12"), Key()),
+    ],
+)
 def test_classes_that_are_called_get_what_they_ask_for(value: Any) -> None:
     """They say so themselves, by how they are pickled."""
     arrived = travel(value)
@@ -432,6 +469,25 @@ BAD: dict[str, list[Any]] = {
     ],
     "a set of a range": [
         *(mark(Mark.OBJECT), f"{__name__}:Chosen", True, [[mark(Mark.RANGE), 0, 1 << 60, 1]], {}, None, None, None),
+    ],
+    "a set of a range that does not change": [
+        *(mark(Mark.OBJECT), f"{__name__}:Settled", False, [[mark(Mark.RANGE), 0, 1 << 60, 1]], {}, None, None, None),
+    ],
+    "a range by its name": [
+        *(mark(Mark.OBJECT), f"{__name__}:Latest", True, [], {"iterable": [mark(Mark.RANGE), 0, 1 << 60, 1]}),
+        *(None, None, None),
+    ],
+    "a row of a range": [
+        *(mark(Mark.OBJECT), f"{__name__}:Row", False, [[mark(Mark.RANGE), 0, 1 << 60, 1]], {}, None, None, None),
+    ],
+    "as many bytes as a number says": [
+        *(mark(Mark.OBJECT), f"{__name__}:Key", False, [1 << 40], {}, None, None, None),
+    ],
+    "as many bytes as a number with a name says": [
+        *(mark(Mark.OBJECT), f"{__name__}:Data", True, [], {"source": 1 << 40}, None, None, None),
+    ],
+    "an array of what lay in memory before": [
+        *(mark(Mark.OBJECT), f"{__name__}:Grid", False, [[mark(Mark.TUPLE), 64]], {}, None, None, None),
     ],
     "attributes of a list": [mark(Mark.ATTRIBUTES), [], {"a": 1}],
     "objects in an array": [mark(Mark.ARRAY), "|O", [1], False, True, bytes(8)],

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import NotInitialized, PeerClosed, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime.engine.loops import LoopThread
+from aiorpc.runtime.engine.loops import Handed, LoopThread
 from aiorpc.testing import cluster
 from tests.conftest import LoopFactory
 from tests.ports import free_port
@@ -136,6 +137,65 @@ def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
         thread.run(wait())
     thread.close()
     assert thread.loop.is_closed()
+
+
+def test_nothing_is_begun_on_a_loop_that_comes_to_its_end() -> None:
+    """It would be destroyed in the midst of what it does, and its caller would wait for the end of the loop."""
+    thread = LoopThread("ending")
+    ready, tidying, began = threading.Event(), threading.Event(), threading.Event()
+    tried = asyncio.Event()
+
+    async def tidy_up() -> None:
+        ready.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            tidying.set()
+            await tried.wait()
+
+    async def begin() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    keep.append(asyncio.run_coroutine_threadsafe(tidy_up(), thread.loop))
+    assert ready.wait(LIMIT)
+    thread.loop.call_soon_threadsafe(thread.loop.stop)
+    assert tidying.wait(LIMIT)
+    with pytest.raises(WorkerClosed, match="the loop of worker 'ending' has ended"):
+        thread.run(begin())
+    with contextlib.suppress(RuntimeError):  # it is closed
+        thread.loop.call_soon_threadsafe(tried.set)
+    thread.close()
+    assert not began.is_set() and thread.loop.is_closed()
+
+
+def test_what_a_signal_handler_raises_is_not_taken_for_the_end_of_the_loop() -> None:
+    """A loop that is closed raises a RuntimeError, as the handler may."""
+    thread, began, ended = LoopThread("interrupted"), threading.Event(), threading.Event()
+    interrupts = [RuntimeError("of a signal handler")]
+
+    def post(callback: Callable[[], None]) -> None:
+        thread.loop.call_soon_threadsafe(callback)
+        if interrupts:
+            assert began.wait(LIMIT)
+            raise interrupts.pop()
+
+    async def wait() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    loop: Any = SimpleNamespace(
+        call_soon_threadsafe=post, create_task=thread.loop.create_task, is_closed=thread.loop.is_closed
+    )
+    try:
+        with pytest.raises(RuntimeError, match="of a signal handler"):
+            Handed(wait, loop).wait("the loop has ended")
+        assert ended.is_set()
+    finally:
+        thread.close()
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, SystemExit, KeyboardInterrupt])

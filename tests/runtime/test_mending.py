@@ -34,7 +34,7 @@ from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
 from tests.runtime.observers import standing_still
-from tests.runtime.waiting import until, until_no_references
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 TCP: dict[str, Any] = {"transports": ("tcp",)}
 
@@ -142,6 +142,43 @@ async def test_the_time_in_which_a_worker_stands_still_does_not_count(place: int
         for each, other in (workers, workers[::-1]):
             assert await each.call(other.info, abs, -3) == 3
             assert not each.node.group.lost
+
+
+def stand_still(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["as it connects", "in its handshake"])
+async def test_a_try_in_which_its_worker_stands_still_is_not_the_last(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it may take as long as the whole grace, and has failed when that goes on."""
+    grace, tries = 1.0, 0
+    connect = sockets.connect_tcp
+
+    async def connect_slowly(host: str, port: int) -> socket.socket:
+        nonlocal tries
+        found = await connect(host, port)
+        if port != acceptor.node.engine.record.tcp_port:  # the acceptor asks whether the opener is there
+            return found
+        tries += 1
+        if tries == 1:
+            stand_still(1.5 * grace)  # the other side waits for a handshake no longer
+            if place == "as it connects":
+                with found:
+                    await asyncio.sleep(LIMIT)
+        return found
+
+    options = rpc.RpcBackendOptions(**TCP, reconnect_grace=grace, lag_warning=0.0)
+    async with cluster(2, options=[options, replace(options, dedicated_loop=True)]) as (opener, acceptor):
+        acceptor.node.engine.bounds = Bounds(handshake=0.3)
+        assert await opener.call("worker1", abs, -3) == 3
+        monkeypatch.setattr(sockets, "connect_tcp", connect_slowly)
+        cut()
+        assert await opener.call("worker1", abs, -3) == 3
+        assert tries > 1
+        assert not opener.node.group.lost and not acceptor.node.group.lost
 
 
 @ALSO_TLS

@@ -339,13 +339,12 @@ def _object(
 ) -> Any:
     """An object of a registered class. See `registered.register_safe` for what of the class may run."""
     kind = registered.find_class(name)
-    if hasattr(kind, "_put_together") or issubclass(kind, Tensor):
+    # An array that is made like this shows whatever lay in its memory before.
+    if hasattr(kind, "_put_together") or issubclass(kind, Tensor) or kind.__new__ is numpy.ndarray.__new__:
         raise TypeError(f"{name} is not made like this")
-    _exact(args, list)
-    if _flag(calls):
-        _check_call(kind, name, args)
+    _check_making(kind, name, _flag(calls), _exact(args, list), _exact(names, dict))
     make = kind if calls else kind.__new__
-    made = make(*([] if calls else [kind]), *args, **_exact(names, dict))
+    made = make(*([] if calls else [kind]), *args, **names)
     if items is not None:
         made.extend(_exact(items, list))
     for key, value in pairs or ():
@@ -363,18 +362,20 @@ def _object(
     return made
 
 
-def _check_call(kind: type, name: str, args: list[Any]) -> None:
-    """See that the class itself is called only where it asks for that, and with what those of Python's ask for."""
+def _check_making(kind: type, name: str, calls: bool, args: list[Any], names: dict[Any, Any]) -> None:
+    """See that the class itself is called only where it asks for that, and that Python's own get what they ask for."""
     anything, plain = cast(Any, kind), cast(Any, object)
-    reduced = anything.__reduce__
+    made_by = anything.__reduce__ if calls else anything.__new__
     if (
-        reduced is plain.__reduce__
+        made_by is plain.__reduce__
         and anything.__reduce_ex__ is plain.__reduce_ex__
         and kind not in copyreg.dispatch_table
         and not issubclass(kind, Enum)
     ):
         raise TypeError(f"{name} is made without its constructor, and a call of it is asked for")
-    given = _GIVEN.get(reduced)
+    given = _GIVEN.get(made_by)
+    if names and (calls or given is not None):
+        raise TypeError(f"{name} is made without arguments that have names, and is given some")
     if given is not None:
         _exact(args[0] if args else given(), given)
 
@@ -421,14 +422,17 @@ _NO_TEXT: dict[str, Any] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": n
 _MADE_IN_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _MISSING = object()
 _MOST_DIMENSIONS = 1024
-# What classes of Python's are called with, where they say how they are put together: they take anything else, too, and
-# would count, or keep, as many items as a range of a few bytes has.
+# What classes of Python's are made of, by what says so, or takes it: they take anything else, too, and would count, or
+# keep, as many items as a range of a few bytes has, or as many bytes as a number says.
 _GIVEN: dict[Any, type] = {
     Counter.__reduce__: dict,
     set.__reduce__: list,
     frozenset.__reduce__: list,
+    frozenset.__new__: list,
     deque.__reduce__: tuple,
     bytearray.__reduce__: bytes,
+    tuple.__new__: tuple,
+    bytes.__new__: bytes,
 }
 
 _READERS: list[Callable[..., Any]] = [

@@ -70,7 +70,9 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
 
 
 class Handed(Generic[T]):
-    """A coroutine that runs on a loop for a thread that blocks for its result, by `wait`. make: makes it, on the loop.
+    """A coroutine that runs on a loop for a thread that blocks for its result, by `wait`.
+
+    make: makes it, on the loop; what it raises is the result.
 
     In the main thread a signal handler may raise at any instruction, also within concurrent.futures while that has a
     lock which the loop needs. So that thread has no lock here but one that nobody else waits for.
@@ -87,9 +89,14 @@ class Handed(Generic[T]):
         self._settled.acquire()
 
     def _begin(self) -> None:
-        if not self.ended:
+        if self.ended:
+            return
+        try:
             self._task = self._loop.create_task(self._make())
             self._task.add_done_callback(self._on_done)
+        except BaseException as error:
+            self._error = error
+            self._end()
 
     def _on_done(self, task: asyncio.Task[T]) -> None:
         self._task = None  # the thread need not let go of it, which runs code of asyncio's
@@ -112,8 +119,8 @@ class Handed(Generic[T]):
     def _call(self, step: Callable[[], None]) -> bool:
         try:
             self._loop.call_soon_threadsafe(step)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # a signal handler has raised it
+        except RuntimeError:
+            if not self._loop.is_closed():  # a signal handler has raised it
                 raise
             return False
         return True
@@ -231,7 +238,13 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and block for its result, as `Handed` does."""
-        handed = Handed(lambda: coroutine, self.loop)
+
+        def make() -> Coroutine[Any, Any, T]:
+            if self._over:  # `_last` would not know of it, and nobody would end it
+                raise WorkerClosed(self._why_over())
+            return coroutine
+
+        handed = Handed(make, self.loop)
         try:
             self._blocking.add(handed)
             return handed.wait(self._why_over())

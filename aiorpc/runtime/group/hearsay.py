@@ -20,6 +20,8 @@ logger = logging.getLogger("aiorpc")
 _PAUSES = (0.0, 0.05, 0.5)
 # Whoever has asked for so many times as long as it asks at most was stopped meanwhile.
 _STOOD_STILL = 1.5
+# So often it asks then at most.
+_TRIES = 3
 
 
 class Home(Protocol):
@@ -98,7 +100,7 @@ class Hearsay:
     async def is_together(self, record: WorkerRecord, other: WorkerRecord) -> bool:
         """Whether a member says of itself that it is there, and has not parted with the other one."""
         patience = self._engine.bounds.vouch
-        while True:
+        for _ in range(_TRIES):
             began = time.monotonic()
             try:
                 async with asyncio.timeout(patience):
@@ -108,4 +110,5 @@ class Hearsay:
                     return together
             except (OSError, RpcError):
                 if time.monotonic() - began < _STOOD_STILL * patience:
-                    return False  # else it is this process that was stopped, and its silence says nothing
+                    break  # else it is this process that was stopped, and the other one's silence says nothing
+        return False

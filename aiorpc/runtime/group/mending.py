@@ -18,6 +18,7 @@ not get through it for the time of the grace, however often it goes on (`STUCK`)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -51,6 +52,8 @@ STUCK = 2
 TOO_LARGE = "what is large does not get there (is the MTU of a tunnel too large?)"
 # Of the grace, what is left at least when the host has been silent for long before.
 LEAST_SHARE = 0.5
+# Seconds between two looks whether this process, or its loop, has stood still.
+TICK = 0.05
 
 
 class Home(Protocol):
@@ -88,9 +91,6 @@ class Line:
     #: When what listens there was last seen to be that worker, or to be silent as it may be; ``time.monotonic()``. Set
     #: by whoever speaks with it (`Connector.reopen`): that it takes connections says nothing.
     reached: float = field(default=0.0, init=False)
-    #: Seconds by which the last steps of mending it took longer than they can: this process was stopped meanwhile, or
-    #: its loop blocked. They do not count: else it would give up without a try when it goes on.
-    stood_still: float = field(default=0.0, init=False)
 
 
 class Mender:
@@ -127,7 +127,6 @@ class Mender:
         lines.add(line)
         grace = engine.options.reconnect_grace
         left = max(grace - line.connection.silent_for, LEAST_SHARE * grace)
-        line.stood_still = 0.0
         engine.tasks.spawn(self._mend(line, cause, left, BUSY * grace))
 
     def _on_resumed(self, line: Line) -> None:
@@ -172,33 +171,33 @@ class Mender:
         reason: Exception | None = None
         failed = ""  # why the last try did
         pause, refusals = FIRST_PAUSE, 0
-        while connection.suspended and line.times == times:
-            limit, last, line.stood_still = limit + line.stood_still, last + line.stood_still, 0.0
-            now = time.monotonic()
-            limit = min(last, max(limit, line.reached + self._engine.options.reconnect_grace))
-            if now >= limit or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
-                break
-            try:
-                async with asyncio.timeout(last - now):
-                    await self._try(line, min(TRY, limit - now))
-                refusals = 0
-            except (PeerRefused, ProtocolError) as error:
-                # The acceptor has not been refused: what it has asked is somebody else than it served.
-                reason = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
-                break
-            except ConnectionRefusedError as error:
-                failed = foreign.text_of(error)
-                refusals += 1
-            except Exception as error:  # whatever it is, a timeout as a rule: there is a limit, and it is tried again
-                failed = foreign.text_of(error) or f"what listens at {_place(line.record)} says nothing"
-                logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
-                refusals = 0
-            if connection.suspended:
+        with contextlib.closing(_Clock(self._engine.loop)) as clock:
+            while connection.suspended and line.times == times:
+                # Else it would give up without a try when this process goes on.
+                stood_still = clock.stood_still()
+                limit, last = limit + stood_still, last + stood_still
                 now = time.monotonic()
-                seconds = min(pause, max(0.0, limit - now))
-                await asyncio.sleep(seconds)
-                line.stood_still += max(0.0, time.monotonic() - now - seconds)
-                pause = min(2 * pause, LAST_PAUSE)
+                limit = min(last, max(limit, line.reached + self._engine.options.reconnect_grace))
+                if now >= limit or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
+                    break
+                try:
+                    async with asyncio.timeout(last - now):
+                        await self._try(line, min(TRY, limit - now))
+                    refusals = 0
+                except (PeerRefused, ProtocolError) as error:
+                    # The acceptor has not been refused: what it has asked is somebody else than it served.
+                    reason = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
+                    break
+                except ConnectionRefusedError as error:
+                    failed = foreign.text_of(error)
+                    refusals += 1
+                except Exception as error:  # whatever it is, a timeout as a rule: it is tried again, up to the limit
+                    failed = foreign.text_of(error) or f"what listens at {_place(line.record)} says nothing"
+                    logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
+                    refusals = 0
+                if connection.suspended:
+                    await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
+                    pause = min(2 * pause, LAST_PAUSE)
         left = connection.suspended and line.times == times and await self._home.look_for_farewell(line.record)
         if line.times == times:
             self._forget(line)
@@ -207,12 +206,10 @@ class Mender:
 
     async def _try(self, line: Line, seconds: float) -> None:
         """Reach the other process, and have the line go on if this end has opened it."""
-        due = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds):
                 sock = await self._home.reach(line.record)
         except TimeoutError as error:
-            line.stood_still += max(0.0, time.monotonic() - due)
             raise TimeoutError(foreign.text_of(error) or f"no answer from {_place(line.record)}") from error
         await self._reopen(line, sock)  # a process that is busy takes its time
 
@@ -223,6 +220,32 @@ class Mender:
             return ConnectionError(f"{text}, and its process is gone")
         grace = f" within reconnect_grace={self._engine.options.reconnect_grace:g} s" if refusals < REFUSALS else ""
         return ConnectionError(f"{text}; it could not be made again{grace}{failed and ': '}{failed}")
+
+
+class _Clock:
+    """How long this process was stopped, or its loop blocked: by how much something that runs often was late."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._late = 0.0
+        self._plan()
+
+    def _plan(self) -> None:
+        self._due = time.monotonic() + TICK
+        self._timer = self._loop.call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        self._late += max(0.0, time.monotonic() - self._due)
+        self._plan()
+
+    def stood_still(self) -> float:
+        """Seconds, since the last time that this was asked."""
+        late, self._late = self._late, 0.0
+        return late
+
+    def close(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
 
 
 def _place(record: WorkerRecord) -> str:
