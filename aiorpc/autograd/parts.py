@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -287,7 +287,7 @@ class Part:
             with torch.no_grad():  # as in torch's engine: what hooks make of gradients has no graph of its own
                 leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
             pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
-        self._context.accumulate(pairs, arrival_of(self._node, gradients))
+        self._context.accumulate(pairs, partial(arrival_of, self._node, gradients))
         if hooked:
             with torch.no_grad():
                 for leaf, gradient in leaves:
@@ -301,7 +301,7 @@ class Part:
             sink, self._sink = self._sink, None
         if sink is None:
             return ()
-        self._context.accumulate((), None)  # this thread's streams wait for what `take` has begun on devices
+        self._context.accumulate(())  # this thread's streams wait for what `take` has begun on devices
         return sink.finish(self._context, failed)
 
     def _hand_on(self, ready: int, deliveries: dict[int, Gradients]) -> None:
@@ -356,7 +356,8 @@ class Part:
                 self._ended = True
         if first:
             if kept := self._kept(failed=False):
-                self._context.accumulate(kept, arrival_of(self._node, [gradient for _, gradient in kept]))
+                gradients = [gradient for _, gradient in kept]
+                self._context.accumulate(kept, partial(arrival_of, self._node, gradients))
             if self._closing is not None and self._node.engine.on_loop:  # an answer has come there
                 self._node.engine.pool.submit(self._close, self._closing)
                 return
@@ -434,12 +435,12 @@ def unpack_names(packed: bytes) -> list[SentName]:
     return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
 
 
-def arrival_of(node: Node, gradients: Iterable[Tensor | None]) -> Arrival | None:
-    """What users of these wait for, if any are on a device."""
+def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
+    """What users of these wait for, if any are on a device. kept: it has them, and keeps them for who joins it."""
     if node.accelerators.accelerator is None:
         return None
     on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
-    return node.accelerators.arrival() if on_device else None
+    return node.accelerators.arrival(gradients if kept else None) if on_device else None
 
 
 def _evaluate(
@@ -583,7 +584,7 @@ def plan(
                 )
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         until = time.monotonic() + seconds if seconds else None
-        part.take(from_wire(given, *gradients), arrival_of(node, gradients))
+        part.take(from_wire(given, *gradients), arrival_of(node, gradients, kept=True))
         part.begin(entries, retain=retain, until=until, closing=_closing(node, last, until) if last else None)
         part.advance()
     except BaseException as error:
@@ -626,7 +627,7 @@ def go_on(context_id: int, number: int, names: bytes, *gradients: Tensor | None)
         return over
     part = part or part_of(node, context, number)
     asked = part.question(call.caller_id)
-    part.take(given, arrival_of(node, gradients))
+    part.take(given, arrival_of(node, gradients, kept=True))
     part.advance()
     return asked
 
@@ -636,7 +637,7 @@ def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) 
     """Handler: gradients of entries of this worker, from another one that has a part in the pass."""
     node, context = _here(context_id)
     part = part_of(node, context, number)
-    part.take(from_wire(names, *gradients), arrival_of(node, gradients))
+    part.take(from_wire(names, *gradients), arrival_of(node, gradients, kept=True))
     part.advance()
 
 

@@ -141,7 +141,7 @@ class Pass:
         self._number = node.gradients.next_number()
         self._roots = check_roots(roots)
         self._gradients = list(map(torch.ones_like, roots))
-        self._arrival = arrival_of(node, roots)
+        self._arrival = arrival_of(node, self._gradients, kept=True)
         self._plans: dict[int, list[SentName]] = {}
         self._open: dict[int, int] = {}  # how many questions each worker has not answered
         self._answers = 0  # that are missing, of all of them
@@ -249,7 +249,7 @@ class Pass:
         answer = call.value()
         names, *gradients = (answer,) if isinstance(answer, bytes) else answer
         if gradients:
-            self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients))
+            self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients, kept=True))
             self._part.advance()
         said = said_of_part(names)
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -38,6 +38,12 @@ class Arrival:
         if landing is not None and not landing.is_entered():
             with landing.entered():
                 self._join()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """These, on such devices, are about to be used on the current streams of this thread, which have joined."""
+        driver = self._accelerator
+        for tensor in filter(driver.holds, tensors):
+            driver.keep(driver.carrier(tensor), driver.current(tensor.device.index))
 
     def _join(self) -> None:
         driver, streams = self._accelerator, dict[int, Stream]()

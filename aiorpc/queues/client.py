@@ -33,6 +33,7 @@ from ..errors import (
     QueueShutDown,
     RendezvousError,
     RpcCancelled,
+    RpcError,
     RpcTimeout,
     SerializationError,
     UnknownWorker,
@@ -438,7 +439,15 @@ class Client:
         if any(
             type(each) is tuple and not each[0] for each in fetched.values()
         ):  # not packed: there may be devices in it
-            get.arrival = self.node.accelerators.arrival(values)
+            try:
+                get.arrival = self.node.accelerators.arrival(values)
+            except Exception as broken:  # the device's
+                self.put_back(there)
+                text = f"items of {self.describe()} cannot be used here, and went back into it: {foreign.said(broken)}"
+                failure = RpcError(text)
+                failure.__cause__ = without_frames(broken)
+                get.finish(None, failure)
+                return
         if not get.finish_with(values if get.many else values[0], there):
             self.put_back(there)
 

@@ -104,6 +104,30 @@ async def until_killed(worker: rpc.Worker, child: Child, seed: int) -> None:
     assert not child.pipe.poll() or isinstance(child.process.exitcode, int)
 
 
+async def test_a_worker_killed_before_its_memory_is_proved() -> None:
+    """The other one has opened it, and waits for the bytes that prove it: neither its thread nor a stream hangs."""
+    patience = 2 * BOUND
+    drained = False
+
+    async def scenario(group: Group) -> None:
+        nonlocal drained
+        call = group.worker.call("w1", bodies.make, 10, 0)
+        await until(lambda: group.fake.calls["interprocess.wait"] > 0)
+        group.children["w1"].kill(signal.SIGKILL)
+        with pytest.raises(rpc.PeerLost):
+            await asyncio.wait_for(call, BOUND)
+        drained = await asyncio.to_thread(group.fake.machine.drain, BOUND)
+        await until(lambda: not shared(group.fake), BOUND)
+
+    options = {"device_channel": "ipc"}
+    theirs = Setup({}, options, {"lag": (patience, patience)})
+    group = await play(
+        scenario, Setup({"w1": {0: 1}}, options, {"patience": patience}), theirs, ended=("w1",), sound=False
+    )
+    assert drained, "its streams hang"
+    assert group.reports["w0"].violations == []
+
+
 async def test_a_worker_that_stands_still_for_a_while() -> None:
     """Stopped in the midst of transfers, and continued: all are right."""
 

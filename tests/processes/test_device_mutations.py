@@ -396,7 +396,13 @@ UNSEEN: dict[str, tuple[str, Where, Workload]] = {
     ),
     "device.sender Sender._hand_over mark": ("the same", directly, memory_of_there),
     "device.sender Sender._hand_over keep": ("`move` keeps what it copies, and from where", directly, taken_back),
-    "device.outbox Outbox.put record 2": ("only where a signal handler has raised in it", by_ipc, exchange),
+    "device.outbox Outbox.put wait 2": ("only where the driver or a signal handler has raised in it", by_ipc, exchange),
+    "device.outbox Outbox.put record 2": ("the same", by_ipc, exchange),
+    "landing Arrival.keep keep": (
+        "it is for gradients, and fake tensors have no autograd: tests/runtime/test_devices.py shows it",
+        by_ipc,
+        exchange,
+    ),
     "accelerators Accelerators._wake mark": (
         "it orders nothing: the driver makes there what it makes at its first use",
         by_ipc,

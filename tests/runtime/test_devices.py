@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import DeviceMapError, RpcBackendOptions, RpcError, SerializationError, Worker
+from aiorpc.autograd.parts import arrival_of
+from aiorpc.channels.landing import Landing
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.gradients.contexts import AutogradContext
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 
@@ -1274,3 +1278,129 @@ async def test_a_call_to_several_workers_sends_tensors_on_devices_to_each(way: s
         assert is_all(outcomes["worker1"].result(), 5)
         assert type(outcomes["worker2"].error) is SerializationError
         del outcomes, outcome, sent, other
+
+
+async def twice_async(x: Tensor) -> Tensor:
+    """In three steps."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return x + x
+
+
+@pytest.mark.parametrize("handler", [plus_one, twice_async])
+@pytest.mark.parametrize("at", range(6))
+async def test_device_that_refuses_streams_once_is_an_error_of_that_call(
+    way: str, handler: Callable[..., Any], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever that is: its caller hears of it, what was on its way comes back, and the next call is as any other."""
+    entered = Landing.entered
+    left = -1
+
+    def refused(landing: Landing) -> Any:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise RuntimeError("the device is lost")
+        return entered(landing)
+
+    async with group({"worker1": CROSSED}, {}, way=way) as (fake, (worker0, _)):
+        monkeypatch.setattr(Landing, "entered", refused)
+        x = fake.fake_tensor(values(1), 0)
+        await worker0.call("worker1", handler, x)
+        left = at
+        try:
+            await asyncio.wait_for(worker0.call("worker1", handler, x), LIMIT)
+        except TimeoutError:
+            raise AssertionError("nobody answers") from None
+        except Exception as error:
+            assert "the device is lost" in str(error)
+        left = -1
+        assert is_all(await worker0.call("worker1", handler, x), 2)
+        del x
+        await until(lambda: nothing_in_use(fake))
+
+
+async def test_items_whose_device_refuses_a_mark_stay_in_the_queue(way: str) -> None:
+    """Who gets them hears of it, and the next one gets them."""
+    maps: list[dict[str, dict[Any, Any]]] = [{"worker1": CROSSED}, {"worker0": CROSSED}]
+    async with group(*maps, way=way) as (fake, (worker0, worker1)):
+        async with acting_as(worker0):
+            queue = aiorpc.Queue("items")
+        async with acting_as(worker1):
+            there = aiorpc.queue("items", owner="worker0")
+        for _ in range(2):
+            await there.put({"x": late(fake, 0, 3)})
+        accelerators = worker0.node.accelerators
+        arrival = accelerators.arrival
+
+        def refused(value: Any = None) -> Any:
+            raise RuntimeError("the device is lost")
+
+        for get in (queue.get, lambda: queue.get_many(2)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(accelerators, "arrival", refused)
+                with pytest.raises(RpcError, match="the device is lost"):
+                    await asyncio.wait_for(get(), LIMIT)
+        assert accelerators.arrival == arrival
+        items = await queue.get_many(2)
+        assert [is_all(item["x"], 3) for item in items] == [True] * 2
+        del items
+        queue.close()
+        gc.collect()
+        await until_no_references([worker0, worker1])
+
+
+async def test_gradients_of_a_context_are_right_on_whatever_stream_they_are_used() -> None:
+    """Those that were added up are waited for, and none is written over before the last stream has read it."""
+    async with group({"worker0": {0: 0}}) as (fake, (worker,)):
+        node, leaf = worker.node, torch.zeros(1)
+        node.accelerators._use_index(0)
+        made, summed, user = (fake.fresh(0) for _ in range(3))
+        for attempt in range(20):
+            context = AutogradContext(attempt, torch.empty(0, requires_grad=True))
+            for stream in (made, summed):
+                with fake.entered([stream]):
+                    gradient = late(fake, 0, 2)
+                    context.accumulate([(leaf, gradient)], partial(arrival_of, node, [gradient]))
+                    del gradient
+            gate = threading.Event()
+            if attempt % 2:
+                gate.set()  # who uses them is early, and else late
+            with fake.entered([user]):
+                (got,) = context.gradients().values()
+                fake.machine.enqueue(user, "gate", ready=gate.is_set)
+                result = got + 1
+                del got
+                context.take_back(leaf)
+            with fake.entered([summed]):
+                other = late(fake, 0, 7)  # of the memory of that stream
+            await asyncio.sleep(0.02)
+            gate.set()
+            with fake.entered([user]):
+                assert is_all(result, 5)
+            del result, other
+
+
+async def test_gradients_that_arrive_are_kept_for_the_stream_that_goes_backward() -> None:
+    """Their memory is that of the message's stream."""
+    async with group({"worker0": {0: 0}}) as (fake, (worker,)):
+        node = worker.node
+        node.accelerators._use_index(0)
+        made, user = (fake.fresh(0) for _ in range(2))
+        with fake.entered([made]):
+            gradient = late(fake, 0, 2)
+            arrival = arrival_of(node, [gradient], kept=True)
+        assert arrival is not None
+        gate = threading.Event()
+        with fake.entered([user]):
+            arrival.join()
+            fake.machine.enqueue(user, "gate", ready=gate.is_set)
+            result = gradient + 1
+        del gradient, arrival
+        with fake.entered([made]):
+            other = late(fake, 0, 7)
+        await asyncio.sleep(0.05)
+        gate.set()
+        with fake.entered([user]):
+            assert is_all(result, 3)
+        del result, other

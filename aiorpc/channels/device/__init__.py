@@ -23,6 +23,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ from .messages import (
 from .receiver import Receiver
 from .sender import PIECE_SIZE, Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
+
+logger = logging.getLogger("aiorpc")
 
 _SLOTS = MESSAGES.write(Slots([]))[:1]  # how such a message begins
 
@@ -203,10 +206,16 @@ class Devices:
             return
         self._let_go = True
         inboxes = self._receiver.take_inboxes()
-        self._around.closing([*inboxes.values()])
-        for inbox in inboxes.values():
-            inbox.close()
-        self._around.post(Closed(list(inboxes)))
+        self._around.hold([*inboxes.values()])
+        closed = []
+        for number, inbox in inboxes.items():
+            try:
+                inbox.close()
+            except RuntimeError as error:  # the other end must not free what may still be open; nor does it wait for it
+                logger.debug("closing device memory of another worker: %s", error)
+            else:
+                closed.append(number)
+        self._around.post(Closed(closed))
         self._gone = True
 
     def choose(self, way: str, reason: str) -> None:

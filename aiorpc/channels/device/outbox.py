@@ -20,6 +20,7 @@ Handles are opened once for each link: opening takes milliseconds, and may block
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -120,10 +121,12 @@ class Outbox:
                 driver.wait(event, stream)
                 driver.copy(self._address + place, source.data_ptr() + start, size, stream)
                 driver.record(event, stream)
-            except Exception:
-                raise
-            except BaseException:  # a signal handler has raised it: whoever has the slot next waits for what there is
-                driver.record(event, stream, again=True)
+            except BaseException:
+                # The copy may be enqueued, and nobody knows of it: whoever has the slot next waits for what there is,
+                # and for what this one was to wait for.
+                with contextlib.suppress(Exception):
+                    driver.wait(event, stream)
+                    driver.record(event, stream, again=True)
                 raise
         return size
 

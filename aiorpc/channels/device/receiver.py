@@ -161,13 +161,14 @@ class Receiver:
     ) -> Any:
         if isinstance(chunks, int):
             return self._take_over(chunks, target, index, total)
-        early = self._early.pop(number, _Early())
+        early = self._early.get(number) or _Early()
         if early.reason:
             self._release_all([*chunks, *early.chunks])
             raise RpcError(early.reason)
         receiving = self._prepare(number, target, index, total, [*chunks, *early.chunks])
         receiving.arrived = arrived
         self._use_chunks(receiving, [*chunks, *early.chunks])
+        self._early.pop(number, None)
         if receiving.left == 0:
             return receiving.buffer()
         self._receiving[number] = receiving
@@ -249,7 +250,11 @@ class Receiver:
     def _do_without(self, number: int) -> None:
         """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
         self._unwanted.add(number)
+        self._completed.append(number)  # its sender may stop it, too, and pieces may come after that
         self._around.post(Stop(number, ""))
+        early = self._early.pop(number, None)
+        for _ in early.pieces if early is not None else ():
+            self._around.post(Got(number))
 
     def on_chunks(self, number: int, chunks: list[FilledSlot]) -> None:
         """More of a transfer is in these slots. Raises ProtocolError for what cannot be."""
@@ -325,7 +330,7 @@ class Receiver:
         if receiving is not None:
             self._do_without(number)
             self._settle(receiving, error)
-        elif number not in self._unwanted:
+        elif number not in self._unwanted and number not in self._completed:
             self._early.setdefault(number, _Early()).reason = f"a piece of it was lost: {error}"
         self._around.post(Got(number))
 
@@ -351,8 +356,11 @@ class Receiver:
             reason = driver.interprocess.obstacle(target)
             if reason or not driver.interprocess.reaches(target, uuid):
                 raise RpcError(reason or f"{driver.kind}:{target} cannot read the memory of {uuid}")
+            if self._left:
+                raise RpcError("this worker is leaving")
             inbox = Inbox(driver.interprocess, target, handle, event_handles, slots)
             try:
+                self._around.hold([inbox])  # the nonce may still be on its way when the other process dies
                 self._prove(inbox, nonce)
             except BaseException:
                 inbox.close()
@@ -378,9 +386,17 @@ class Receiver:
         if self._closed:
             self._around.ended((), (inbox,))
             return
+        if self._left:
+            self._around.in_background(self._decline, number, inbox)
+            return
         self._inboxes[number] = inbox
         self._targets[number] = f"{self._accelerator.kind}:{inbox.index}"
         self._around.post(Opened(number))
+
+    def _decline(self, number: int, inbox: Inbox) -> None:
+        """In a thread: it was opened as we leave."""
+        inbox.close()
+        self._around.post(BoxRefused(number, "this worker is leaving"))
 
     def take_inboxes(self) -> dict[int, Inbox]:
         """What has to be closed, off the loop; nothing is received through it any more. Any thread."""

@@ -139,6 +139,7 @@ class Sender:
                 self._clone(number, buffer, sent, box, index)
             except BaseException:
                 self._give_back(chunks)
+                self._around.on_loop(self._pump_all, chunks)
                 raise
         return [number, buffer.target, size, chunks]  # a DeviceTransfer
 
@@ -168,6 +169,7 @@ class Sender:
                 outbox.give(slot)
                 for chunk in chunks:
                     outbox.give(chunk.slot)
+                self._around.on_loop(self._pump, box)  # somebody may have come to wait for them meanwhile
                 raise
             chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
             self.ways[IPC].count_sent(copied)
@@ -218,14 +220,16 @@ class Sender:
                 self._around.on_loop(self._pump_all, chunks)
 
     def _pump_all(self, slots: Sequence[Slot | FilledSlot]) -> None:
-        for number in {slot.box for slot in slots}:
-            self._pump(self._find_box(number))
+        numbers = {slot.box for slot in slots}
+        for box in list(self._boxes.values()):  # none once this end is closed
+            if box.number in numbers:
+                self._pump(box)
 
     def _give_back(self, slots: Sequence[Slot | FilledSlot]) -> None:
         boxes = {box.number: box.outbox for box in list(self._boxes.values())}
         for each in slots:
-            outbox = boxes[each.box]
-            if outbox is not None:  # else the other end has closed it meanwhile
+            outbox = boxes.get(each.box)
+            if outbox is not None:  # else the other end has closed it meanwhile, or the connection has ended
                 outbox.give(each.slot)
 
     # --- boxes: the sender's side -------------------------------------------------------------------------------------

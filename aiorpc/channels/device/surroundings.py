@@ -49,8 +49,9 @@ class Surroundings(Protocol):
     def take_back(self, number: int) -> None:
         """Nobody will take that over. Whatever is left there goes with the link."""
 
-    def closing(self, inboxes: Sequence[Inbox]) -> None:
-        """These are being closed, which waits for streams that may wait for the other process."""
+    def hold(self, inboxes: Sequence[Inbox]) -> None:
+        """Streams, and threads that wait for them, may wait for what the other process does with these: when it dies
+        they are to go on."""
 
     def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
         """The link has ended; the other process may still use the outboxes."""

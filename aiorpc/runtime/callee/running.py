@@ -459,7 +459,12 @@ class Runner:
             self._tasks.discard(call.task)
             self._answers.answer_error(call, error)
             return
-        await LandedCoroutine(coroutine, landing)
+        try:
+            await LandedCoroutine(coroutine, landing)
+        except Exception as error:  # the device's; what the handler raises has become its answer already
+            self._answers.answer_error(call, error)  # first: the handler hears that it ends, which is no answer
+            self._tasks.discard(call.task)
+            coroutine.close()
 
     async def _run_coroutine(self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -165,41 +165,51 @@ class AutogradContext:
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, gradients: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
-        """Add to the gradients of leaves of this worker. arrival: of those on devices."""
+    def accumulate(
+        self, gradients: Sequence[tuple[Tensor, Tensor]], arrival: Callable[[], Arrival | None] | None = None
+    ) -> None:
+        """Add to the gradients of leaves of this worker. arrival: gives that of what is made here on devices."""
         with self.lock:
-            for each in self._arrivals:
-                each.join()
+            if self._arrivals:
+                self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
             for leaf, gradient in gradients:
-                before = self._gradients.get(id(leaf))
-                self._gradients[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
-            if arrival is not None:
-                self._arrivals.append(arrival)
+                pair = self._gradients.get(id(leaf))
+                self._gradients[id(leaf)] = leaf, gradient if pair is None else _sum(pair[1], gradient)
+            made = arrival() if arrival is not None else None  # not before the sums are enqueued
+            if made is not None:
+                self._arrivals.append(made)
+
+    def _join(self, pairs: Iterable[tuple[Tensor, Tensor] | None]) -> None:
+        """The current streams of this thread wait for all gradients on devices, and are about to use those of these.
+
+        There are some on devices.
+        """
+        for each in self._arrivals:
+            each.join()
+        self._arrivals[-1].keep([pair[1] for pair in pairs if pair is not None])
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """By leaf of this worker; a copy. The current streams of this thread wait for those on devices."""
         with self.lock:
-            for each in self._arrivals:
-                each.join()
+            if self._arrivals:
+                self._join(self._gradients.values())
             return dict(self._gradients.values())
 
     def gradients_of(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Of these leaves, in their order; None for one without a gradient. See `gradients`."""
         with self.lock:
-            for each in self._arrivals:
-                each.join()
-            found: list[Tensor | None] = []
-            for leaf in leaves:
-                pair = self._gradients.get(id(leaf))
-                found.append(None if pair is None else pair[1])
-            return found
+            pairs = [self._gradients.get(id(leaf)) for leaf in leaves]
+            if self._arrivals:
+                self._join(pairs)
+            return [None if pair is None else pair[1] for pair in pairs]
 
     def take_back(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
         with self.lock:
-            for each in self._arrivals:
-                each.join()
-            pair = self._gradients.pop(id(tensor), None)
+            pair = self._gradients.get(id(tensor))
+            if self._arrivals:
+                self._join([pair])
+            self._gradients.pop(id(tensor), None)
             return None if pair is None else pair[1]
 
     def end(self, error: Exception) -> None:

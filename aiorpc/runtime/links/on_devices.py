@@ -137,7 +137,7 @@ class LinkDevices:
     def take_back(self, number: int) -> None:
         self._handover.take(number)
 
-    def closing(self, inboxes: Sequence[Inbox]) -> None:
+    def hold(self, inboxes: Sequence[Inbox]) -> None:
         self.on_loop(self._accelerators.hold, self._link.record, inboxes)
 
     def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:

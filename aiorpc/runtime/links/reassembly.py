@@ -99,12 +99,16 @@ class Reassembly:
         except RuntimeError:
             return self.open(frame, parcel)
         assert landing is not None, "a box is open"
+        entered = False
         try:
             with landing.entered():
+                entered = True
                 buffer = self._link.distribution.devices.receive_one(parcel.wires[0][1], landing.streams)
         except ProtocolError:
             raise
         except (RpcError, RuntimeError) as error:  # the device's: that message's trouble
+            if not entered:
+                return self.open(frame, parcel)
             held = Assembly(parcel)
             held.failure = error
             held.enter(MessageEvent.LAST_FAILED)
@@ -116,16 +120,22 @@ class Reassembly:
 
     def _receive_on_devices(self, frame: Frame, held: Assembly) -> None:
         landing: Landing | None = None
+        entered = False
         try:
             landing = held.landing = self._link.accelerators.land()
         except RuntimeError as error:  # received all the same: its sender waits for that, and others lent memory for it
             held.failure = error
         try:
             with landing.entered() if landing is not None else nullcontext():
+                entered = True
                 self._receive(frame, held)
         except RuntimeError as error:
             if isinstance(error, ProtocolError):
                 raise
+            if not entered:  # as above
+                held.failure = error
+                self._receive(frame, held)
+                return
             held.missing, held.failure = 0, error  # the device's: that message's trouble
             held.enter(MessageEvent.DEVICE_FAILED)
 

@@ -104,6 +104,7 @@ class DeviceAround:
         self.timers: list[Callable[[], object]] = []
         self.left: dict[int, tuple[torch.Tensor, Any]] = {}
         self.retired: list[Outbox] = []
+        self.held: list[Inbox] = []
         self.said: list[list[Any]] = []  # the tags and first fields of what went to the other end
         self.followed: Counter[int] = Counter()  # bytes of transfers that went there in slots, behind their message
 
@@ -152,8 +153,8 @@ class DeviceAround:
     def take_back(self, number: int) -> None:
         self.left.pop(number, None)
 
-    def closing(self, inboxes: Sequence[Inbox]) -> None:
-        pass
+    def hold(self, inboxes: Sequence[Inbox]) -> None:
+        self.held += inboxes
 
     def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
         self.retired += outboxes

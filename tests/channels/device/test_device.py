@@ -26,9 +26,11 @@ from tests.channels.device.ends import (
     DirectEnds,
     IpcEnds,
     NeighbourCuda,
+    NeighbourInterprocess,
     StagingEnds,
 )
 from tests.channels.ends import KIB, MIB, Message
+from tests.fakes.interprocess import InterprocessEvent
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
 from tests.tiers import examples
@@ -680,6 +682,215 @@ def test_a_send_after_close_leaves_nothing(kind: type[DeviceEnds], make: Make) -
         ends.settle()
         assert ends.devices[0].under_way["sending"] == 0
         assert ends.fakes[0].calls["allocate"] == allocated
+
+
+def test_what_was_prepared_before_close_can_be_withdrawn_after_it(make: Make) -> None:
+    """Its bytes are in slots of a box that this end has no more: nothing is raised, here or on the loop."""
+    for later in (False, True):
+        ends = make(IpcEnds)
+        warm(ends)
+        prepared = send(ends, 100)
+        assert first_wire(prepared)[3], "it is in a slot"
+        if later:
+            ends.withdraw(prepared)  # and what the loop has to do for that comes after the end
+        ends.close(0)
+        if not later:
+            ends.withdraw(prepared)
+        ends.settle()
+
+
+def test_pieces_that_came_before_their_message_are_given_back_if_that_fails(make: Make) -> None:
+    """Their sender waits for as many as it may have under way, and keeps the tensor until then."""
+    ends = make(StagingEnds)
+    ends.holds = False
+    message = send(ends, 2 * BOX)
+    ends.holding = True
+    super(DeviceEnds, ends).post(message)
+    ends.holding = False
+    ends.devices[0].posted(message.taken, 1)
+    settle_but(ends, "held")
+    ends.fakes[1].fail("empty")
+    ends.settle()
+    check_errors(message, "told to have no memory")
+    assert is_baseline(ends)
+
+
+def test_both_ends_stop_a_transfer_at_the_same_time(make: Make) -> None:
+    """The one has no memory for it, the other one gives it up; and a piece comes last of all."""
+    ends = make(StagingEnds)
+    ends.holds = False
+    message = send(ends, 2 * BOX)
+    ends.post(message)
+    ends.fakes[1].fail("empty")
+    ends.step("messages 0")
+    settle_but(ends, "messages", "pieces")
+    ends.withdraw(message)
+    settle_but(ends, "pieces")
+    ends.settle()
+    check_errors(message, "told to have no memory")
+    assert is_baseline(ends)
+
+
+def test_a_copy_whose_record_is_refused_does_not_spoil_what_the_slot_holds_next(make: Make) -> None:
+    """It is still to be made, and the slot is lent again: whoever has it next waits for that."""
+    ends = make(IpcEnds)
+    ends.holds = ends.overwrites = False
+    warm(ends)
+    ours, theirs = ends.fakes
+    gates = threading.Event(), threading.Event()
+    try:
+        for fake, index, gate in ((ours, 0, gates[0]), (theirs, 1, gates[1])):
+            for stream in {fake.fresh(index) for _ in range(8)}:
+                fake.machine.enqueue(stream, "gate", ready=gate.is_set)
+        bad = ends.make_on(0, "cuda:1", ends.pattern(1, 100))
+        ours.fail("record")
+        with ours.entered([ours.fresh(0)]), pytest.raises(RuntimeError, match="told to fail"):
+            ends.devices[0].send([bad], [])
+        message = post(ends, 100, seed=2)
+        ends.settle()
+        ours.machine.wait_until(lambda: not ours.current(0).queue, 0.2)
+        gates[0].set()
+        assert ours.machine.drain(20)
+        gates[1].set()
+        message.check()
+    finally:
+        for gate in gates:
+            gate.set()
+
+
+class InterruptedWait(NeighbourInterprocess):
+    """A signal handler raises as a stream is about to be made to wait."""
+
+    interrupted = False
+
+    def wait(self, event: InterprocessEvent, stream: Stream) -> None:
+        interrupted, self.interrupted = self.interrupted, False
+        if interrupted:
+            raise KeyboardInterrupt
+        super().wait(event, stream)
+
+
+class InterruptedCuda(NeighbourCuda):
+    interprocess_type = InterruptedWait
+
+
+def test_an_interrupt_before_a_copy_does_not_spoil_what_the_slot_holds(make: Make) -> None:
+    """The reader's copy is still to be made: whoever has the slot next waits for that all the same."""
+    ends = make(IpcEnds, fakes=(InterruptedCuda(uuids=UUIDS), NeighbourCuda(uuids=UUIDS[::-1])))
+    ends.holds = ends.overwrites = False
+    warm(ends)
+    ours, theirs = ends.fakes
+    gate = threading.Event()
+    try:
+        for stream in {theirs.fresh(1) for _ in range(8)}:
+            theirs.machine.enqueue(stream, "gate", ready=gate.is_set)
+        first = post(ends, 100)
+        settle_but(ends, "thread")
+        ours.interprocess.interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            send(ends, 100, seed=1)
+        second = post(ends, 100, seed=2)
+        assert first_wire(second)[3][0][:2] == first_wire(first)[3][0][:2], "it is the same slot"
+        ours.machine.wait_until(lambda: not ours.current(0).queue, 0.2)
+        gate.set()
+        ends.settle()
+        for message in (first, second):
+            message.check()
+    finally:
+        gate.set()
+
+
+class Crowded(NeighbourCuda):
+    """Somebody else sends at the moment in which there is no memory."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def empty(self, size: int, index: int) -> torch.Tensor:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+            raise torch.OutOfMemoryError("no memory")
+        return super().empty(size, index)
+
+
+def test_slots_of_a_send_that_fails_go_to_who_came_to_wait_meanwhile(make: Make) -> None:
+    """It has filled all of them, and has no room for the rest: the other one is not forgotten."""
+    fake = Crowded(uuids=UUIDS)
+    ends = make(IpcEnds, fakes=(fake, NeighbourCuda(uuids=UUIDS[::-1])))
+    ends.holds = ends.overwrites = False
+    warm(ends)
+    sent: list[Message] = []
+
+    def meanwhile() -> None:
+        sent.append(post(ends, MIB + 1))
+        ends.settle()
+
+    large = [ends.make_on(0, "cuda:1", ends.pattern(1, 2 * BOX))]
+    fake.meanwhile = meanwhile
+    with pytest.raises(torch.OutOfMemoryError):
+        ends.devices[0].send(large, [])
+    large.clear()
+    ends.settle()
+    assert sent[0].settled, "it waits for ever"
+    sent[0].check()
+    sent[0].outcomes.clear()
+    assert is_baseline(ends)
+
+
+def test_a_box_that_cannot_be_closed_does_not_hold_up_who_leaves(make: Make) -> None:
+    """The others are closed, and the other end is told which."""
+    ends = make(IpcEnds)
+    for index in (0, 1):
+        post(ends, 1, index=index)
+    ends.settle()
+    assert ends.devices[1].opened == ends.devices[0].boxes == 2
+    ends.fakes[1].fail("close")
+    with ends.in_thread(1):
+        ends.devices[1].let_go()
+    ends.settle()
+    assert ends.fakes[1].calls["close"] == 2
+    assert ends.devices[0].boxes == 1, "the one that may still be open stays"
+    driver = ends.fakes[1].interprocess
+    assert driver is not None
+    (address,) = [address for address, memory in driver.mapped.items() if memory.opened]
+    with ends.in_thread(1):
+        driver.close(driver.mapped[address].index, address)
+
+
+def test_what_is_opened_is_held_before_anything_waits_for_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the bytes that prove it: its maker may die before they are there."""
+    ends = make(IpcEnds)
+    driver = ends.fakes[1].interprocess
+    assert driver is not None
+    wait, held = driver.wait, list[int]()
+
+    def note(event: InterprocessEvent, stream: Stream) -> None:
+        held.append(len(ends.around[1].held))
+        wait(event, stream)
+
+    monkeypatch.setattr(driver, "wait", note)
+    warm(ends)
+    assert held and set(held) == {1}
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_box_that_is_offered_as_the_other_end_leaves_is_closed_again(make: Make, opened: bool) -> None:
+    """Whether it leaves before it has opened it, or just after."""
+    ends = make(IpcEnds)
+    message = post(ends, 1)
+    while len(lanes_but(ends, "thread 1")) == len(ends.lanes()):
+        ends.step(ends.lanes()[0])
+    if opened:
+        ends.step(next(lane for lane in ends.lanes() if lane.startswith("thread 1")))
+    assert ends.fakes[1].calls["open"] == opened
+    with ends.in_thread(1):
+        ends.devices[1].let_go()
+    ends.settle()
+    assert ends.devices[1].opened == ends.devices[0].boxes == 0
+    assert message.settled
+    message.given_up = True
+    message.check()
+    message.outcomes.clear()
 
 
 # --- nonsense ---------------------------------------------------------------------------------------------------------
