@@ -136,8 +136,9 @@ class Handed(Generic[T]):
             observer.enter_blocked()
         try:
             if self._call(self._begin):
-                while not self.ended and not self._settled.acquire(timeout=_LOOK) and not self._loop.is_closed():
-                    pass
+                while True:  # not `while self.ended`: docs/design.md, section 9, says why
+                    if self.ended or self._settled.acquire(timeout=_LOOK) or self._loop.is_closed():
+                        break
         except BaseException:
             until = time.monotonic() + _INTERRUPTED_GRACE
             if self._call(self._give_up):
