@@ -132,30 +132,34 @@ class _Farewell:
         """
         if self._node.engine.closed:
             return []
-        serving = current_call.set(None)  # in a handler whose time is up all of it would come too late
+        while self._newcomers:
+            peer = self._newcomers.pop()
+            # Behind the calls that wait, as they say that they belong to the context.
+            self._forget_at(peer).when_settled(partial(self._came, peer))
+        new = self._todo - self._told
+        if not new:
+            return []
+        self._told |= new
+        last, earlier = self._node.gradients.farewells, []
+        for worker_id in new:
+            before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
+            trailing = later and before is None  # else the one before may be waiting for a message to leave with
+            try:
+                call = last[worker_id] = self._forget_at(peer, trailing)
+            finally:  # also if a signal handler raises in it: it may be queued by then
+                if trailing:
+                    self._node.gradients.trailing.add(peer)
+            if before is not None:
+                earlier.append(before)
+            call.when_settled(partial(self._answered, worker_id))
+        return earlier
+
+    def _forget_at(self, peer: Any, later: bool = False) -> Future[bytes]:
+        """Tell that worker (`Peer`), in no call: nobody is to forget because of a deadline that he had to forget."""
+        serving = current_call.set(None)
         try:
-            while self._newcomers:
-                peer = self._newcomers.pop()
-                # Behind the calls that wait, as they say that they belong to the context.
-                peer.call(forget, (self._id,), None, 0.0, system=True).when_settled(partial(self._came, peer))
-            new = self._todo - self._told
-            if not new:
-                return []
-            self._told |= new
-            last, earlier = self._node.gradients.farewells, []
-            for worker_id in new:
-                before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
-                trailing = later and before is None  # else the one before may be waiting for a message to leave with
-                try:
-                    # Without a deadline: nobody is to forget because of it that he had to forget.
-                    call = last[worker_id] = peer.call(forget, (self._id,), None, 0.0, system=True, later=trailing)
-                finally:  # also if a signal handler raises in it: it may be queued by then
-                    if trailing:
-                        self._node.gradients.trailing.add(peer)
-                if before is not None:
-                    earlier.append(before)
-                call.when_settled(partial(self._answered, worker_id))
-            return earlier
+            call: Future[bytes] = peer.call(forget, (self._id,), None, 0.0, system=True, later=later)
+            return call
         finally:
             current_call.reset(serving)
 

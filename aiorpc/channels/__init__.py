@@ -70,6 +70,13 @@ class Traffic:
         self.refused.update(other.refused)
 
 
+def size_said(size: object) -> int:
+    """The size that a wire says. TypeError if that is no number of bytes: whoever sends may say anything."""
+    if type(size) is not int:
+        raise TypeError(f"a buffer of {size!r:.40} bytes")
+    return size
+
+
 class Channel(Protocol):
     """One end of a way to one other worker. See the module.
 

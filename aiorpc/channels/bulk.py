@@ -26,7 +26,7 @@ from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame
 from ..protocol.messages import Chunk, read_chunk, write_chunk
 from ..protocol.states import TRANSFER, TransferEvent, TransferState
-from . import Arrived, Traffic, Wire
+from . import Arrived, Traffic, Wire, size_said
 from .inline import allocate
 
 CHUNK_SIZE = 1024 * 1024
@@ -319,10 +319,7 @@ class Bulk:
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """That of its transfer."""
-        size = BulkTransfer(*wire).size
-        if type(size) is not int:
-            raise TypeError(f"a transfer of {size!r:.40} bytes")
-        return size
+        return size_said(BulkTransfer(*wire).size)
 
     def on_message(self, fields: list[object]) -> None:
         """This channel has no messages of its own: what it has to say goes with its chunks."""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ..errors import ProtocolError
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
-from . import Arrived, Traffic, Wire
+from . import Arrived, Traffic, Wire, size_said
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
 from .segments import Bytes
@@ -327,10 +327,7 @@ class SharedMemory:
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """That of the block, or of its part in the block."""
-        size = LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size
-        if type(size) is not int:
-            raise TypeError(f"a block of {size!r:.40} bytes")
-        return size
+        return size_said(LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size)
 
     def receive_one(self, wire: Wire) -> memoryview | None:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import DeviceMapError, RpcBackendOptions, RpcError, SerializationError, Worker
+from aiorpc import DeviceMapError, Queue, QueueHandle, RpcBackendOptions, RpcError, SerializationError, Worker
 from aiorpc.autograd.parts import arrival_of
 from aiorpc.channels.landing import Landing
 from aiorpc.runtime.calls.current import current_node
@@ -359,14 +359,19 @@ def index_of(x: Tensor) -> int | None:
     return x.device.index
 
 
+async def queue_of(owner: Worker, other: Worker) -> tuple[Queue, QueueHandle]:
+    """A queue of that worker, and the handle of another one."""
+    async with acting_as(owner):
+        queue = aiorpc.Queue("items")
+    async with acting_as(other):
+        return queue, aiorpc.queue("items", owner=owner.name)
+
+
 async def test_items_of_queues_are_waited_for(way: str) -> None:
     """By whoever gets them, on whatever stream; from a producer here and elsewhere, alone and several at once."""
     maps: list[dict[str, dict[Any, Any]]] = [{"worker1": CROSSED}, {"worker0": CROSSED}]
     async with group(*maps, way=way) as (fake, (worker0, worker1)):
-        async with acting_as(worker0):
-            queue = aiorpc.Queue("items")
-        async with acting_as(worker1):
-            there = aiorpc.queue("items", owner="worker0")
+        queue, there = await queue_of(worker0, worker1)
         for number in range(5):
             await there.put(late(fake, number % 2, number))
             got = await queue.get()
@@ -1324,10 +1329,7 @@ async def test_items_whose_device_refuses_a_mark_stay_in_the_queue(way: str) -> 
     """Who gets them hears of it, and the next one gets them."""
     maps: list[dict[str, dict[Any, Any]]] = [{"worker1": CROSSED}, {"worker0": CROSSED}]
     async with group(*maps, way=way) as (fake, (worker0, worker1)):
-        async with acting_as(worker0):
-            queue = aiorpc.Queue("items")
-        async with acting_as(worker1):
-            there = aiorpc.queue("items", owner="worker0")
+        queue, there = await queue_of(worker0, worker1)
         for _ in range(2):
             await there.put({"x": late(fake, 0, 3)})
         accelerators = worker0.node.accelerators

@@ -29,7 +29,7 @@ from typing import Any
 
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer
-from .. import Arrived, Traffic, Wire
+from .. import Arrived, Traffic, Wire, size_said
 from ..accelerator import Accelerator, DeviceBuffer, Stream
 from .messages import (
     MESSAGES,
@@ -145,10 +145,7 @@ class Devices:
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """As of other channels."""
-        size = DeviceTransfer(*wire).size
-        if type(size) is not int:
-            raise TypeError(f"a transfer of {size!r:.40} bytes")
-        return size
+        return size_said(DeviceTransfer(*wire).size)
 
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
