@@ -166,6 +166,11 @@ class Connection(FrameWriter):
         return self._silence.look(heard, now)
 
     @property
+    def must_hear(self) -> bool:
+        """Whether nothing is written until something has been read: to pause it then would be for ever."""
+        return False
+
+    @property
     def ended(self) -> bool:
         """Whether its socket is closed."""
         return self._closed

@@ -51,6 +51,10 @@ class LastingConnection(Connection):
         return self.lasting is not None and self.lasting.suspended
 
     @property
+    def must_hear(self) -> bool:
+        return self._full
+
+    @property
     def received(self) -> int:
         """How many frames have come since the handshake, to tell the other end when it goes on."""
         assert self.lasting is not None, "only a lasting connection goes on"

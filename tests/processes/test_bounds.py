@@ -166,9 +166,11 @@ async def apour(size: int) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)
 
 
-def call_and_stop(place: Place, link: Link, function: Any, count: int, size: int) -> None:
-    """Body: make so many calls; once told, wait for all of them, and tell what became of each."""
+def call_and_stop(place: Place, link: Link, function: Any, count: int, size: int, warm: int = 0) -> None:
+    """Body: make so many calls; once told, wait for all of them, and tell what became of each. warm: calls before."""
     place.init_rpc(shared_memory=0)
+    for _ in range(warm):
+        assert len(rpc.rpc_sync("w0", torch.ones, args=(size,))) == size
     calls = [rpc.rpc_async("w0", function, args=(size,), timeout=60.0) for _ in range(count)]
     link.tell("called")
     link.hear()
@@ -236,6 +238,25 @@ async def test_a_caller_that_is_stopped_costs_no_more_than_its_budget(function: 
         assert all("max_unsent_bytes" in each and "'w1' reads them" in each for each in refused)
         if function is give:  # those that had not begun have waited
             assert len(refused) <= 16
+
+
+async def test_a_caller_that_has_acknowledged_nothing_is_read_again() -> None:
+    """Both bounds are reached: of what may wait for him, so he is not read, and of what is kept until he has it."""
+    _open.clear()
+    options: dict[str, Any] = {"shared_memory": 0, "max_unsent_bytes": BUDGET, "transports": ("tcp",)}
+    options["max_unacknowledged_bytes"] = 4 * MB
+    async with group(2, call_and_stop, give, 100, MB, 5, **options) as (worker, children):
+        child = children["w1"]
+        await child.ahear()
+        await until(lambda: worker.statistics().calls_running == 100)
+        child.kill(signal.SIGSTOP)
+        try:
+            open_gate()
+            await until(lambda: any(each._paused for each in worker.node.engine.connections))
+        finally:
+            child.kill(signal.SIGCONT)
+        child.tell("go on")
+        assert await child.ahear(30) == [str(MB)] * 100 + ["3"]
 
 
 def ask_too_much(place: Place, link: Link, function: Any, size: int, window: int) -> str:

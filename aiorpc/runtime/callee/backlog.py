@@ -15,12 +15,13 @@ Why nobody can wait for ever. A connection belongs to the worker that makes the 
 which serves them, ever stops reading, and it begins again when the one who calls has read. The one who calls reads
 always, whatever waits to be sent by him, and needs nothing of the other end for that: answers are taken by the loop and
 given to Futures that have room for them. So of two workers that call each other, over a connection each, both may have
-stopped reading calls, and yet both read answers, which is all that either waits for. The one thing that answers may
-have to hear of the caller is that there will be no second connection, so there is reading until there is one. What
-else stands behind a call in the socket (the word that a call was given up, more credit for a stream, counts of
-references, a goodbye) concerns the same caller, and waits for nothing but his own reading, too; what he says to third
-workers goes over other connections. The end of a connection that is not read is seen all the same, by the process that
-is gone or by the write that fails.
+stopped reading calls, and yet both read answers, which is all that either waits for. Two things answers may have to
+hear of the caller: that there will be no second connection, so there is reading until there is one; and over TCP how
+much he has received, so a connection that has sent as much as it may keep is read until he says so (calls that come
+meanwhile are parked, and refused past max_queued_bytes). What else stands behind a call in the socket (the word that a
+call was given up, more credit for a stream, counts of references, a goodbye) concerns the same caller, and waits for
+nothing but his own reading, too; what he says to third workers goes over other connections. The end of a connection
+that is not read is seen all the same, by the process that is gone or by the write that fails.
 """
 
 from __future__ import annotations
@@ -139,9 +140,11 @@ class Backlog:
         # Where there is no second connection yet, the caller may have to say that there will be none.
         stop = bool(self.parked) and (pipe is not None or not self.bulk.unsent)
         for connection in (self._connection, pipe):
-            if connection is not None and stop:
+            if connection is None:
+                continue
+            if stop and not connection.must_hear:
                 connection.pause()
-            elif connection is not None:
+            else:
                 connection.resume()
 
     def close(self) -> None:
