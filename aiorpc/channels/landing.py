@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Coroutine, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
 from .accelerator import Accelerator, Event, Stream, Tensor
+
+# So many streams of a device there are before one that has still work to do is taken again.
+ENOUGH = 8
 
 # Of the `async def` handler that the running task belongs to.
 current_landing: ContextVar[Landing | None] = ContextVar("aiorpc_landing", default=None)
@@ -58,7 +61,8 @@ class StreamPool:
     """Streams for messages that arrive: as few as are needed at once. Any thread.
 
     torch keeps the memory that it takes back for the stream that it was made for. If each message had another of 32
-    streams, a worker that receives tensors of a gigabyte would keep 32 of them.
+    streams, a worker that receives tensors of a gigabyte would keep 32 of them. So one more is taken only while there
+    are few: where a device is behind with all of them, a message comes after others.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -68,7 +72,7 @@ class StreamPool:
 
     def take(self, indices: Sequence[int], lent: list[tuple[int, Stream]]) -> dict[int, Stream]:
         """One for each of these devices. Those that are the taker's alone are added to `lent`, to be given back; where
-        all of torch's streams are taken, two have one."""
+        all of torch's streams are lent, two have one."""
         return {index: self._take(index, lent) for index in indices}
 
     def _take(self, index: int, lent: list[tuple[int, Stream]]) -> Stream:
@@ -83,6 +87,11 @@ class StreamPool:
                 return stream
             free.appendleft(stream)  # what is given to it now would come after all that it has to do
         known = self._known.setdefault(index, set())
+        if len(known) >= ENOUGH:
+            with suppress(IndexError):  # all are lent
+                stream = free.pop()
+                lent.append((index, stream))
+                return stream
         for _ in range(_STREAMS):
             stream = self._accelerator.fresh(index)
             if id(stream) not in known:

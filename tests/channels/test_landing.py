@@ -83,6 +83,24 @@ def test_a_stream_that_still_works_is_left_alone(fake: FakeCuda) -> None:
     del tensor
 
 
+def test_one_that_still_works_is_taken_where_there_are_enough(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is behind does not have memory kept for each of torch's streams."""
+    monkeypatch.setattr("aiorpc.channels.landing.ENOUGH", 2)
+    pool = StreamPool(fake)
+    landings = [Landing(fake, pool, [0]) for _ in range(2)]
+    streams = [each.streams[0] for each in landings]
+    tensors = [land(fake, each, 1.0) for each in landings]
+    landings.clear()
+    for _ in range(3):
+        again = [Landing(fake, pool, [0]) for _ in range(2)]
+        assert {id(each.streams[0]) for each in again} == set(map(id, streams))
+        tensors += [land(fake, each, 2.0) for each in again]
+        again.clear()
+    lent = [Landing(fake, pool, [0]) for _ in range(3)]
+    assert len({id(each.streams[0]) for each in lent}) == 3, "what is lent is its message's own"
+    assert len(tensors) == 8
+
+
 def test_streams_of_the_program_do_not_come_into_the_pool(fake: FakeCuda) -> None:
     """A handler may have made another one current: that is entered again, and is still the program's own."""
     pool, mine = StreamPool(fake), fake.fresh(0)
