@@ -127,7 +127,7 @@ class Mender:
         lines.add(line)
         grace = engine.options.reconnect_grace
         left = max(grace - line.connection.silent_for, LEAST_SHARE * grace)
-        engine.tasks.spawn(self._mend(line, cause, left, BUSY * grace))
+        engine.tasks.spawn(self._mend(line, cause, left))
 
     def _on_resumed(self, line: Line) -> None:
         self._engine.counters.resumed += 1
@@ -164,47 +164,50 @@ class Mender:
             del self._suspended[line.record.incarnation]
         return not lines
 
-    async def _mend(self, line: Line, cause: OSError, patience: float, longest: float) -> None:
-        """Try for so many seconds. patience: with a host that cannot be reached; longest: with a silent process."""
-        connection, times = line.connection, line.times
-        limit, last = time.monotonic() + patience, time.monotonic() + longest
-        reason: Exception | None = None
-        failed = ""  # why the last try did
-        pause, refusals = FIRST_PAUSE, 0
-        with contextlib.closing(_Clock(self._engine.loop)) as clock:
-            while connection.suspended and line.times == times:
-                # Else it would give up without a try when this process goes on.
-                stood_still = clock.stood_still()
-                limit, last = limit + stood_still, last + stood_still
-                now = time.monotonic()
-                limit = min(last, max(limit, line.reached + self._engine.options.reconnect_grace))
-                if now >= limit or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
-                    break
-                try:
-                    async with asyncio.timeout(last - now):
-                        await self._try(line, min(TRY, limit - now))
-                    refusals = 0
-                except (PeerRefused, ProtocolError) as error:
-                    # The acceptor has not been refused: what it has asked is somebody else than it served.
-                    reason = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
-                    break
-                except ConnectionRefusedError as error:
-                    failed = foreign.text_of(error)
-                    refusals += 1
-                except Exception as error:  # whatever it is, a timeout as a rule: it is tried again, up to the limit
-                    failed = foreign.text_of(error) or f"what listens at {_place(line.record)} says nothing"
-                    logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
-                    refusals = 0
-                if connection.suspended:
-                    await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
+    async def _mend(self, line: Line, cause: OSError, seconds: float) -> None:
+        """Try until it goes on, or is to be given up. seconds: for so long, with a host that cannot be reached."""
+        connection, times, tries, pause = line.connection, line.times, _Tries(), FIRST_PAUSE
+        patience = _Patience(self._engine.loop, seconds, BUSY * self._engine.options.reconnect_grace)
+        with contextlib.closing(patience):
+            while connection.suspended and line.times == times and self._has_hope(line, patience, tries):
+                await self._try(line, patience, tries)
+                if connection.suspended and tries.refusal is None:
+                    await asyncio.sleep(min(pause, patience.left))
                     pause = min(2 * pause, LAST_PAUSE)
         left = connection.suspended and line.times == times and await self._home.look_for_farewell(line.record)
         if line.times == times:
             self._forget(line)
             if connection.suspended:
-                connection.abort(None if left else reason or self._loss(line, cause, refusals, failed))
+                connection.abort(None if left else tries.refusal or self._loss(line, cause, tries))
 
-    async def _try(self, line: Line, seconds: float) -> None:
+    def _has_hope(self, line: Line, patience: _Patience, tries: _Tries) -> bool:
+        """Whether to try once more."""
+        patience.look(line.reached + self._engine.options.reconnect_grace)
+        return (
+            tries.refusal is None
+            and tries.refused < REFUSALS
+            and patience.left > 0
+            and not provably_dead(line.record, self._engine.record.host)
+        )
+
+    async def _try(self, line: Line, patience: _Patience, tries: _Tries) -> None:
+        """Once, and take down how it went."""
+        try:
+            async with asyncio.timeout(patience.longest):
+                await self._reach(line, min(TRY, patience.left))
+            tries.refused = 0
+        except (PeerRefused, ProtocolError) as error:
+            # The acceptor has not been refused: what it has asked is somebody else than it served.
+            tries.refusal = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
+        except ConnectionRefusedError as error:
+            tries.failed = foreign.text_of(error)
+            tries.refused += 1
+        except Exception as error:  # whatever it is, a timeout as a rule: it is tried again, up to the limit
+            tries.failed = foreign.text_of(error) or f"what listens at {_place(line.record)} says nothing"
+            tries.refused = 0
+            logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
+
+    async def _reach(self, line: Line, seconds: float) -> None:
         """Reach the other process, and have the line go on if this end has opened it."""
         try:
             async with asyncio.timeout(seconds):
@@ -213,20 +216,38 @@ class Mender:
             raise TimeoutError(foreign.text_of(error) or f"no answer from {_place(line.record)}") from error
         await self._reopen(line, sock)  # a process that is busy takes its time
 
-    def _loss(self, line: Line, cause: OSError, refusals: int, failed: str) -> OSError:
+    def _loss(self, line: Line, cause: OSError, tries: _Tries) -> OSError:
         """Why a connection is given up: what has broken it, and why it was not made again."""
         text, record = foreign.text_of(cause), line.record
         if provably_dead(record, self._engine.record.host):
             return ConnectionError(f"{text}, and its process is gone")
-        grace = f" within reconnect_grace={self._engine.options.reconnect_grace:g} s" if refusals < REFUSALS else ""
+        seconds, failed = self._engine.options.reconnect_grace, tries.failed
+        grace = f" within reconnect_grace={seconds:g} s" if tries.refused < REFUSALS else ""
         return ConnectionError(f"{text}; it could not be made again{grace}{failed and ': '}{failed}")
 
 
-class _Clock:
-    """How long this process was stopped, or its loop blocked: by how much something that runs often was late."""
+@dataclass
+class _Tries:
+    """How it went. failed: why the last one did. refused: how many in a row, by the listener. refusal: for good."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    failed: str = ""
+    refused: int = 0
+    refusal: Exception | None = None
+
+
+class _Patience:
+    """For how long a line is waited for.
+
+    The time does not count in which this process was stopped, or its loop blocked: by how much something that runs
+    often was late.
+
+    seconds: with a host that cannot be reached; longest: with a process that is silent.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, longest: float) -> None:
         self._loop = loop
+        now = time.monotonic()
+        self._limit, self._last = now + seconds, now + longest
         self._late = 0.0
         self._plan()
 
@@ -238,10 +259,24 @@ class _Clock:
         self._late += max(0.0, time.monotonic() - self._due)
         self._plan()
 
-    def stood_still(self) -> float:
-        """Seconds, since the last time that this was asked."""
+    def look(self, until: float) -> None:
+        """To be called before each try, else this would be over when a process goes on that was stopped.
+
+        until: the line is waited for until then at least, as long as that is not too long.
+        """
         late, self._late = self._late, 0.0
-        return late
+        self._last += late
+        self._limit = min(self._last, max(self._limit + late, until))
+
+    @property
+    def left(self) -> float:
+        """Seconds that it may still take to reach the host, or 0."""
+        return max(0.0, self._limit - time.monotonic())
+
+    @property
+    def longest(self) -> float:
+        """Seconds that its process may still take to answer; may be negative."""
+        return self._last - time.monotonic()
 
     def close(self) -> None:
         """Look no more."""
