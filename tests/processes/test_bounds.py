@@ -328,6 +328,21 @@ async def test_arguments_of_a_flood_of_calls_have_a_budget() -> None:
         assert await workers[0].call("worker1", len, bytes(30 * MB)) == 30 * MB
 
 
+async def test_a_call_beyond_the_budget_is_not_kept_out_by_small_ones() -> None:
+    """One that is longer than all may be together runs beside a stream, but not behind another such call."""
+    _open.clear()
+    async with cluster(2, options=rpc.RpcBackendOptions(max_queued_bytes=MB)) as workers:
+        stream = workers[0].stream("worker1", apour, 1)
+        assert await anext(stream) == b"\0"
+        assert await workers[0].call("worker1", len, bytes(3 * MB)) == 3 * MB
+        held = workers[0].call("worker1", wait_with, bytes(3 * MB))
+        with pytest.raises(rpc.Overloaded, match=r"has 3\d{6} bytes .*, and this one has 3\d{6} \(max_queued_bytes"):
+            await workers[0].call("worker1", len, bytes(3 * MB))
+        open_gate()
+        assert await held == 3 * MB
+        await stream.aclose()
+
+
 async def test_streams_of_one_consumer_are_counted() -> None:
     """One more than he may have is answered Overloaded; one that has ended makes room for another."""
     async with cluster(2, options=rpc.RpcBackendOptions(max_streams=3)) as workers:
@@ -354,6 +369,24 @@ async def test_tensors_under_way_have_a_limit(least: int) -> None:
         with pytest.raises(rpc.PeerLost):
             await workers[2].call("worker1", torch.numel, torch.zeros(17 * MB, dtype=torch.uint8))
         assert await workers[0].call("worker1", len, "abc") == 3
+
+
+async def give_some(*sizes: int) -> list[torch.Tensor]:
+    """Handler: tensors of so many bytes."""
+    return [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+
+async def test_who_ends_a_connection_for_a_limit_tells_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while an answer is on its way over the second connection, and the other one parts with it, too."""
+    monkeypatch.setattr("aiorpc.runtime.links.link.DRAIN_PAUSE", 0.5)
+    options = rpc.RpcBackendOptions(max_incoming_bytes=8 * MB, shared_memory=0, transports=("unix",))
+    async with cluster(2, options=options) as workers:
+        assert await workers[1].call("worker0", len, "abc") == 3  # by whose end the other's parting is seen
+        assert len(await workers[0].call("worker1", give_some, 4 * MB)) == 1
+        calls = [workers[0].call("worker1", give_some, *sizes) for sizes in ([7 * MB], [3 * MB] * 3)]
+        for call in calls:
+            with pytest.raises(rpc.PeerLost, match="max_incoming_bytes"):
+                await call
 
 
 async def wait_with(data: bytes) -> int:

@@ -176,10 +176,10 @@ class Service:
                 f"worker {self._engine.name!r} has {users} calls of {self.record.name!r} waiting or "
                 "running (max_queued_calls); this one was not run"
             )
-        elif self._answers.queued > self._engine.options.max_queued_bytes and self._answers.queued > size:
+        elif self._answers.queued > self._engine.options.max_queued_bytes and self._has_no_room(size):
             failure = Overloaded(
-                f"worker {self._engine.name!r} has {self._answers.queued} bytes of arguments for calls of "
-                f"{self.record.name!r} waiting or running (max_queued_bytes); this one was not run"
+                f"worker {self._engine.name!r} has {self._answers.queued - size} bytes of arguments for calls of "
+                f"{self.record.name!r} waiting or running, and this one has {size} (max_queued_bytes); it was not run"
             )
         elif call.credit is not None and self._answers.streams > self._engine.options.max_streams:
             failure = Overloaded(
@@ -212,6 +212,15 @@ class Service:
             answers.pass_on(error)
         finally:
             failure = None  # its traceback refers to this frame, and so it would keep the arguments
+
+    def _has_no_room(self, size: int) -> bool:
+        """Whether a call with so many bytes of arguments, with which there are more than there may be, is too much.
+
+        One that is longer than all may be together has to find no more than that before it: else a stream or somebody
+        who waits at a queue, with a few bytes each, would keep it out for ever.
+        """
+        limit = self._engine.options.max_queued_bytes
+        return size <= limit or self._answers.queued - size > limit
 
     def _is_system(self, message: Call) -> bool:
         return self._resolver.is_system(message.function)

@@ -271,7 +271,8 @@ class Connector:
     def _closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
         self._engine.counters.add_connection(connection)
-        if peer.link is not None:
+        # What this end has refused to read is known here alone: that is told before others show signs of it.
+        if peer.link is not None and not isinstance(cause, ProtocolError):
             peer.link.when_drained(partial(self._link_ended, peer, cause))
         else:
             self._link_ended(peer, cause)
@@ -280,7 +281,7 @@ class Connector:
         peer.link_ended()
         if cause is not None and peer.record is not None and not self._engine.closed:
             reason = f"the connection to it broke: {foreign.text_of(cause)}"
-            if provably_dead(peer.record, self._engine.record.host):
+            if isinstance(cause, ProtocolError) or provably_dead(peer.record, self._engine.record.host):
                 self._on_lost(peer, peer.record, reason, None, cause)
             else:  # it may be about to leave, and too busy to say so here in time
                 self._engine.tasks.spawn(self._lose(peer, peer.record, reason, None, cause))
