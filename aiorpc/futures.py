@@ -346,8 +346,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             observer.enter_blocked()
         now = time.monotonic()
         until = _NEVER if timeout is None else now + timeout
-        due = (self.end_overdue(now) if self.deadline is None else self.deadline) + GRACE
         try:
+            due = (self.end_overdue(now) if self.deadline is None else self.deadline) + GRACE
             while True:
                 woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, _LOOK)))
                 if woken or self._state != PENDING:

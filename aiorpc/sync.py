@@ -6,6 +6,7 @@ that worker. A verb that would block the loop of its worker is refused with Woul
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import threading
 from collections.abc import Callable, Sequence
@@ -162,7 +163,7 @@ def rpc_sync(
     if (type(args) is not tuple and type(args) is not list) or (kwargs is not None and type(kwargs) is not dict):
         args, kwargs = check_arguments(args, kwargs)
     engine = node.engine
-    if engine.thread == threading.get_ident():
+    if engine.thread == threading.get_ident() or asyncio._get_running_loop() is engine.loop:
         engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
     limit = engine.default_timeout if timeout == UNSET_RPC_TIMEOUT else engine.timeout(timeout)
     future = node.peers.find(to).call(func, args, kwargs, limit)

@@ -62,6 +62,13 @@ class WaitingFuture(Future[Any]):
         self.stop_timer()
         return self.settle(value, error)
 
+    def end_overdue(self, now: float) -> float:
+        """As of any Future. WorkerClosed in a forked child, where nobody settles it."""
+        lifetime = self._client.node.engine.lifetime
+        if lifetime.forked:
+            raise lifetime.why_closed()
+        return super().end_overdue(now)
+
     def _on_cancel(self) -> None:
         self._client.node.engine.call_on_loop(self._client.given_up, self)
 

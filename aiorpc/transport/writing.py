@@ -66,7 +66,6 @@ class FrameWriter:
         if tls is not None:
             self.queue.use_tls(tls)
         self._loop = loop
-        self._thread = threading.get_ident()
         self._sock = sock
         self._fd = sock.fileno()
         self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
@@ -225,7 +224,7 @@ class FrameWriter:
 
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         # Not with the context variables of whoever writes: what is read in that turn is none of his.
-        here = threading.get_ident() == self._thread
+        here = asyncio._get_running_loop() is self._loop
         call = self._loop.call_soon if here else self._loop.call_soon_threadsafe
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection, or it will be soon
             call(callback, *args, context=Context())

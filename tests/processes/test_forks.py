@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import aiorpc as rpc
+import aiorpc.testing
+from aiorpc.runtime.calls.current import current_node
 
 from . import bodies
 from .test_memory import large, warm
@@ -188,3 +193,81 @@ async def test_child_that_comes_back_out_of_its_handler_ends(handler: Callable[[
             assert handler is hands_back or handler.__name__ in said
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         assert (await worker.shutdown()).lost == ()
+
+
+# --- what is under way ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["call", "group", "retried", "then", "put", "item", "close", "leave"])
+async def test_a_child_that_waits_for_what_is_under_way_in_its_parent_is_told(what: str) -> None:
+    """Nobody brings it an answer or an item: waiting raises, ending a stream returns; the parent's go on."""
+    _release.clear()
+    async with rpc.testing.cluster(2, options=rpc.RpcBackendOptions(rpc_timeout=0, dedicated_loop=True)) as workers:
+        released = workers[0].call("worker1", held)
+        together = workers[0].group(["worker1"]).call(held)
+        retried = workers[0].peer("worker1", retries=2).call(held)
+        stream = workers[0].stream("worker1", endless)
+        current_node.set(workers[0].node)  # of this test's task
+        queue = rpc.Queue("full", maxsize=1)
+        await queue.put(0)
+        put = queue.put(1)
+        waits: dict[str, Callable[[], object]] = {
+            "call": released.wait,
+            "group": together.wait,
+            "retried": retried.wait,
+            "then": released.then(lambda future: future.value()).wait,
+            "put": put.wait,
+            "item": partial(skip_to_the_end, stream),
+            "close": stream.close,
+            "leave": partial(leave_by_an_error, stream),
+        }
+        assert await asyncio.to_thread(next, stream) == 0
+        assert await asyncio.to_thread(status_in_a_child, waits[what]) == (0 if what == "close" else 5)
+        _release.set()
+        assert await released and (await together).values() and await retried
+        assert await asyncio.to_thread(next, stream) == 1
+        await stream.aclose()
+        assert await queue.get() == 0
+        await put
+        queue.close()
+
+
+_release = threading.Event()
+
+
+def held() -> bool:
+    """Handler."""
+    return _release.wait(PATIENCE)
+
+
+def endless() -> Iterator[int]:
+    """Handler."""
+    yield from itertools.count()
+
+
+def skip_to_the_end(stream: Any) -> None:
+    """Those that have come by then may be taken."""
+    for _ in stream:
+        pass
+
+
+def leave_by_an_error(stream: Any) -> None:
+    """Out of a block that ends the stream."""
+    with stream:
+        raise rpc.WorkerClosed("of the block itself")
+
+
+def status_in_a_child(step: Callable[[], object]) -> int:
+    """The status of a child that takes that step: 0, 5 if it raises WorkerClosed, else something else."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        signal.alarm(int(PATIENCE))
+        try:
+            step()
+            status = 0
+        except rpc.WorkerClosed:
+            status = 5
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

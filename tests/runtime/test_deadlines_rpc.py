@@ -416,6 +416,27 @@ async def test_a_call_that_was_never_started_is_not_run(flags: Flags) -> None:
         assert not flags.cancelled.is_set()
 
 
+async def test_who_waits_for_a_value_hears_that_the_time_for_making_it_was_up(flags: Flags) -> None:
+    """Also where the owner finds that out itself, as its thread comes to the call before the word to stop does."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1, rpc_timeout=LIMIT)) as workers:
+        busy = workers[0].call("worker1", hold)
+        await until(flags.entered.is_set)
+        with Faults(workers[0]) as faults:
+            faults.drop("cancel")
+            value = workers[0].peer("worker1", timeout=0.02).remote(set_cancelled)
+
+            async def fetched() -> Any:
+                return await value
+
+            fetch = asyncio.ensure_future(fetched())
+            await until(lambda: any((call.deadline or 0.0) < 0 for call in workers[1].pending_calls()))
+            flags.release.set()
+            with pytest.raises(RpcTimeout, match=r"was not run on worker 'worker1', as the time that 'worker0' had"):
+                await fetch
+        await busy
+        assert not flags.cancelled.is_set()
+
+
 def hold() -> bool:
     _flags["it"].entered.set()
     return _flags["it"].release.wait(30)

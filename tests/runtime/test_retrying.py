@@ -103,6 +103,44 @@ async def test_without_failures_it_is_one_call(pair: list[Worker]) -> None:
     assert "3 retries" in repr(peer)
 
 
+class GivesUp:
+    """An argument that gives its call up where it is dropped here and that has not ended."""
+
+    future: Any = None
+
+    def __del__(self) -> None:
+        if self.future is not None:
+            self.future.cancel()
+
+    def __reduce__(self) -> Any:
+        return GivesUp, ()
+
+
+async def for_ever_with(argument: GivesUp) -> None:
+    await asyncio.Event().wait()
+
+
+def kind_of(argument: GivesUp) -> str:
+    return type(argument).__name__
+
+
+@pytest.mark.parametrize("ends", ["answered", "cancelled"])
+async def test_an_argument_that_gives_its_call_up_where_it_is_dropped(ends: str) -> None:
+    """A call that may be tried again keeps its arguments until it has ended, and has no lock as it lets go of them."""
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
+        argument = GivesUp()
+        function = kind_of if ends == "answered" else for_ever_with
+        future = argument.future = workers[0].peer("worker1", retries=2).call(function, argument)
+        del argument
+        if ends == "answered":
+            assert await future == "GivesUp"
+        else:
+            future.cancel()
+            with pytest.raises(RpcCancelled):
+                await future
+        await until(lambda: not workers[0].pending_calls() and not workers[1].pending_calls())
+
+
 async def test_a_newcomer_of_the_same_name_gets_the_next_try(store: Store) -> None:
     """The worker dies with the call; the call ends with the answer of the one that comes in its place."""
     async with cluster(1, dynamic=True, store=store) as (worker,):

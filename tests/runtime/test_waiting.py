@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, init, rpc_async, rpc_sync
+from aiorpc import (
+    Future,
+    Queue,
+    RpcBackendOptions,
+    RpcCancelled,
+    RpcTimeout,
+    Worker,
+    current,
+    init,
+    rpc_async,
+    rpc_sync,
+)
 from aiorpc import futures as futures_module
 from aiorpc.collecting import wait_all
 from aiorpc.errors import PeerLost, RemoteError, RpcError, WouldBlockLoop
@@ -24,6 +35,7 @@ from aiorpc.testing import cluster
 from tests import scripts
 from tests.conftest import LoopFactory
 
+from .served import count
 from .waiting import LIMIT, until
 
 BUSY = 5.0  # seconds: far longer than any of these waits
@@ -398,6 +410,49 @@ def test_a_thread_that_is_to_run_the_loop_and_does_not_is_told_so(
                 thread.join(LIMIT)
         finally:
             runner.run(worker.shutdown())
+
+
+def test_a_loop_that_another_thread_has_taken_over_is_told_of_all_that_the_first_one_does(
+    loop_factory: LoopFactory,
+) -> None:
+    """The worker was started in this thread, and its loop runs in another one: asyncio refuses to hear of anything from
+    this one then but by `call_soon_threadsafe`, in its debug mode, and else would not be woken.
+    """
+    with asyncio.Runner(debug=True, loop_factory=loop_factory) as runner:
+        loop = runner.get_loop()
+        options = RpcBackendOptions(busy_wait=0, rpc_timeout=LIMIT)
+        worker = init("alone", store=HashStore(), options=options)
+        runner.run(worker.start())
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            for number in range(3):
+                assert rpc_sync("alone", echo, (number,)) == number
+            assert [future.wait() for future in [rpc_async("alone", echo, (n,)) for n in range(100)]] == [*range(100)]
+            stream = worker.stream("alone", count, 100)
+            assert [*stream] == [*range(100)]
+            queue = Queue("numbers")
+            queue.put(7).wait()
+            assert queue.get().wait() == 7
+            queue.close()
+            refused = asyncio.run_coroutine_threadsafe(refuses_to_block(), loop)
+            assert refused.result(LIMIT)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(LIMIT)
+            runner.run(worker.shutdown())
+
+
+async def refuses_to_block() -> bool:
+    """Whether blocking verbs know that they are on the loop of their worker, with nothing sent."""
+    made = current().statistics().calls_made
+    with pytest.raises(WouldBlockLoop, match="await aiorpc"):
+        rpc_sync("alone", echo, (1,))
+    stream = current().stream("alone", count, 5)
+    with pytest.raises(WouldBlockLoop, match="async for"):
+        next(stream)
+    await stream.aclose()
+    return current().statistics().calls_made == made + 1
 
 
 async def answered(future: Future[Any]) -> Any:

@@ -23,6 +23,7 @@ from ...errors import (
     PeerClosed,
     RpcCancelled,
     RpcError,
+    RpcTimeout,
     RpcUsageError,
     SerializationError,
     WorkerClosed,
@@ -500,8 +501,18 @@ def _itself(coroutine: Any) -> Any:
     return coroutine
 
 
-def _not_run(call: ServedCall) -> RpcCancelled:
-    return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
+def _not_run(call: ServedCall) -> RpcError:
+    """Its caller hears it from nobody else by then; but a value that it was to create may be waited for."""
+    if call.cancelled or call.deadline is None:
+        return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
+    seconds, worker = max(0.0, round(call.deadline - call.started, 6)), call.node.engine.name  # as the caller does
+    return RpcTimeout(
+        f"RPC ran for more than set timeout ({seconds:g} s): {call.function} was not run on worker {worker!r}, as the "
+        f"time that {call.caller.name!r} had for it was up by then",
+        worker=worker,
+        function=call.function,
+        seconds=seconds,
+    )
 
 
 def _check_items(call: ServedCall, made: object) -> None:

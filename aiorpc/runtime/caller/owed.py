@@ -175,8 +175,11 @@ class OwedCalls:
     def end_overdue(self, call_id: int, now: float) -> float:
         """Whoever waits for that call ends it if its time was up a while ago, as the loop has not done so. Any thread.
 
-        Returns its deadline if that is still to come, else infinity: nothing is to be done for it again.
+        Returns its deadline if that is still to come, else infinity: nothing is to be done for it again. WorkerClosed
+        in a forked child, which gets no answers.
         """
+        if self._engine.lifetime.forked:
+            raise self._engine.lifetime.why_closed()
         future = self.pending.get(call_id)
         if future is None or future.deadline is None:
             return float("inf")

@@ -270,9 +270,9 @@ class RetriedFuture(Future[Any]):
 
     def _end(self, event: RetriedEvent, value: Any, error: BaseException | None) -> None:
         with self._lock:
-            if self._make is None:
+            make, self._make = self._make, None  # kept to the end: letting go of arguments runs code of users
+            if make is None:
                 return
-            self._make = None
             self._tries.end(event)
         self._retries.calls.discard(self)
         if error is not None and self._tries.made > 1:
@@ -299,8 +299,9 @@ class RetriedFuture(Future[Any]):
 
     def _on_cancel(self) -> None:
         with self._lock:
-            self._make, call = None, self._call
+            make, self._make, call = self._make, None, self._call
             self._tries.end(RetriedEvent.GIVEN_UP)
+        del make  # not under the lock: see `_end`
         self._retries.paused.discard(self)
         self._retries.calls.discard(self)
         if call is not None:

@@ -102,7 +102,7 @@ class Engine:
     @property
     def on_loop(self) -> bool:
         """Whether the calling code runs on the worker's loop, right now: it may await, and must not block."""
-        return threading.get_ident() == self.thread and asyncio._get_running_loop() is self.loop
+        return asyncio._get_running_loop() is self.loop
 
     def timeout(self, value: float) -> float:
         """Seconds for one call: the worker's default if the value is negative. RpcUsageError if it is no duration."""
@@ -117,12 +117,12 @@ class Engine:
 
         WorkerClosed if it has run the loop, which is closed.
         """
+        if self.on_loop:
+            raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
         if threading.get_ident() != self.thread:
             return
         if self.loop.is_closed():
             raise loop_has_ended(f"worker {self.name!r}")
-        if self.on_loop:
-            raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
         if not self.loop.is_running():  # another thread may have taken it over
             raise WouldBlockLoop(
                 f"{verb} would never end: the loop of worker {self.name!r} is this thread's, and does not run now; "
@@ -151,7 +151,7 @@ class Engine:
         Not with the context variables of whoever asks: what arrives in that turn may be a call of somebody else.
         """
         try:
-            if threading.get_ident() == self.thread:
+            if asyncio._get_running_loop() is self.loop:  # any thread may run it, also another one than has made it
                 self.loop.call_soon(function, *args, context=Context())
             else:
                 self.loop.call_soon_threadsafe(function, *args, context=Context())
@@ -160,8 +160,12 @@ class Engine:
                 raise
 
     def run_on_loop(self, function: Callable[..., object], *args: Any) -> None:
-        """Run something on the loop: at once if this is the loop's thread, else in one of its next turns."""
-        if threading.get_ident() == self.thread:
+        """Run something on the loop: at once if this thread runs it, or has made it and nobody runs it now; else in one
+        of its next turns.
+        """
+        if asyncio._get_running_loop() is self.loop or (
+            threading.get_ident() == self.thread and not self.loop.is_running()
+        ):
             function(*args)
         else:
             self.call_on_loop(function, *args)

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +85,8 @@ class Distribution:
 
     def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
         """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
-        if threading.get_ident() != self._engine.thread or self.shared is None or sum(map(len, buffers)) <= LOOP_COPY:
+        on_loop = asyncio._get_running_loop() is self._engine.loop
+        if not on_loop or self.shared is None or sum(map(len, buffers)) <= LOOP_COPY:
             return False
         return self.shared.to_copy([buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]) > LOOP_COPY
 
