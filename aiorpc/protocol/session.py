@@ -34,7 +34,7 @@ class Session:
 
     limit: bytes that are kept. kept: the frames that were handed to the socket as a whole, and are not acknowledged.
     size: bytes of these and of what was begun. received: how many frames were handed on here. due: whether an ACK is
-    to be sent.
+    to be sent. said_at: bytes that had come when one was due last.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,8 +45,9 @@ class Session:
         self.received = 0
         self.due = False
         self._acknowledged = 0  # how many frames came before those that are kept
+        self._heard = 0  # how many the other end has said that it has
         self._said = 0  # how many the other end was told that we have
-        self._said_at = 0  # bytes that had come by then
+        self.said_at = 0
         self._acks = 0  # ACKs that have come since
         self._expected = 0  # how many will have been received when a thread has taken what it reads
 
@@ -73,9 +74,9 @@ class Session:
                 frames = self._take_acks(frames, begun)
                 break
         if not self.due:
-            self.due = self.received - self._said >= ACK_FRAMES or (count - self._said_at >= ACK_BYTES and self.fresh)
+            self.due = self.received - self._said >= ACK_FRAMES or (count - self.said_at >= ACK_BYTES and self.fresh)
         if self.due:
-            self._said_at = count
+            self.said_at = count
         return frames
 
     @property
@@ -113,14 +114,24 @@ class Session:
 
     def _acknowledge(self, number: int, begun: int) -> None:
         count = number - self._acknowledged
-        kept = self.kept
-        # The writer may be about to keep what it has begun: that has been received by then, and counts the next time.
-        if count > len(kept) + begun:
+        # The writer may be about to keep what it has begun, and that has been received by then: see `settle`.
+        if count > len(self.kept) + begun:
             raise ProtocolError(f"an acknowledgement of {number} frames, of which {count} were not sent")
-        while count > 0 and kept:
-            self.size -= sum(map(len, kept.popleft()))
+        self._heard = max(self._heard, number)
+        self.settle()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether something is kept that was acknowledged before its writer had come to keep it. Any thread."""
+        return self._acknowledged < self._heard and bool(self.kept)
+
+    def settle(self) -> None:
+        """Let go of what was acknowledged. By whoever reads; the other end does not say it again."""
+        kept = self.kept
+        while kept and self._acknowledged < self._heard:
+            size = sum(map(len, kept.popleft()))
+            self.size -= size  # without a call in the same step: whoever writes may add to it meanwhile
             self._acknowledged += 1
-            count -= 1
 
     # --- going on over a new socket -----------------------------------------------------------------------------------
 
@@ -140,7 +151,7 @@ class Session:
         self.enter(SessionEvent.RESUMED)
         self.kept.clear()
         self.size = 0
-        self._acknowledged = received
+        self._acknowledged = self._heard = received
         # The other end has been told by the handshake.
         self._said, self._acks, self.due, self._expected = self.received, 0, False, 0
         return whole[done:]

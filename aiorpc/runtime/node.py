@@ -279,6 +279,10 @@ class Node:
             and not any(observer.holds() for observer in self.engine.observers)
         )
 
+    def owes_answers(self) -> bool:
+        """Whether answers wait until their callers read them, or until a connection goes on."""
+        return any(service.link.owing for service in list(self.services))
+
     def activity(self) -> tuple[bool, int]:
         """Whether the worker is idle, and how many calls of users it has seen. Graceful shutdown compares these."""
         counters = self.engine.counters

@@ -39,7 +39,7 @@ from ..foreign import log_error
 from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
-from ..protocol.session import Session
+from ..protocol.session import ACK_BYTES, Session
 from .lingering import Lingering
 from .silence import Silence, hear
 from .tls import TlsLayer
@@ -171,6 +171,11 @@ class Connection(FrameWriter):
         return False
 
     @property
+    def owing(self) -> bool:
+        """Whether something was not written yet, or waits for a new socket and may not have got to the other end."""
+        return bool(self.queue) and not self._closed
+
+    @property
     def ended(self) -> bool:
         """Whether its socket is closed."""
         return self._closed
@@ -277,6 +282,10 @@ class Connection(FrameWriter):
         """Frames that have come, to be handed on now: without those that are for the session. On the loop."""
         raise NotImplementedError  # only `LastingConnection` has a session
 
+    def look(self) -> None:
+        """Acknowledge what threads have read, which the loop does not count. On the loop."""
+        raise NotImplementedError  # as above
+
     def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
         """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
 
@@ -356,9 +365,11 @@ class Connection(FrameWriter):
                     unread.clear()
                 else:
                     unsealer.take(unread, pieces)
+                self.bytes_received += len(data)
                 if session is not None:
                     session.took()
-                self.bytes_received += len(data)
+                    if self.bytes_received - session.said_at >= ACK_BYTES:
+                        self._call_on_loop(self.look)
                 return frames
             if not unread[-1] or not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
                 break  # the end, garbage, a long one
@@ -404,6 +415,8 @@ class Connection(FrameWriter):
                 tls.take()
                 if self.lasting is not None:
                     self.lasting.took()
+                    if self.bytes_received - self.lasting.said_at >= ACK_BYTES:
+                        self._call_on_loop(self.look)
                 return frames
             if not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
                 break

@@ -30,6 +30,7 @@ class LastingConnection(Connection):
     silent_for = 0.0
     lacking: tuple[int, bytes] | None = None
     _full = False  # nothing is written until something has come
+    _awaiting = False  # it goes on, and the opener has not spoken yet; an ACK is due all that time, so writers ask here
     _untold = False  # it was halted, and whoever mends it has not heard of that
     _ack: Sequence[Buffer] = ()  # the last one that was queued
 
@@ -55,6 +56,13 @@ class LastingConnection(Connection):
         return self._full
 
     @property
+    def owing(self) -> bool:
+        session = self.lasting
+        if session is None or not session.suspended:
+            return super().owing
+        return bool(session.received and (session.kept or self.queue))  # who has said nothing waits for nothing
+
+    @property
     def received(self) -> int:
         """How many frames have come since the handshake, to tell the other end when it goes on."""
         assert self.lasting is not None, "only a lasting connection goes on"
@@ -66,20 +74,21 @@ class LastingConnection(Connection):
         """Acknowledge what has come, if nothing has said so yet. To be called once in a while."""
         session = self.lasting
         if session is not None and session.fresh:
-            session.due = True
+            session.due, session.said_at = True, self.bytes_received
             self._acknowledge()
 
     def _counted(self, frames: list[Frame], session: Session) -> list[Frame]:
         frames = session.arrived(frames, self.bytes_received, self.queue.begun_frames)
         if session.due:
             self._loop.call_soon(self._acknowledge)
+        self._awaiting = False
         if self._full and session.size < session.limit:
             self._loop.call_soon(self._empty)
         return frames
 
     def _acknowledge(self) -> None:
         session = self.lasting
-        if session is None or not session.due or self._closed or session.suspended:
+        if session is None or not session.due or self._closed or session.suspended or self._awaiting:
             return
         if not self._lock.acquire(False):  # whoever writes may have looked for it already
             self._loop.call_soon(self._acknowledge)
@@ -102,20 +111,29 @@ class LastingConnection(Connection):
     def _may_begin(self, session: Session) -> bool:
         if not self.queue.between:
             return True
-        if session.due:
-            self._prepend_ack(session)
-            return True
-        if self.queue.frames and self.queue.frames[0] is self._ack:  # else two ends that are full would wait for ever
-            return True
+        if not self._awaiting:
+            if session.due:
+                self._prepend_ack(session)
+                return True
+            if self.queue.frames and self.queue.frames[0] is self._ack:  # else two that are full would wait for ever
+                return True
         self._full = self._blocked = True
-        if session.size < session.limit:  # the loop has just taken an acknowledgement, and has not seen this yet
+        # The loop may just have taken an acknowledgement, or the word of the opener, and not have seen this yet.
+        if session.size < session.limit and not self._awaiting:
             self._full = self._blocked = False
             return True
+        if session.unsettled:  # else nothing might ever come
+            self._call_on_loop(self._settle, session)
         return False
+
+    def _settle(self, session: Session) -> None:
+        session.settle()
+        if session.size < session.limit:
+            self._empty()
 
     def _empty(self) -> None:
         """Write on, if that waited for an acknowledgement."""
-        if self._full and not self._closed and not self.suspended:
+        if self._full and not self._closed and not self.suspended and not self._awaiting:
             self._full = self._blocked = False
             self.flush()
 
@@ -212,15 +230,14 @@ class LastingConnection(Connection):
             other._closed = True
             other._fd = -1
             other.on_frames = other.on_closed = other.on_drained = other.on_open = None
-            self._full = self._blocked = not opener
+            self._awaiting = self._full = self._blocked = not opener
+            session.due = True
         self._untold = False
         if not self._paused:
             self._loop.add_reader(self._fd, self._readable)
         if self.on_resumed is not None:
             self.on_resumed()
-        if opener:
-            session.due = True
-            self._acknowledge()
+        self._acknowledge()
 
     def _finish(self, cause: BaseException | None) -> None:
         super()._finish(cause)

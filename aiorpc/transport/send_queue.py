@@ -63,7 +63,7 @@ class SendQueue:
     """See the module. `frames`, `begun` and `size` are there to be looked at: a call costs more than the look.
 
     size: bytes that it takes up; a piece with a seal, or encrypted, counts as written when it is begun. Counted without
-    a lock, in steps that no other thread gets between.
+    a lock, in steps that no other thread gets between: none has a call in it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,8 @@ class SendQueue:
         elif self._session is not None:  # which counts frames
             entries = [_merged(frame)]
         else:  # in one call, so that nobody's gets between them
-            self.size += (len(frame) - 1) // MAX_BUFFERS * FRAME_COST
+            size = (len(frame) - 1) // MAX_BUFFERS * FRAME_COST
+            self.size += size
             entries = [frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)]
         if unsent is None:
             self.frames.extend(entries)
@@ -132,7 +133,8 @@ class SendQueue:
 
     def prepend(self, frame: Sequence[Buffer]) -> None:
         """Append it before all that waits. By the writer, `between` frames."""
-        self.size += sum(map(len, frame)) + FRAME_COST
+        size = sum(map(len, frame)) + FRAME_COST
+        self.size += size
         self.frames.appendleft(frame)
 
     def go_on(self, other: SendQueue, received: int) -> None:
@@ -215,12 +217,14 @@ class SendQueue:
             self.size -= count
         if count == left:
             if not self._in_pieces:
-                self.size -= FRAME_COST * len(begun)
+                cost = FRAME_COST * len(begun)
+                self.size -= cost
             session = self._session
             if session is None or self._in_pieces:
                 begun.clear()
             else:
-                session.size += sum(map(len, chain.from_iterable(begun)))
+                kept = sum(map(len, chain.from_iterable(begun)))
+                session.size += kept  # in a step like that: the loop may take from it meanwhile
                 steps: list[Callable[[], object]] = [partial(session.kept.extend, begun), begun.clear]
                 list(map(_RUN, steps))
         return count, count == size

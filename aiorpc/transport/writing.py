@@ -94,7 +94,8 @@ class FrameWriter:
             if unsent is not None:
                 queue.append(frame, unsent)
             elif len(frame) == 1:  # as `append` does, with one function less for most frames
-                queue.size += len(frame[0]) + FRAME_COST
+                size = len(frame[0]) + FRAME_COST
+                queue.size += size
                 queue.frames.append(frame)
             else:
                 queue.append(frame)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.protocol import session as session_module
 from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.session import ACK_BYTES, ACK_FRAMES, Session
 from aiorpc.protocol.states import IllegalTransition, SessionEvent, SessionState
 from tests.tiers import examples
+from tests.transport.ends import meanwhile
 
 LIMIT = 1000
 
@@ -160,6 +164,39 @@ def test_an_acknowledgement_lets_go_of_what_it_names() -> None:
     assert session.size == 118
     session.arrived([Frame(ACK, 1, b"")], 0)
     assert len(session.kept) == 1
+
+
+def test_what_is_kept_meanwhile_is_counted() -> None:
+    """A thread may write wherever the interpreter turns from the one that takes an acknowledgement to another one."""
+    at = 0
+    while True:
+        session = Session(LIMIT)
+        session.kept.extend(frame(number, 100) for number in range(2))
+        session.size = 2 * 118
+
+        def write(_: str, session: Session = session) -> None:
+            session.kept.append(frame(2))
+            session.size += 18
+
+        take = partial(session.arrived, [Frame(ACK, 2, b"")], 0)
+        if not meanwhile(take, at, write, session_module.__file__, signals=True):
+            break
+        assert session.size == sum(map(len, chain.from_iterable(session.kept))) == 18
+        at += 1
+    assert at > 3
+
+
+def test_what_is_kept_after_its_acknowledgement_has_come_is_let_go() -> None:
+    """Its writer had begun it, and the other end was faster; it says it only once."""
+    session = Session(LIMIT)
+    session.arrived([Frame(ACK, 1, b"")], 0, begun=1)
+    seen = [session.unsettled]
+    session.kept.append(frame(0))
+    session.size = 18
+    seen.append(session.unsettled)
+    session.settle()
+    seen.append(session.unsettled)
+    assert (seen, len(session.kept), session.size) == ([False, True, False], 0, 0)
 
 
 def test_what_was_not_sent_cannot_be_acknowledged() -> None:

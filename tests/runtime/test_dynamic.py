@@ -33,7 +33,7 @@ from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.testing import cluster
-from aiorpc.transport import sockets
+from aiorpc.transport import connection, sockets
 from tests.limits import busy
 from tests.runtime.joining import unheard_of
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
@@ -434,6 +434,36 @@ async def test_leaving_finishes_what_is_under_way(store: Store) -> None:
         go_on.set()
         await leaving
         assert [await theirs, await ours] == ["done", "done"]
+
+
+def text(size: int) -> str:
+    return "x" * size
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads later", "never reads"])
+async def test_leaving_waits_until_answers_are_read(store: Store, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that is busy gets what its calls came to; one that reads nothing for `rpc_timeout` keeps nobody."""
+    monkeypatch.setattr(connection, "CLOSING", 0.01)
+    options = RpcBackendOptions(rpc_timeout=LIMIT if reads else 0.2)
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        guest = await aiorpc.init("guest", store=store, options=options)
+        assert await worker.call("guest", text, 1) == "x"
+        link = worker.node.peers.find("guest").link
+        assert link is not None
+        link.connection.pause()  # as if its loop had other work
+        calls = [worker.call("guest", text, 200_000) for _ in range(100)]
+        await until(lambda: guest.statistics().calls_served == 101 and not guest.statistics().calls_running)
+        leaving = asyncio.ensure_future(guest.shutdown())
+        if reads:
+            await asyncio.wait([leaving], timeout=0.1)
+            assert not leaving.done()
+            link.connection.resume()
+        await asyncio.wait_for(leaving, LIMIT)
+        for call in calls:
+            if reads:
+                assert len(await call) == 200_000
+            else:
+                call.mark_seen()
 
 
 _go_on: dict[str, asyncio.Event] = {}

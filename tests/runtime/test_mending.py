@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import Worker
-from aiorpc.protocol.frames import Buffer, Frame
+from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.states import HandshakeState, PeerState
 from aiorpc.runtime.calls.current import current_node
@@ -617,6 +618,45 @@ async def test_an_opener_that_answers_and_does_not_come_is_waited_for(
         assert all(not worker.node.group.lost for worker in workers)
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["the first one", "the second one"])
+async def test_a_connection_that_its_opener_never_got_is_no_loss(
+    second: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last word of its handshake was lost with its socket: the opener has another one, and is suspended no more."""
+    authority = Authority(tmp_path)  # with a certificate of its own what a worker says of itself is believed at once
+    tls = [authority.tls(f"worker{number}") for number in range(2)]
+    options = [rpc.RpcBackendOptions(**TCP, tls=each, reconnect_grace=0.2) for each in tls]
+    async with cluster(2, options=options) as workers:
+        news: list[type] = []
+
+        async def listen() -> None:
+            async for event in workers[1].events():
+                news.append(type(event))
+
+        listening = asyncio.create_task(listen())
+        await asyncio.sleep(0)
+        feed, lost = Handshake.feed, list[Frame]()
+
+        def lose_one(self: Handshake, frame: Frame) -> list[Buffer]:
+            opened = self.record.name == "worker0" and self.pipe == second
+            if opened and frame.kind == Kind.WELCOME and not lost:
+                lost.append(frame)
+                raise ConnectionResetError("the network has broken")
+            return feed(self, frame)
+
+        if second:
+            assert await workers[0].call("worker1", count, 1) == 1
+        monkeypatch.setattr(Handshake, "feed", lose_one)
+        large = torch.ones(2_000_000 if second else 1)
+        assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        assert len(lost) == 1
+        await until(lambda: len(news) >= 2)
+        assert news == [rpc.WorkerSuspended, rpc.WorkerResumed]
+        assert all(not worker.node.group.lost for worker in workers)
+        assert await workers[0].call("worker1", count, 2) == 2
+        listening.cancel()
+
+
 @ALSO_TLS
 async def test_a_worker_that_has_answered_before_the_line_broke_again_was_reached(
     kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
@@ -729,6 +769,39 @@ async def test_without_a_grace_a_break_is_a_loss(graces: tuple[float, float]) ->
         with pytest.raises(rpc.PeerLost, match="worker1"):
             await asyncio.wait_for(call, 10)
         assert workers[0].statistics().connections_suspended == 0
+
+
+_go_on: dict[str, asyncio.Event] = {}
+
+
+async def once_told(value: Any) -> Any:
+    """Handler: the value, later."""
+    await _go_on["it"].wait()
+    return value
+
+
+@pytest.mark.parametrize("size", [1, 2_000_000])
+async def test_who_leaves_waits_until_answers_can_be_sent(size: int) -> None:
+    """In a group without a size, where nobody else waits for that: the callers get what their calls came to."""
+    options, store = rpc.RpcBackendOptions(**TCP), HashStore()
+    async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
+        guest = await rpc.init("guest", store=store, options=options)
+        large = torch.ones(size)
+        assert torch.equal(await worker.call("guest", bodies.echo, large), large)
+        go_on = _go_on["it"] = asyncio.Event()
+        calls = [worker.call("guest", once_told, large) for _ in range(3)]
+        await until(lambda: guest.statistics().calls_running == 3)
+        with away():
+            cut()
+            await until(lambda: guest.statistics().connections_suspended)
+            go_on.set()
+            await until(lambda: not guest.statistics().calls_running)
+            leaving = asyncio.ensure_future(guest.shutdown())
+            await asyncio.wait([leaving], timeout=0.1)
+            assert not leaving.done()
+        await leaving
+        for call in calls:
+            assert torch.equal(await call, large)
 
 
 async def test_a_goodbye_is_no_break(far: list[Worker]) -> None:

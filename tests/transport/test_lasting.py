@@ -7,15 +7,19 @@ import contextlib
 import random
 import secrets
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.session import ACK_BYTES
 from aiorpc.transport.lasting import LastingConnection
 from tests.tiers import examples
-from tests.transport.ends import takes_little, until
+from tests.transport.ends import LONG, takes_little, until
 
 LIMIT = 1 << 20
 
@@ -180,6 +184,101 @@ async def test_what_is_kept_is_bounded() -> None:
     pair.check()
     sessions = [end.connection.lasting for end in pair.ends]
     await until(lambda: look(pair) and all(session is not None and session.size < 1000 for session in sessions))
+    pair.close()
+
+
+async def test_the_acceptor_waits_for_the_opener_also_if_its_old_socket_was_full() -> None:
+    """What was still to be done for the old socket, or for an acknowledgement over it, has nothing sent over the new
+    one: the opener takes nothing that comes right behind the handshake."""
+    pair = Pair()
+    acceptor, opener = pair.ends[::-1]
+    opener.send()
+    await until(lambda: len(acceptor.frames) == 1)
+    acceptor.send(3_000_000)  # so the loop is to wait until the socket takes more
+    assert acceptor.connection.unsent
+    acceptor.connection.halt()
+    opener.connection.halt()
+    near, far = tcp_pair()
+    left, right = connection(near), connection(far)
+    said = acceptor.connection.received
+    acceptor.connection.go_on(right, opener.connection.received, opener=False)
+    for _ in range(10):
+        await asyncio.sleep(0)
+        acceptor.connection.look()
+        acceptor.send()
+    with pytest.raises(BlockingIOError):
+        near.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    opener.connection.go_on(left, said, opener=True)
+    await until(pair.done)
+    pair.check()
+    pair.close()
+
+
+class Interrupting(socket.socket):
+    """Whose writer goes on only after a while, when all that it has written has long been read."""
+
+    go_on: threading.Event | None = None
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        sent = super().send(data, flags)
+        if self.go_on is not None:
+            assert self.go_on.wait(30)
+        return sent
+
+
+async def test_an_acknowledgement_that_is_faster_than_the_writer_is_not_forgotten() -> None:
+    """It may come before a thread that has written a frame has come to keep that; the other end says it only once."""
+    pair = Pair(1_000)
+    near, far = pair.ends
+    near.send()
+    await until(lambda: len(far.frames) == 1)
+    session = near.connection.lasting
+    assert session is not None and far.connection.lasting is not None
+    await until(lambda: look(pair) and not session.kept)
+    sock = near.connection._sock = Interrupting(fileno=near.connection._sock.detach())
+    sock.setblocking(True)
+    going_on = sock.go_on = threading.Event()
+    body = encode_frame(Kind.CALL, near.sent, b"%d" % near.sent + bytes(3_000))
+    writing = asyncio.ensure_future(asyncio.to_thread(near.connection.send, body, urgent=True))
+    await until(lambda: len(far.frames) == 2)
+    acknowledged = near.connection.bytes_received
+    await until(lambda: look(pair) and near.connection.bytes_received > acknowledged)
+    sock.go_on = None
+    going_on.set()
+    await writing
+    near.sent += 1
+    near.send()
+    await until(lambda: look(pair) and len(far.frames) == 3)
+    pair.close()
+
+
+async def test_what_threads_read_is_acknowledged() -> None:
+    """By bytes, as what the loop reads: nobody has to look first, and the other end does not wait for that."""
+    pair = Pair(2 * ACK_BYTES)
+    near, far = pair.ends
+    loop, answer = asyncio.get_running_loop(), encode_frame(Kind.REPLY, 1, bytes(100_000))
+    many = 4 * ACK_BYTES // 100_000
+    near.connection.read_here(lambda: True)  # so that threads may, from now on
+
+    def read_all() -> int:
+        """As threads do that wait, each for the answer of the call that it has just made."""
+        taken, limit = 0, time.monotonic() + LONG
+        for number in range(many):
+            sent = False
+
+            def enough() -> bool:
+                nonlocal sent
+                if not sent:
+                    sent = True
+                    loop.call_soon_threadsafe(far.connection.send, answer)
+                return taken + len(near.frames) > number or time.monotonic() > limit  # noqa: B023
+
+            while taken + len(near.frames) <= number:
+                taken += len(near.connection.read_here(enough))
+                assert time.monotonic() < limit, f"{number} answers have come, and no more"
+        return taken
+
+    assert await asyncio.to_thread(read_all) > many // 2
     pair.close()
 
 

@@ -7,16 +7,18 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
+from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
-from aiorpc.transport.send_queue import BATCH_SIZE, JOIN_SIZE, MAX_BUFFERS, SendQueue
+from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
 from tests.transport.ends import interrupted, meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
@@ -351,6 +353,45 @@ def test_others_append_at_any_moment(seals: bool) -> None:
 
     moments = next(at for at in range(10_000) if not happened(at))
     assert moments > 50
+
+
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+def test_what_is_kept_is_counted_whenever_it_is_acknowledged(seals: bool) -> None:
+    """The loop may take an acknowledgement wherever the interpreter turns from the writer to another thread."""
+
+    def happened(at: int) -> bool:
+        session, queue, sock = Session(1 << 20), SendQueue(), Taker()
+        queue.keep(session)
+        if seals:
+            queue.seal(Seal(KEY))
+        queue.append([b"one"])
+        drain(queue, sock)
+        queue.append([b"two"])
+
+        def acknowledge(_: str) -> None:
+            session.arrived([Frame(ACK, 1, b"")], 0, queue.begun_frames)
+
+        found = meanwhile(partial(drain, queue, sock), at, acknowledge, send_queue.__file__, signals=True)
+        assert session.size == sum(map(len, chain.from_iterable(session.kept)))
+        return found
+
+    moments = next(at for at in range(10_000) if not happened(at))
+    assert moments > 5
+
+
+@pytest.mark.parametrize("work", ["write", "prepend"])
+def test_the_size_is_right_whenever_others_append(work: str) -> None:
+    """Wherever the interpreter turns to another thread: by it a callee sees whether its caller takes what it gets."""
+
+    def happened(at: int) -> bool:
+        queue = filled([[b"one"], [b"two"]])
+        step = partial(drain, queue, Taker()) if work == "write" else partial(queue.prepend, [b"first"])
+        found = meanwhile(step, at, lambda _: queue.append([b"later"]), send_queue.__file__, signals=True)
+        assert queue.size == sum(sum(map(len, frame)) + FRAME_COST for frame in queue.frames)
+        return found
+
+    moments = next(at for at in range(10_000) if not happened(at))
+    assert moments > 1
 
 
 def test_interruption_of_append_leaves_all_or_nothing() -> None:

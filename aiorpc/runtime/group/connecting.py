@@ -260,7 +260,7 @@ class Connector:
         finally:
             timer.cancel()
             if opening.answered:  # before it broke again
-                line.reached = time.monotonic()
+                line.reached = line.answered = time.monotonic()
             if not line.opener:
                 opening.connection.abort()
 

@@ -46,6 +46,9 @@ class Home(Protocol):
     def is_idle(self) -> bool:
         """Whether no call of users is under way, in either direction."""
 
+    def owes_answers(self) -> bool:
+        """Whether answers wait until their callers read them, or until a connection goes on."""
+
     def activity(self) -> tuple[bool, int]:
         """Whether it is idle, and how many calls of users it has seen."""
 
@@ -171,9 +174,15 @@ class Departure:
             for record in left:
                 self._on_left(record)
 
+    def _patience(self) -> float:
+        """Seconds for calls that are under way, as far as nobody else has said so."""
+        return self._engine.options.rpc_timeout or 60.0
+
     async def _until_idle(self) -> None:
         pause = _FIRST_PAUSE
-        while not self._home.is_idle():
+        limit = float("inf")  # for answers: whoever does not read them for so long waits for them no more
+        while not (idle := self._home.is_idle()) or (self._home.owes_answers() and time.monotonic() < limit):
+            limit = min(limit, time.monotonic() + self._patience()) if idle else float("inf")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
         self._carry_out(self._table.idle())
@@ -196,7 +205,7 @@ class Departure:
     async def _poll_all(self, members: tuple[WorkerRecord, ...], first: bool) -> None:
         if first:
             self._pause = _FIRST_PAUSE
-            self._rounds_limit = time.monotonic() + (self._engine.options.rpc_timeout or 60.0)
+            self._rounds_limit = time.monotonic() + self._patience()
         answers = await asyncio.gather(*(self._poll(record) for record in members), return_exceptions=True)
         found = {
             record.id: None if isinstance(answer, BaseException) else answer

@@ -10,6 +10,10 @@ again, as a worker listens for as long as it lives; and when something else answ
 incarnation, a worker that has given this one up, or no worker at all. As a goodbye may not have arrived, the store is
 asked whether the worker has left before its loss is told.
 
+The last word of a handshake may be lost with its socket: then the opener knows nothing of a connection for which the
+acceptor waits, and opens another one. Whoever has a connection says something over it at once; so one over which
+nothing has ever come, and whose opener answers and does not have it go on, is no sign of a loss when it is given up.
+
 A connection may go on again and again and be of no use, as where the network loses all that is large: a tunnel does
 that if packets are too large for it, and a handshake is small. So a connection is given up, too, if the same frame does
 not get through it for the time of the grace, however often it goes on (`STUCK`).
@@ -91,6 +95,8 @@ class Line:
     #: When what listens there was last seen to be that worker, or to be silent as it may be; ``time.monotonic()``. Set
     #: by whoever speaks with it (`Connector.reopen`): that it takes connections says nothing.
     reached: float = field(default=0.0, init=False)
+    #: When that worker has said something last (`_Opening.answered`); ``time.monotonic()``. Set as `reached`.
+    answered: float = field(default=0.0, init=False)
 
 
 class Mender:
@@ -176,9 +182,18 @@ class Mender:
                     pause = min(2 * pause, LAST_PAUSE)
         left = connection.suspended and line.times == times and await self._home.look_for_farewell(line.record)
         if line.times == times:
-            self._forget(line)
+            alone = self._forget(line)
             if connection.suspended:
-                connection.abort(None if left else tries.refusal or self._loss(line, cause, tries))
+                needless = not (left or tries.refusal or tries.refused) and self._is_needless(line)
+                connection.abort(None if left or needless else tries.refusal or self._loss(line, cause, tries))
+                if needless and alone:
+                    self._home.news.publish(WorkerResumed(line.record.info))
+
+    def _is_needless(self, line: Line) -> bool:
+        """Whether the opener of a connection seems to know nothing of it, and is there."""
+        lately = time.monotonic() - self._engine.options.reconnect_grace - TRY
+        there = line.answered > lately and not provably_dead(line.record, self._engine.record.host)
+        return there and not line.opener and not line.connection.received
 
     def _has_hope(self, line: Line, patience: _Patience, tries: _Tries) -> bool:
         """Whether to try once more."""

@@ -522,6 +522,12 @@ class Link:
         """Whether buffers are under way that a peer waits for."""
         return self.bulk.sending > 0 or self.devices.busy
 
+    @property
+    def owing(self) -> bool:
+        """Whether something was not written yet, or may have to be sent again as a connection has broken."""
+        pipe = self.pipe
+        return self.connection.owing or (pipe is not None and pipe.owing)
+
     def close(self) -> None:
         """The connection has ended, or we leave. Idempotent."""
         if self.closed:
