@@ -162,7 +162,7 @@ class RpcBackendOptions:
     max_references: references to values of this worker that one other worker may hold or ask for, before its connection
         ends; each costs about 1 KiB, and the value that it keeps.
     max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
-        is answered ``Overloaded``; a quarter of the machine's memory by default.
+        is answered ``Overloaded``, unless a call has next to none; a quarter of the machine's memory by default.
     max_remembered_answers: answers of idempotent calls that are remembered for one caller, to be given again; the
         oldest are forgotten.
     max_remembered_bytes: bytes of these answers.

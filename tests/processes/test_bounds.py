@@ -343,6 +343,31 @@ async def test_a_call_beyond_the_budget_is_not_kept_out_by_small_ones() -> None:
         await stream.aclose()
 
 
+async def fill_a_queue(count: int, size: int) -> list[int]:
+    """Handler: so many items into a queue for one of another worker, from so many places, and then they are got."""
+    await rpc.queue("samples", owner="worker1").put(bytes(size))  # it is full now
+    puts = [rpc.queue("samples", owner="worker1").put(bytes([number]) * size) for number in range(1, count)]
+    await asyncio.sleep(0.05)
+    got = [(await rpc.queue("samples", owner="worker1").get())[0] for _ in range(count)]
+    await asyncio.gather(*puts)
+    return got
+
+
+async def own_a_queue() -> None:
+    _queues.append(rpc.Queue("samples", maxsize=1))
+
+
+_queues: list[rpc.Queue] = []
+
+
+async def test_a_get_finds_room_beside_puts_that_wait_for_it() -> None:
+    """Of the same caller, whose items at a full queue have taken all that he may have: three of them, but one."""
+    async with cluster(2, options=rpc.RpcBackendOptions(max_queued_bytes=40_180)) as workers:
+        await workers[1].call("worker1", own_a_queue)
+        assert sorted(await workers[0].call("worker0", fill_a_queue, 3, 20_000)) == [0, 1, 2]
+        _queues.pop().close()
+
+
 async def test_streams_of_one_consumer_are_counted() -> None:
     """One more than he may have is answered Overloaded; one that has ended makes room for another."""
     async with cluster(2, options=rpc.RpcBackendOptions(max_streams=3)) as workers:

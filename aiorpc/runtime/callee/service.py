@@ -37,6 +37,10 @@ from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
 from .standing import Found, Standing
 
+# Bytes of arguments that a call may have and always find room for: what it costs is that it is a call, and these are
+# counted by max_queued_calls.
+SMALL = 512
+
 
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
     """The references of the worker, as far as serving calls needs them."""
@@ -217,10 +221,11 @@ class Service:
         """Whether a call with so many bytes of arguments, with which there are more than there may be, is too much.
 
         One that is longer than all may be together has to find no more than that before it: else a stream or somebody
-        who waits at a queue, with a few bytes each, would keep it out for ever.
+        who waits at a queue, with a few bytes each, would keep it out for ever. One with next to none always has room:
+        the calls that have taken it may wait for this one, as items that are put into a full queue wait for a get.
         """
         limit = self._engine.options.max_queued_bytes
-        return size <= limit or self._answers.queued - size > limit
+        return size > SMALL and (size <= limit or self._answers.queued - size > limit)
 
     def _is_system(self, message: Call) -> bool:
         return self._resolver.is_system(message.function)
