@@ -272,10 +272,14 @@ async def break_lines_until(stop: asyncio.Event, chance: random.Random) -> None:
             chance.choice(lines).break_off(1.0)
 
 
+async def own_a_queue(name: str) -> None:
+    """Handler of each worker, for itself, before the others look for it."""
+    QUEUES[name] = rpc.Queue(f"of-{name}", maxsize=4)
+
+
 async def do_all(name: str, seed: int, breaking: bool) -> None:
     """Handler of each worker, for itself: all steps, each some times, in some order, several at once, to everybody."""
     chance = random.Random(f"{seed} {name}")
-    queue: rpc.Queue = rpc.Queue(f"of-{name}", maxsize=4)
     stop = asyncio.Event()
     beside = [asyncio.ensure_future(publish_until(stop, name))]
     if breaking:
@@ -297,19 +301,22 @@ async def do_all(name: str, seed: int, breaking: bool) -> None:
     finally:
         stop.set()
         await asyncio.gather(*beside)
+        queue = QUEUES.pop(name)
         await queue.shutdown(immediate=True)
         queue.close()
         await rpc.unpublish(f"by-{name}")
 
 
 READY: set[str] = set()
+QUEUES: dict[str, rpc.Queue] = {}
 
 
 async def run(options: dict[str, Any], seed: int, *, breaking: bool = False) -> None:
     READY.clear()
     async with cluster(len(NAMES), options=rpc.RpcBackendOptions(rpc_timeout=PATIENCE, **options)) as workers:
-        own = [worker.peer(worker.name, timeout=0.0).call(do_all, worker.name, seed, breaking) for worker in workers]
-        await asyncio.gather(*own)
+        own = [worker.peer(worker.name, timeout=0.0) for worker in workers]
+        await asyncio.gather(*(peer.call(own_a_queue, name) for peer, name in zip(own, NAMES, strict=True)))
+        await asyncio.gather(*(peer.call(do_all, name, seed, breaking) for peer, name in zip(own, NAMES, strict=True)))
         for worker in workers:
             await until(lambda: not what_is_left(worker))  # noqa: B023  # awaited in the same turn
 
