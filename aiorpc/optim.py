@@ -374,7 +374,10 @@ class _Turns:
     and nobody is passed over."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        # The lock is taken by itself, and not by way of the condition: that is code of Python's, in which a signal
+        # handler of a main thread that goes backward and steps may raise. Nobody would step any more after that.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._claims: list[_Claim] = []
 
     def take(self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None) -> _Claim:
@@ -387,10 +390,10 @@ class _Turns:
 
     def enter(self, claim: _Claim) -> None:
         """Wait for the turn."""
-        with self._changed:
-            self._claims.append(claim)
-            free = self._is_next(claim)
         try:
+            with self._lock:
+                self._claims.append(claim)
+                free = self._is_next(claim)
             if not free:
                 self._wait(claim)
             if claim.part is not None and claim.part.over:
@@ -402,9 +405,10 @@ class _Turns:
             raise
 
     def leave(self, claim: _Claim) -> None:
-        """It is others' turn."""
-        with self._changed:
-            self._claims.remove(claim)
+        """It is others' turn. Nothing if the claim was not made."""
+        with self._lock:
+            if claim in self._claims:
+                self._claims.remove(claim)
             if self._claims:
                 self._changed.notify_all()
 
@@ -413,7 +417,7 @@ class _Turns:
         if observer is not None:
             observer.enter_blocked()
         try:
-            with self._changed:
+            with self._lock:
                 taken = self._changed.wait_for(partial(self._is_next, claim), claim.seconds)
         finally:
             if observer is not None:

@@ -495,6 +495,20 @@ async def test_an_interrupted_answer_is_not_lost(current_pair: list[Worker], ans
     assert 50 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
 
 
+def test_a_turn_that_is_interrupted_is_over() -> None:
+    """Whatever a signal handler raises in, as a main thread takes its turn or leaves it: the others have theirs."""
+    local = optim.LocalOptimizer(torch.optim.SGD, [make(0)], (), {"lr": 1.0})
+    files = [module.__file__ or "" for module in (optim, threading)]
+    found: list[str] = []
+    while (where := interrupted(local.state_dict, len(found), *files, signals=True)) is not None:
+        found.append(where)
+        thread = threading.Thread(target=local.state_dict, daemon=True)
+        thread.start()
+        thread.join(LIMIT)
+        assert not thread.is_alive(), where
+    assert any(where.startswith("enter") for where in found), "it was not interrupted"
+
+
 @pytest.mark.parametrize("owner", ["worker0", "worker2"])
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_parameter_of_another_type_since_the_forward_pass(

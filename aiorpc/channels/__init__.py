@@ -43,7 +43,8 @@ Arrived = Callable[[int, Buffer | Exception], None]
 
 @dataclass
 class Traffic:
-    """What one end of a channel has moved. Counted without a lock, which would cost more than a count lost at times."""
+    """What one end of a channel has moved. Counted without a lock, in steps that no other thread gets between: none has
+    a call in it."""
 
     sent: int = 0
     bytes_sent: int = 0
@@ -67,7 +68,13 @@ class Traffic:
         self.bytes_sent += other.bytes_sent
         self.received += other.received
         self.bytes_received += other.bytes_received
-        self.refused.update(other.refused)
+        self.refused.update(other.refused.copy())  # while that is looked through, other threads may refuse something
+
+
+def count_refused(refused: Counter[str], reason: str) -> None:
+    """One buffer was not taken, for that reason. Counted as `Traffic`."""
+    refused.setdefault(reason, 0)  # else a function of Python's would say that there was none so far
+    refused[reason] += 1
 
 
 def size_said(size: object) -> int:

@@ -30,8 +30,9 @@ class Inline:
     def count(self, buffers: Sequence[Buffer]) -> None:
         """Count buffers that go with a frame which says nothing about channels."""
         for buffer in buffers:
+            size = len(buffer)
             self.traffic.sent += 1
-            self.traffic.bytes_sent += len(buffer)
+            self.traffic.bytes_sent += size
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
         """Nothing is to be done: the buffers go with their frame, or not at all."""

@@ -10,8 +10,10 @@ Short buffers of a message that has many go into a block together, each at the n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 from ..errors import ProtocolError
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
-from . import Arrived, Traffic, Wire, size_said
+from . import Arrived, Traffic, Wire, count_refused, size_said
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
 from .segments import Bytes
@@ -131,7 +133,9 @@ class SharedMemory:
         self._mapped: set[int] = set()
         self._is_mapped = self._mapped.__contains__  # no function of Python's
         self._unmappable: set[int] = set()  # that the other end refused, or has not mapped in time
-        self._mapping = threading.Condition()  # over these two sets, for who waits for a change of them
+        # Of those who wait for a change of these two sets. They share no lock: who waits may be interrupted at any
+        # moment by what a signal handler raises, and would keep it from the loop.
+        self._gates: list[threading.Lock] = []
         self._wanted = False
         self._waiting: deque[None] = deque()  # as many as there are words of the other end that a thread is to see to
         self._closed = False
@@ -198,9 +202,9 @@ class SharedMemory:
             lent = self._lend((buffer,), copies)
             if lent is None:
                 return None
-            traffic = self.traffic
+            traffic, size = self.traffic, len(buffer)
             traffic.sent += 1
-            traffic.bytes_sent += len(buffer)
+            traffic.bytes_sent += size
             block, copy_out = lent
             return [*block, copy_out]  # a Lent
         except BaseException:  # a signal handler has raised it: nobody else knows of the block
@@ -268,12 +272,22 @@ class SharedMemory:
         return index in self._mapped
 
     def _wait_for(self, index: int, seconds: float) -> None:
-        def settled() -> bool:
-            return self._closed or index in self._mapped or index in self._unmappable
+        gate, until = threading.Lock(), time.monotonic() + seconds
+        self._gates.append(gate)  # before the look: it is opened after what is looked for has changed
+        try:
+            while not (self._closed or index in self._mapped or index in self._unmappable):
+                left = until - time.monotonic()
+                if left <= 0:
+                    self._unmappable.add(index)  # nobody waits for it again
+                    break
+                gate.acquire(timeout=left)
+        finally:
+            self._gates.remove(gate)
 
-        with self._mapping:
-            if not self._mapping.wait_for(settled, seconds):
-                self._unmappable.add(index)  # nobody waits for it again
+    def _open_gates(self) -> None:
+        for gate in self._gates.copy():
+            with contextlib.suppress(RuntimeError):  # it is open
+                gate.release()
 
     def _offer(self, index: int) -> None:
         if index in self._offered:
@@ -411,17 +425,15 @@ class SharedMemory:
             case Mapped(index):
                 if index not in self._offered:
                     raise ProtocolError(f"segment {index} was mapped, and not offered")
-                with self._mapping:
-                    self._mapped.add(index)
-                    self._mapping.notify_all()
+                self._mapped.add(index)
+                self._open_gates()
             case Warm(index, start, size):
                 if not self._closed and len(self._waiting) < MOST_WAITING:  # else let it go: it is only a hint
                     self._in_thread(self.borrower.touch, index, start, size)
             case SegmentRefused(index, reason):
-                with self._mapping:
-                    self._unmappable.update({index} & self._offered)
-                    self._mapping.notify_all()
-                self.traffic.refused["refused"] += 1
+                self._unmappable.update({index} & self._offered)
+                self._open_gates()
+                count_refused(self.traffic.refused, "refused")
                 self._around.on_refused(f"it cannot map our memory: {reason}")
 
     def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
@@ -446,9 +458,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""
-        with self._mapping:
-            self._closed = True
-            self._mapping.notify_all()
+        self._closed = True
+        self._open_gates()
         self.lender.retire()
         self.borrower.close()
 

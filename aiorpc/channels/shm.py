@@ -34,6 +34,7 @@ import numpy
 
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
+from . import count_refused
 from .arena import ALIGN, Arena, Block, lay_out
 from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, OwnedDescriptor, map_private
 
@@ -272,7 +273,7 @@ class Lender:
             self.arena.free(block)
 
     def _refuse(self, reason: str) -> None:
-        self.refused[reason] += 1
+        count_refused(self.refused, reason)
         self.last_refusal = reason
 
     def _forget(self, block: Block) -> None:

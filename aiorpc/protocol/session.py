@@ -129,8 +129,9 @@ class Session:
         """Let go of what was acknowledged. By whoever reads; the other end does not say it again."""
         kept = self.kept
         while kept and self._acknowledged < self._heard:
-            size = sum(map(len, kept.popleft()))
+            size = sum(map(len, kept[0]))
             self.size -= size  # without a call in the same step: whoever writes may add to it meanwhile
+            kept.popleft()  # in one step with that: whoever writes may count anew
             self._acknowledged += 1
 
     # --- going on over a new socket -----------------------------------------------------------------------------------

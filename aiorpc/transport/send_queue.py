@@ -88,20 +88,21 @@ class SendQueue:
     def append(self, frame: Sequence[Buffer], unsent: Unsent | None = None) -> None:
         """Any thread. unsent: has something in it; it is emptied by the call of C that appends the frame."""
         size = sum(map(len, frame)) + FRAME_COST
-        self.size += size
         if len(frame) <= MAX_BUFFERS:
             entries = [frame]
         elif self._session is not None:  # which counts frames
             entries = [_merged(frame)]
         else:  # in one call, so that nobody's gets between them
-            size = (len(frame) - 1) // MAX_BUFFERS * FRAME_COST
-            self.size += size
             entries = [frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)]
+            size += FRAME_COST * (len(entries) - 1)
         if unsent is None:
+            self.size += size  # in one step with the next, see `recount`
             self.frames.extend(entries)
         else:
             unsent[:] = entries
-            self.frames.extend(map(unsent.pop, repeat(0, len(entries))))
+            taken = map(unsent.pop, repeat(0, len(entries)))
+            self.size += size  # as above
+            self.frames.extend(taken)
 
     def seal(self, seal: Seal, piece_size: int = MAX_PAYLOAD) -> None:
         """From now on what is written bears seals. Nothing may be under way, and no other thread may append.
@@ -177,11 +178,22 @@ class SendQueue:
             self._session.end()
 
     def recount(self) -> None:
-        """Set `size` anew: a writer was interrupted before it had changed that."""
-        frames = [*self.frames.copy(), *(() if self._in_pieces else self.begun.copy())]
-        self.size = sum(map(len, chain.from_iterable(frames))) + FRAME_COST * len(frames)
-        if self._session is not None:
-            self._session.size = sum(map(len, chain.from_iterable(self._session.kept.copy())))
+        """Set `size` anew: a writer was interrupted before it had changed that. By the writer.
+
+        Others append meanwhile, and acknowledge: what they count is theirs, as each of them does both in one step, and
+        so each size is read here in one step with what it is the size of.
+        """
+        before, frames = self.size, self.frames.copy()
+        queued = [*frames, *(() if self._in_pieces else self.begun)]
+        in_pieces = self._next_piece[0][1]
+        written = in_pieces if self._in_pieces else sum(self._sent) if self.begun else 0  # of the first one
+        wrong = sum(map(len, chain.from_iterable(queued))) + FRAME_COST * len(queued) - written - before
+        self.size += wrong
+        session = self._session
+        if session is not None:
+            before, kept = session.size, session.kept.copy()
+            wrong = sum(map(len, chain.from_iterable(kept))) + in_pieces - before
+            session.size += wrong
 
     def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.

@@ -185,9 +185,11 @@ class FrameWriter:
 
     def _interrupted(self) -> None:
         """A signal handler has raised in the midst of a write: the loop goes on from there."""
-        if is_owned(self._lock):
-            self._lock.release()
-        self.queue.recount()
+        if is_owned(self._lock):  # else nothing of the queue was being changed, or it is another thread that writes
+            try:
+                self.queue.recount()
+            finally:
+                self._lock.release()
         if self.tls is not None and is_owned(self.tls.lock):
             self.tls.lock.release()
         self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket

@@ -21,6 +21,7 @@ from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.gradients import contexts
 from aiorpc.runtime.gradients.contexts import current_autograd
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
@@ -28,6 +29,7 @@ from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
+from tests.transport.ends import meanwhile
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
@@ -746,6 +748,42 @@ async def test_leaving_while_the_first_call_is_under_way() -> None:
                 call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
             await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=30)
             await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+
+async def test_leaving_while_another_thread_is_about_to_call(workers: list[Worker]) -> None:
+    """Its call belongs to the context only if the worker that it goes to is told that this has ended."""
+    gradients, peer = workers[0].node.gradients, workers[0].node.peers.find("worker1")
+
+    def happened(at: int) -> bool:
+        context = gradients.open()
+        tapes: list[Any] = []
+        told: set[Any] = set()
+
+        def leave(_: str = "") -> None:
+            told.update(gradients.leave(context.id))
+
+        def call() -> None:
+            tapes.append(gradients.answers(context.id, peer))
+
+        found = meanwhile(call, at, leave, contexts.__file__, signals=True)
+        leave()
+        assert tapes == [None] or peer in told
+        return found
+
+    moments = next(at for at in range(10_000) if not happened(at))
+    assert moments > 1
+
+
+async def test_a_worker_that_comes_as_the_others_are_told(workers: list[Worker]) -> None:
+    """Who leaves a context looks through its workers, and a thread that has found the context adds one to them."""
+    gradients, peers = workers[0].node.gradients, workers[0].node.peers
+    context = gradients.open()
+    context.known.add(peers.find("worker1"))
+    told: list[Any] = []
+    for peer in gradients.leave(context.id):
+        context.known.add(peers.find("worker2"))
+        told.append(peer)
+    assert told == [peers.find("worker1")]
 
 
 async def _outcome(call: Any) -> Any:

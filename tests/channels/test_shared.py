@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import Buffer
 from tests.channels.ends import MIB, Message, SharedEnds, borrowed, pattern
+from tests.transport.ends import interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 8 * MIB
@@ -335,6 +337,27 @@ def test_what_is_not_mapped_in_time_is_waited_for_once(waiting: SharedEnds) -> N
     (wire,) = end.send([bytes(COLD_SIZE)], [])
     assert wire is not None
     end.withdraw([wire], named=False)
+
+
+def test_an_interrupted_wait_for_the_other_end_keeps_nobody_waiting() -> None:
+    """Whatever a signal handler raises in, as a main thread waits: the loop can still be told, and close this end."""
+    files = [module.__file__ or "" for module in (shared, threading)]
+    found: list[str] = []
+    while True:
+        pair = SharedEnds(limit=LIMIT, warm=0)
+        pair.around[0].seconds = 0.001
+        where = interrupted(partial(pair.ends[0].send_one, bytes(COLD_SIZE)), len(found), *files, signals=True)
+        thread = threading.Thread(target=pair.ends[0].close, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive(), where
+        pair.ends[1].close()
+        for arena in pair.arenas:
+            arena.close()
+        if where is None:
+            break
+        found.append(where)
+    assert any(where.startswith("_wait_for") for where in found), "it was not interrupted"
 
 
 def test_nobody_waits_for_what_is_refused(waiting: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:

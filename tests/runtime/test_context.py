@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _weakrefset
 import asyncio
 import decimal
 import gc
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft
-from aiorpc.runtime.calls.current import current_call
+from aiorpc.runtime.calls import current
+from aiorpc.runtime.calls.current import current_call, registry
 from aiorpc.runtime.group import events
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
+from tests.transport.ends import meanwhile
 
 
 def who() -> tuple[str, WorkerInfo]:
@@ -352,6 +356,84 @@ async def test_events_that_nobody_takes_are_bounded(
         assert [event async for event in kept] == told[6:]
         assert [event async for event in kept] == []
         assert len(caplog.messages) == 5  # nobody has taken the last ones of the other listener either, nor the end
+
+
+async def test_an_event_that_is_taken_before_its_thread_says_so() -> None:
+    """Whoever takes it at once and waits for the next one is woken for nothing then, and waits on."""
+    told = [WorkerJoined(WorkerInfo(f"guest{number}", number)) for number in range(2)]
+
+    async def happened(at: int) -> bool:
+        news = events.Events()
+        read = news.listen()
+        seen: list[Any] = []
+        turns: list[Any] = []
+        awaited: asyncio.Future[Any] | None = None
+
+        def step() -> asyncio.Future[Any] | None:
+            """Go on with the turn that has begun, or begin one: what it waits for, None if it is over."""
+            turns[:] = turns or [anext(read)]
+            try:
+                future: asyncio.Future[Any] = turns[0].send(None)
+            except StopIteration as ended:
+                seen.append(ended.value)
+                turns.clear()
+                return None
+            return future
+
+        def take(_: str) -> None:
+            nonlocal awaited
+            awaited = step() or step()
+
+        found = meanwhile(partial(news.publish, told[0]), at, take, events.__file__, signals=True)
+        for coming in (0, 1):
+            while len(seen) <= coming:
+                await asyncio.sleep(0)
+                if awaited is None or awaited.done():
+                    awaited = step()
+            await asyncio.sleep(0)
+            if awaited is not None and awaited.done():
+                awaited = step()
+            if not coming:
+                news.publish(told[1])
+        assert seen == told
+        return found
+
+    at = 0
+    while await happened(at):
+        at += 1
+    assert at > 3
+
+
+def test_workers_are_looked_through_as_others_come_and_go() -> None:
+    """Wherever the interpreter turns to another thread: those that are asked for are those before or those after."""
+
+    async def look() -> None:
+        async with cluster(3) as workers:
+            nodes: set[Any] = {worker.node for worker in workers}
+
+            def happened(at: int, come: bool) -> bool:
+                found: list[Any] = []
+                change = registry.add if come else registry.remove
+                if come:
+                    registry.remove(workers[2].node)
+                here = meanwhile(
+                    lambda: found.extend(registry.nodes()),
+                    at,
+                    lambda _: change(workers[2].node),
+                    current.__file__,
+                    _weakrefset.__file__,
+                    signals=True,
+                )
+                if here or come:
+                    registry.add(workers[2].node)
+                assert nodes - {workers[2].node} <= {*found} <= nodes
+                return here
+
+            for come in (False, True):
+                moments = next(at for at in range(10_000) if not happened(at, come))
+                assert moments > 5
+
+    asyncio.run(look())
 
 
 async def test_the_switch_interval_is_the_shortest_that_a_worker_of_the_process_asks_for() -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -21,11 +22,13 @@ from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
+from aiorpc.runtime.links import link
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from aiorpc.transport.writing import FrameWriter
 from tests.runtime.waiting import LIMIT, until, until_no_references
+from tests.transport.ends import meanwhile
 
 MIB = 1 << 20
 MANY = 1000
@@ -610,3 +613,21 @@ async def test_calls_from_many_threads_keep_their_data() -> None:
             await asyncio.to_thread(thread.join, 30)
         assert failures == []
         await until_nothing_under_way(*workers)
+
+
+async def test_messages_that_threads_read_at_once_are_all_counted(pair: list[Worker]) -> None:
+    """The loop reads one connection of a link, and a thread that waits for its answer the other."""
+    await pair[0].call("worker1", abs, -1)
+    opened = next(each for each in pair[0].node.links.all() if each.opener)
+    late = [Frame(Kind.ERROR, 1 << 40, b"")]  # the answer of a call that has ended
+
+    def happened(at: int) -> bool:
+        before = opened.messages_received
+        found = meanwhile(
+            partial(opened.on_frames, late), at, lambda _: opened.on_frames(late), link.__file__, signals=True
+        )
+        assert opened.messages_received == before + 1 + found
+        return found
+
+    moments = next(at for at in range(10_000) if not happened(at))
+    assert moments > 1

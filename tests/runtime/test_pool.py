@@ -670,3 +670,29 @@ def test_threads_that_are_woken_for_nothing_sleep_again(
         source.put()
         wait_until(partial(read, number))
     wait_until(lambda: pool.idle == pool.threads <= 3)
+
+
+def test_who_is_interrupted_as_it_is_excused_keeps_no_thread_from_its_work(pools: Callable[..., ThreadPool]) -> None:
+    """Whatever a signal handler raises in, in a main thread that ends a worker: jobs with nested calls go on."""
+    files = [module.__file__ or "" for module in (pool_module, threading)]
+    found: list[str] = []
+
+    def excused() -> None:
+        with pool.excused():
+            pass
+
+    while True:
+        pool, ran = pools(1), threading.Event()
+        where = interrupted(excused, len(found), *files, signals=True)
+
+        def job() -> None:
+            pool.enter_blocked()  # noqa: B023  # called at once
+            pool.exit_blocked()  # noqa: B023  # as above
+            ran.set()  # noqa: B023  # as above
+
+        pool.submit(job)
+        assert ran.wait(LIMIT_S), where
+        if where is None:
+            break
+        found.append(where)
+    assert len(found) > 3, "it was not interrupted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc.protocol import session as protocol_session
 from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.protocol.session import Session
@@ -392,6 +393,62 @@ def test_the_size_is_right_whenever_others_append(work: str) -> None:
 
     moments = next(at for at in range(10_000) if not happened(at))
     assert moments > 1
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "kept"])
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+def test_the_size_is_right_again_after_an_interruption(seals: bool, kept: bool) -> None:
+    """Of a writer, wherever a signal handler raises: also where part of a frame had left by then."""
+    at = 0
+    for at in range(10_000):
+        session, queue, sock = Session(1 << 20), filled([]), Taker([3, 0, 4, None])
+        if seals:
+            queue.seal(Seal(KEY), JOIN_SIZE - 7)
+        if kept:
+            queue.keep(session)
+        for frame in ([b"one"], [b"head", LARGE], [b"three"]):
+            queue.append(frame)
+        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__, signals=True)  # type: ignore[misc]  # no type for a default
+        if place is None:
+            break
+        queue.recount()
+        drain(queue, sock)
+        assert queue.size == 0, place
+        assert session.size == sum(map(len, chain.from_iterable(session.kept))), place
+    assert 10 < at < 9_999, "it was not interrupted"
+
+
+@pytest.mark.parametrize("others", ["append", "acknowledge"])
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+def test_what_others_count_stays_as_the_size_is_made_right(seals: bool, others: str) -> None:
+    """Wherever the interpreter turns from a writer that was interrupted to another thread, and from that to it."""
+    whole: list[Buffer] = [b"head", LARGE]
+
+    def happened(at: int, recounts: bool) -> bool:
+        session, queue, sock = Session(1 << 20), SendQueue(), Taker()
+        queue.keep(session)
+        if seals:
+            queue.seal(Seal(KEY))
+        queue.append(whole)
+        drain(queue, sock)
+        queue.append([b"waits"])
+        step: Callable[[], object] = partial(queue.append, [b"later"], [])
+        if others == "acknowledge":
+            step = partial(session.arrived, [Frame(ACK, 1, b"")], 0)
+        first, second = (queue.recount, step) if recounts else (step, queue.recount)
+
+        def other(_: str) -> None:
+            second()
+
+        found = meanwhile(first, at, other, send_queue.__file__, protocol_session.__file__, signals=True)
+        drain(queue, sock)
+        assert queue.size == 0
+        assert session.size == sum(map(len, chain.from_iterable(session.kept)))
+        return found
+
+    for recounts in (True, False):
+        moments = next(at for at in range(10_000) if not happened(at, recounts))
+        assert moments > 1
 
 
 def test_interruption_of_append_leaves_all_or_nothing() -> None:

@@ -332,7 +332,8 @@ class Sender:
         if box is not None:
             self._pump(box)
         elif self._forced and sending.target >= 0:
-            reason = self._why or next((box.refused for box in self._boxes.values() if box.refused), "it has no outbox")
+            refusals = [box.refused for box in list(self._boxes.values()) if box.refused]
+            reason = self._why or next(iter(refusals), "it has no outbox")
             self._end_sending(sending, f"device_channel='ipc', and that cannot be had: {reason}")
         elif not sending.running:
             sending.running = True
@@ -532,8 +533,8 @@ class Sender:
         """Nothing more is sent. The outboxes, which the other process may still use."""
         self._closed = True
         self._sending.clear()
-        outboxes = [box.outbox for box in self._boxes.values() if box.outbox is not None]
-        for box in self._boxes.values():
-            box.waiting.clear()
+        boxes = list(self._boxes.values())  # at once: a thread may be about to make another one
         self._boxes.clear()
-        return outboxes
+        for box in boxes:
+            box.waiting.clear()
+        return [box.outbox for box in boxes if box.outbox is not None]

@@ -183,6 +183,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
+        # New sets, and not changed ones: other threads may be looking through the old ones just now, in Python.
         self._nodes: weakref.WeakSet[CommonHome] = weakref.WeakSet()
         self._pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()  # also of workers that left with handlers at work
         self._hooked = False
@@ -201,8 +202,8 @@ class Registry:
                 self._hooked = True
                 os.register_at_fork(after_in_child=self._after_fork)
                 atexit.register(self._at_exit)
-            self._nodes.add(node)
-            self._pools.add(node.engine.pool)
+            self._nodes = weakref.WeakSet([*self._nodes, node])
+            self._pools = weakref.WeakSet([*self._pools, node.engine.pool])
             self._update()
 
     def remove(self, node: CommonHome) -> None:
@@ -210,7 +211,7 @@ class Registry:
         with self._lock:
             if node in self._nodes and node.engine.lifetime.loop_ended:
                 self._ended = node.engine.lifetime
-            self._nodes.discard(node)
+            self._nodes = weakref.WeakSet(each for each in self._nodes if each is not node)
             self._update()
 
     def forget(self, lifetime: Lifetime | None = None) -> None:
@@ -297,8 +298,7 @@ class Registry:
             # The fork of a coroutine that is a handler: the loop must not go on here when that awaits something.
             call.node.engine.loop.call_soon(end_child, where(call))
         # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `only`, and raise.
-        self._nodes.clear()
-        self._pools.clear()
+        self._nodes, self._pools = weakref.WeakSet(), weakref.WeakSet()
 
     def _at_exit(self) -> None:
         for node in list(self._nodes):

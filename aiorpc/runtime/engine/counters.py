@@ -9,7 +9,7 @@ from ...transport.connection import Connection
 
 
 class Counters:
-    """Counts are added to without locks: to lose an increment now and then costs less than a lock for each call."""
+    """Counts are added to without locks, in steps that no other thread gets between: none has a call in it."""
 
     def __init__(self) -> None:
         self.made = 0  # calls of users made here

@@ -122,7 +122,9 @@ class ThreadPool:
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
         self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
         self._ending: list[threading.Thread] = []  # those that count no more, and may not be gone yet
-        # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too.
+        # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too. It is taken by
+        # itself, and not by way of the condition, whose code is Python's: what a signal handler raised in that would
+        # leave it taken.
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
         self._threads = 0  # those that have begun
@@ -255,7 +257,7 @@ class ThreadPool:
         self._wake_all()
         own = int(self.is_pool_thread())
         until = time.monotonic() + timeout
-        with self._ended:
+        with self._lock:
             self._ended.wait_for(lambda: self.threads <= own + self._excused, timeout)
             left = max(0, self.threads - own - self._excused - len(self._idle)) + len(self._jobs)
         for thread in self._ending:  # so that who looks for threads afterwards finds none of the pool
@@ -279,7 +281,7 @@ class ThreadPool:
                 ident = ctypes.c_ulong(thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ProcessExits))
         own = int(self.is_pool_thread())
-        with self._ended:
+        with self._lock:
             self._ended.wait_for(lambda: self._threads <= own + self._blocked, timeout)
 
     @contextlib.contextmanager
@@ -293,7 +295,7 @@ class ThreadPool:
             self._excuse(-own)
 
     def _excuse(self, count: int) -> None:
-        with self._ended:
+        with self._lock:
             self._excused += count
             self._ended.notify_all()
 
@@ -362,7 +364,7 @@ class ThreadPool:
             thread = threading.Thread(target=self._work, args=(announced,), name=name, daemon=True)
             thread.start()
         except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
-            with self._ended:
+            with self._lock:
                 self._starting.discard(announced)
                 self._ended.notify_all()
             self._waking = False
@@ -533,7 +535,7 @@ class ThreadPool:
         return True
 
     def _retire(self, wake: threading.Lock) -> bool:
-        with self._ended:
+        with self._lock:
             if self._threads + len(self._starting) - self._blocked <= self._limit or not self._unpark(wake):
                 return False
             self._end(wake)
@@ -557,7 +559,7 @@ class ThreadPool:
 
     def _leave(self, wake: threading.Lock) -> None:
         self._close_alarm()
-        with self._ended:
+        with self._lock:
             self._end(wake)
         self._look_again()
         # Threads that went idle above the limit while jobs were left have not seen that the pool is done.

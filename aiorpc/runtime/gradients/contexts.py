@@ -385,6 +385,8 @@ class Gradients:
         if context is None:
             return None
         context.known.add(peer)
+        if id not in self._contexts:  # left meanwhile, by another thread, which may not tell that worker of it
+            return None
         return Tape(context)
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
@@ -444,7 +446,7 @@ class Gradients:
         if context is None:
             return set()
         context.end(RpcError(f"autograd context {id} was left"))
-        return context.known
+        return context.known.copy()  # while that is looked through, other threads may still add to what they have found
 
     def on_gone(self, worker_id: int) -> None:
         """A worker is gone, and leaves its contexts. On the loop."""

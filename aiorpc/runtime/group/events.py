@@ -147,7 +147,8 @@ class Listener(AsyncIterator[Event]):
     async def __anext__(self) -> Event:
         arrived = asyncio.Event()
         self._waiting = asyncio.get_running_loop(), arrived  # before the look: what comes now wakes us
-        if not self._events:
+        while not self._events:  # the thread that has put the last one may wake us only now that it was taken
+            arrived.clear()
             self._awaited.add(self)
             try:
                 await arrived.wait()

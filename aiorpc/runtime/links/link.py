@@ -239,7 +239,8 @@ class Link:
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
         """
         if not again:
-            self.messages_received += len(frames)
+            count = len(frames)
+            self.messages_received += count
             if self.engine.observers:
                 for frame in frames:
                     observed.tell(self.engine.observers, self._passage_of(frame))

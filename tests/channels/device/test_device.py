@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aiorpc.channels import Wire
 from aiorpc.channels.accelerator import DeviceBuffer
-from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices
+from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices, sender
 from aiorpc.errors import ProtocolError, RpcError
 from tests.channels.device.ends import (
     BOX,
@@ -34,6 +34,7 @@ from tests.fakes.interprocess import InterprocessEvent
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
 from tests.tiers import examples
+from tests.transport.ends import meanwhile
 
 SIZES = [1, 64 * KIB - 1, 64 * KIB, MIB + 1, 2 * BOX + 5]
 BOUND = settings(
@@ -1340,3 +1341,45 @@ def test_an_interrupt_while_one_buffer_is_sent_loses_nothing() -> None:
     ends.dispose()
     for fake in ends.fakes:
         fake.close()
+
+
+def test_it_is_closed_while_a_thread_sends_from_another_device() -> None:
+    """Wherever the interpreter turns to that thread: both come to an end, and all that was offered is handed back."""
+
+    def happened(at: int) -> bool:
+        ends = IpcEnds(0)
+        ends.post(ends.send([ends.make_on(0, "cuda:1", b"x" * 100)]))
+        ends.settle()
+        fake, goes_on, sent = ends.fakes[0], threading.Event(), threading.Event()
+        wait, buffer = fake.wait, ends.make_on(1, "cuda:0", b"y", elsewhere=True)
+
+        def late(event: Any, stream: Any) -> None:
+            fake.wait = wait  # type: ignore[method-assign]  # as it was
+            sent.set()
+            assert goes_on.wait(30)
+            wait(event, stream)
+
+        def send() -> None:
+            with contextlib.suppress(RpcError):
+                ends.devices[0].send_one(buffer)
+
+        fake.wait = late  # type: ignore[method-assign]  # once
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert sent.wait(30)
+
+        def go_on(_: str) -> None:
+            goes_on.set()
+            thread.join(30)
+
+        try:
+            found = meanwhile(ends.devices[0].close, at, go_on, sender.__file__, signals=True)
+            assert len(ends.around[0].retired) == 1
+        finally:
+            go_on("")
+            for each in ends.fakes:
+                each.close()
+        return found
+
+    moments = next(at for at in range(10_000) if not happened(at))
+    assert moments > 3
