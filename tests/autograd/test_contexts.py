@@ -495,7 +495,7 @@ async def test_the_end_is_told_whatever_else_there_is(limit: str) -> None:
             await until(lambda: workers[1].statistics().calls_running == 1)
             with pytest.raises(aiorpc.Overloaded, match=limit):
                 while True:
-                    await workers[0].call("worker1", parts.echo, None)
+                    await workers[0].call("worker1", parts.echo, bytes(1 << 10))  # with next to nothing it has room
             y.register_hook(_fail)
             with pytest.raises(ArithmeticError, match="in a hook"):
                 await ctx.backward([y.sum()])
