@@ -531,6 +531,9 @@ async def _serve_rendezvous(node: Node) -> None:
                 logger.info("worker %s has found a store again: newcomers find it there", name)
                 gone = occupied = False
                 pause = bounds.serving_pause
+        except asyncio.CancelledError:  # the worker ends, which waits for steps that are under way
+            engine.steps.stop.set()
+            raise
         except StoreGone as error:
             if not gone:
                 logger.warning("worker %s: %s. Members that know each other go on; newcomers find nobody", name, error)

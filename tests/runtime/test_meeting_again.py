@@ -23,6 +23,7 @@ import aiorpc
 from aiorpc import PeerLost, RendezvousError, RpcBackendOptions, StoreGone, Worker
 from aiorpc.runtime import life
 from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.meeting import rendezvous
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from aiorpc.runtime.meeting.stores import serve
 from tests.limits import busy
@@ -76,6 +77,33 @@ async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Call
                 assert {info.name for info in late.worker_infos()} == {"a", "b", "gone", "late"}
                 assert await b.call("late", where) == "late"
             await asyncio.gather(a.shutdown(), b.shutdown())
+
+
+async def test_who_has_given_up_a_look_at_the_store_is_found_at_another_one(
+    quick_founding: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subscription that is closed while it asks who publishes its name ends nothing else that needs the store."""
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    method = f"tcp://127.0.0.1:{port}"
+    quick_founding(0.01)
+    look_up, asked, answers = Rendezvous.look_up, threading.Event(), threading.Event()
+
+    def look_up_slowly(self: Rendezvous, key: str) -> str | None:
+        asked.set()
+        answers.wait(LIMIT)
+        return look_up(self, key)
+
+    async with aiorpc.init("a", init_method=method) as a:
+        monkeypatch.setattr(Rendezvous, "look_up", look_up_slowly)
+        subscription = aiorpc.subscribe("weights")
+        await until(asked.is_set)
+        await subscription.aclose()
+        answers.set()
+        del store
+        quick_founding(60.0)
+        async with aiorpc.init("b", init_method=method) as b:
+            assert await b.call("a", where) == "a"
+            await a.shutdown()
 
 
 async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -314,4 +342,25 @@ async def test_a_fixed_group_meets_at_a_store_that_is_there_already() -> None:
         assert not any(worker.hosts_store for worker in workers)
         assert await workers[0].call("w1", where) == "w1"
         await asyncio.gather(*(worker.shutdown() for worker in workers))
+    del store
+
+
+async def test_a_leader_that_did_not_reach_the_store_for_a_while_lets_newcomers_in_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The network that has taken a member may have taken the store with it, and both come back."""
+    caplog.set_level(logging.INFO, "aiorpc")
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    method = f"tcp://127.0.0.1:{port}"
+    workers = [Worker(f"w{rank}", rank=rank, world_size=2, init_method=method) for rank in range(2)]
+    await asyncio.gather(*(worker.start() for worker in workers))
+    assert await workers[0].call("w1", where) == "w1"
+    workers[0].node.engine.bounds = Bounds(foreign_pause=0.05)
+    with monkeypatch.context() as away:
+        away.setattr(rendezvous, "listens", lambda place: False)
+        await workers[1].drop()
+        await until(lambda: any("can let nobody in" in message for message in caplog.messages))
+    async with Worker("w1", rank=1, world_size=2, init_method=method) as back:
+        assert await workers[0].call("w1", where) == "w1" and await back.call("w0", where) == "w0"
+        await asyncio.gather(workers[0].shutdown(), back.shutdown())
     del store

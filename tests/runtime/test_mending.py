@@ -262,6 +262,26 @@ async def test_large_tensors_go_on_where_they_were(far: list[Worker], kind: str)
     assert here.bytes_received - before < 2 * 8 * size * 1.1 + again
 
 
+@ALSO_TLS
+async def test_a_second_connection_that_an_outage_hinders_is_opened_behind_it(far: list[Worker], kind: str) -> None:
+    """Else all large tensors would go over the first one from then on, between the calls that they hold up."""
+    large, link = torch.ones(500_000), far[0].node.peers.find("worker1").link
+    assert link is not None and link.pipe is None
+    with away():
+        cut()
+        await until(lambda: far[0].statistics().connections_suspended > 0)
+        call = rpc.call("worker1", bodies.echo, large)
+        await until(lambda: link.second._asked)
+        await asyncio.sleep(0.1)  # for a try, which fails
+    assert torch.equal(await asyncio.wait_for(call, LIMIT), large)
+    await until(lambda: link.pipe is not None)
+    assert link.pipe is not link.connection
+    (service,) = [each for each in far[1].node.services if each.record.name == "worker0"]
+    await until(lambda: service.link.pipe is not None)
+    assert service.link.pipe is not service.link.connection
+    assert torch.equal(await under_cuts(rpc.call("worker1", bodies.echo, large), 7, 0.1), large)
+
+
 class Weights:
     """A tensor that is changed in place, and given away as it is."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
@@ -33,7 +34,7 @@ from aiorpc import (
 )
 from aiorpc.runtime.fanout.barriers import come_to_barrier
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import until, until_no_references, wait_until
+from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 
 _gates: dict[str, asyncio.Event] = {}
 _begun: list[str] = []
@@ -94,6 +95,30 @@ async def test_any_with_retries_tries_another_member(four: list[Worker]) -> None
         faults.fail("call", times=2, error=Overloaded("full"))
         name, value = await group.any(name_of, 7)
     assert (name in ("worker1", "worker2", "worker3"), value) == (True, 7)
+
+
+async def test_retries_wait_for_another_member_where_the_only_one_was_lost() -> None:
+    """The pattern fits nobody meanwhile, which ends neither a call with retries nor a map; only the first try does."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        group = worker.group("server", retries=1000, backoff=(0.01, 0.05))
+        with pytest.raises(UnknownWorker):
+            group.any(name_of)
+        with pytest.raises(UnknownWorker):
+            await anext(group.map(name_of, range(3)))
+        first = await aiorpc.init("server", store=store)
+        await until(lambda: len(worker.worker_infos()) == 2)
+        _gates["server"] = asyncio.Event()
+        call, results = group.any(held, 7), group.map(held, range(6))
+        begun = asyncio.ensure_future(anext(results))
+        await until(lambda: len(_begun) == 3)
+        await first.drop()
+        await until(lambda: len(worker.worker_infos()) == 1 and worker.statistics().calls_retried > 3)
+        _gates.clear()
+        async with aiorpc.init("server", store=store):
+            assert await asyncio.wait_for(call, LIMIT) == ("server", 7)
+            values = [await begun, *[result async for result in results]]
+            assert values == [("server", number) for number in range(6)]
 
 
 async def test_any_refuses_what_call_refuses(four: list[Worker]) -> None:

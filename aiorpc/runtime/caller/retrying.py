@@ -2,8 +2,9 @@
 
 A try is worth another one if it ended because the worker was lost, has left, or could not be reached, or because a
 queue was full, here or there, or because the worker serves no object of that name, which its replacement may do by
-and by. Whatever the function itself raised is its answer, and so is what the callee refuses for good. The callee's word
-decides: an Error says whether the call may be sent again.
+and by; and if nobody is in a group just now, as its last member was lost. Whatever the function itself raised is its
+answer, and so is what the callee refuses for good. The callee's word decides: an Error says whether the call may be
+sent again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ...errors import (
     RpcTimeout,
     RpcUsageError,
     UnknownObject,
+    UnknownWorker,
     WorkerClosed,
 )
 from ...futures import GRACE, Future
@@ -89,10 +91,13 @@ class Retries:
         timeout: float,
         options: RetryOptions,
         site: CallSite,
+        *,
+        met: bool = False,
     ) -> Future[Any]:
         """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
 
-        to: the worker, or what chooses one for each try.
+        to: the worker, or what chooses one for each try. met: whether there was somebody to choose before, so that
+        UnknownWorker is a try that has failed, as it is behind the first one.
         Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
         """
         if current_autograd.get():
@@ -111,7 +116,7 @@ class Retries:
         number = next(self._numbers) if options.idempotent else None
         worker = None if callable(to) else to
         future = RetriedFuture(self, engine, tries, describe(function), worker, site, allowed)
-        future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future))
+        future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future), met)
         return future
 
     def _make(
@@ -183,14 +188,16 @@ class RetriedFuture(Future[Any]):
         self._call: CallFuture | None = None
         self._lock = threading.Lock()  # for `_tries`, `_call` and `_make`
 
-    def begin(self, make: Callable[[], CallFuture]) -> None:
-        """Make the first try. make: makes a try. Raises what that raises, but for Overloaded."""
+    def begin(self, make: Callable[[], CallFuture], met: bool) -> None:
+        """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
         self._make = make
         try:
             self._retries.calls.add(self)
             try:
                 call = make()
-            except Overloaded as error:
+            except (Overloaded, UnknownWorker) as error:
+                if isinstance(error, UnknownWorker) and not met:
+                    raise
                 self._failed(error)
                 return
             self._follow(call)
@@ -261,7 +268,7 @@ class RetriedFuture(Future[Any]):
             return
         try:
             call = make()
-        except Overloaded as error:
+        except (Overloaded, UnknownWorker) as error:  # the second is of a group that is empty now
             self._failed(error)
         except BaseException as error:
             self._end(RetriedEvent.ANSWERED, None, error)

@@ -15,7 +15,8 @@ T = TypeVar("T")
 class Steps:
     """Runs steps that block, such as those of the rendezvous, beside the loop. Its methods belong to the loop.
 
-    stop: set as soon as a step was given up; steps that wait for other workers look at it, and end.
+    stop: to be set when the worker gives up joining, or ends; steps that wait for other workers look at it, and end.
+    Not with each step that is given up: whoever asks the store something may lose interest in that alone.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -27,19 +28,15 @@ class Steps:
     async def run(self, function: Callable[[], T]) -> T:
         """Run the function in a thread of its own; what it returns is returned, and what it raises is raised.
 
-        The function has to bound its time by itself. If whoever awaits this is cancelled, `stop` is set and the step
-        goes on to its end, for which `wait` waits. Once the loop is closed it runs here: nothing could await it.
+        The function has to bound its time by itself. If whoever awaits this is cancelled the step goes on to its end,
+        for which `wait` waits. Once the loop is closed it runs here: nothing could await it.
         """
         if self._loop.is_closed():
             return function()
         step = self._loop.create_task(run_in_thread(function, f"aiorpc-{self._name}-rendezvous"))
         self._running.add(step)
         step.add_done_callback(self._ended)
-        try:
-            return await asyncio.shield(step)
-        except asyncio.CancelledError:
-            self.stop.set()
-            raise
+        return await asyncio.shield(step)
 
     @property
     def loop_closed(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from ...collecting import wait_alone
-from ...errors import RpcUsageError
+from ...errors import RpcUsageError, UnknownWorker
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
@@ -154,13 +154,19 @@ class PeerGroup:
         return self.call_one(function, args, kwargs, call_site(sys._getframe(1)))
 
     def call_one(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        site: CallSite,
+        *,
+        met: bool = False,
     ) -> Future[Any]:
-        """What `any` does. site: where the call was made."""
+        """What `any` does. site: where the call was made. met: as of `Retries.call`."""
         options, home = self._options, self._home
         if options.retry.retries:
             return home.retries.call(
-                lambda: self._least_busy().name, function, args, kwargs, options.timeout, options.retry, site
+                lambda: self._least_busy().name, function, args, kwargs, options.timeout, options.retry, site, met=met
             )
         one_try = Try(site, None)
         peer = self._least_busy()
@@ -180,12 +186,22 @@ class PeerGroup:
         in its place; with ``retries=`` one whose member was lost goes to another member. Leaving the loop early calls
         off what is under way. RpcUsageError for what is no iterable, with nothing sent.
         """
-        site = call_site(sys._getframe(1))
+        site, many = call_site(sys._getframe(1)), 0
+
+        def ahead() -> int:
+            nonlocal many
+            try:
+                many = len(self._members.now())
+            except UnknownWorker:
+                if not many or not self._options.retry.retries:
+                    raise
+            return 2 * many
+
         return GroupMap(
             self._home.engine,
-            lambda item: self.call_one(function, (item,), {}, site),
+            lambda item: self.call_one(function, (item,), {}, site, met=ahead() > 0),
             items,
-            lambda: 2 * len(self._members.now()),
+            ahead,
         )
 
     # --- streams, references ------------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ class _Accepting:
         if link is None:  # its first connection has ended meanwhile
             self.connection.abort()
             return
-        self._serving = link.second.closed
+        self._serving = partial(link.second.closed, self.connection)
         link.second.attach(self.connection)
 
     def _too_slow(self, patience: float) -> None:

@@ -156,17 +156,37 @@ class Connector:
         peer.ready(connection)
 
     async def _open_pipe(self, link: Link) -> None:
-        try:
-            transport = "unix" if link.connection.local else "tcp"
-            async with asyncio.timeout(self._engine.bounds.pipe):
-                sock = await _reach(self._engine, link.record, (transport,))
-                opening = _Opening(self._engine, link.connection.session, link.record, sock, link.number, pipe=True)
-                opening.on_closed = link.second.closed
-                opening.on_lasting = partial(self._watch, link.record, link.number, None)
-                await opening.run(link.second.attach)
-        except (OSError, TimeoutError, RpcError) as error:
-            late = f"it was not open within {self._engine.bounds.pipe:g} s"  # the time for all of it has no text
-            link.second.refused(f"{type(error).__name__}: {error}" if str(error) else late)
+        """Open it, or say why that cannot be.
+
+        Where the first one outlives its socket, what a network that is down has hindered is tried again: nothing is
+        lost by that, as what would go over the second one cannot go over the first one either.
+        """
+        session, patience, pause = link.connection.lasting, self._engine.bounds.pipe, FIRST_PAUSE
+        limit = time.monotonic() + patience
+        while not link.closed:
+            try:
+                async with asyncio.timeout(max(0.0, limit - time.monotonic())):
+                    await self._try_pipe(link)
+                return
+            except (OSError, TimeoutError, RpcError) as error:
+                final = session is None or not isinstance(error, OSError) or isinstance(error, _NOBODY_LISTENS)
+                late = f"it was not open within {patience:g} s"  # the time for all of it has no text
+                reason = f"{type(error).__name__}: {error}" if str(error) else late
+            now = time.monotonic()
+            if session is not None and session.suspended:
+                limit = now + patience
+            elif final or now > limit:
+                link.second.refused(reason)
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
+    async def _try_pipe(self, link: Link) -> None:
+        sock = await _reach(self._engine, link.record, ("unix" if link.connection.local else "tcp",))
+        opening = _Opening(self._engine, link.connection.session, link.record, sock, link.number, pipe=True)
+        opening.on_closed = partial(link.second.closed, opening.connection)
+        opening.on_lasting = partial(self._watch, link.record, link.number, None)
+        await opening.run(link.second.attach)
 
     async def _open(self, record: WorkerRecord, peer: Peer) -> Connection:
         """Open a connection to a worker, ready for calls, trying again with ever longer pauses for a bounded time.

@@ -68,13 +68,13 @@ class Newcomers:
         self._arriving: dict[int, asyncio.Future[Roster]] = {}
         self._hearing: dict[str, asyncio.Event] = {}  # of whom the leader is just telling this worker, by incarnation
         self._looking = False
-        self._blind = False  # the store has gone
+        self._blind = False  # the store has gone, or is not reached
 
     # --- as the leader ------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Look at the store for newcomers, as long as this worker leads and a place is vacant."""
-        if not self._looking and not self._blind and self._wanted():
+        if not self._looking and self._wanted() and (not self._blind or self._home.rendezvous.is_client):
             self._looking = True
             self._engine.tasks.spawn(self._look())
 
@@ -82,7 +82,7 @@ class Newcomers:
         return self._table.leads and not self._table.free and bool(self._table.places.vacant())
 
     async def _look(self) -> None:
-        in_store = self._home.rendezvous.newcomers
+        in_store, bounds = self._home.rendezvous.newcomers, self._engine.bounds
         try:
             while self._wanted() and not self._engine.closed:
                 look = partial(in_store.applicants, self._table.places.vacant())
@@ -90,13 +90,16 @@ class Newcomers:
                     for record in await self._engine.steps.run(look):
                         if record.incarnation not in self._answered:
                             self._carry_out(self._table.apply(record))
-                except StoreGone as error:  # for good, and torch logs every look at it
+                    self._blind = False
+                except StoreGone as error:
+                    if not self._blind:
+                        logger.info("worker %s can let nobody in: %s", self._engine.name, error)
                     self._blind = True
-                    logger.info("worker %s can let nobody in any more: %s", self._engine.name, error)
-                    return
+                    if not self._home.rendezvous.is_client:  # for good, and torch logs every look at it
+                        return
                 except RendezvousError as error:
                     logger.warning("worker %s cannot see who wants to come: %s", self._engine.name, error)
-                await asyncio.sleep(self._engine.bounds.serving_pause)
+                await asyncio.sleep(bounds.foreign_pause if self._blind else bounds.serving_pause)
         finally:
             self._looking = False
 

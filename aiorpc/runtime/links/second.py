@@ -2,7 +2,7 @@
 
 What the ends say about it is in `messages`: Pipe over the first connection, Attach over the second one. The opener of
 the link opens it, when the first chunk is to be sent or, for the acceptor, when that asks for it. If it cannot be had,
-chunks go between the frames of the first connection.
+chunks go between the frames of the first connection; but a network that is down for a while is waited for.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SecondConnection:
         if link.closed or self.connection is not None:
             pipe.abort()
             return
-        self.attached = pipe
+        self.attached = pipe  # also in place of one that its opener has given up: whoever mends that ends it
         pipe.on_cut = link.bulk.displace
         pipe.decoder.place = link.bulk.place
         pipe.on_frames = partial(link.on_frames, pipe=pipe)
@@ -166,13 +166,15 @@ class SecondConnection:
         else:
             raise ProtocolError(f"{frame} does not belong on a connection for chunks")
 
-    def closed(self, cause: BaseException | None) -> None:
-        """The second connection has ended. If the first one does not end as well, it is aborted: a link needs both.
+    def closed(self, pipe: Connection, cause: BaseException | None) -> None:
+        """A second connection has ended. If the first one does not end as well, it is aborted: a link needs both.
 
         With one exception: its opener has given it up before it could know that the acceptor had taken it. Nothing was
-        on it then, and the opener says over the first connection that there will be none.
+        on it then, and the opener opens another one, or says over the first connection that there will be none.
         """
         link = self._link
+        if pipe is not self.attached:
+            return
         if self.connection is not self.attached:
             self.attached = None
         elif not link.closed and cause is not None:

@@ -196,7 +196,7 @@ class Rendezvous:
                 self.claims = {member.record.name: member.claims for member in members}
                 return [member.record for member in members]
             except StoreGone:
-                if not self._is_client() or self._patience.left() <= 0:
+                if not self.is_client or self._patience.left() <= 0:
                     raise
                 self._reconnect()
         raise RendezvousError(f"the store at {self._place} kept closing for {self._patience.seconds:g} s")
@@ -233,7 +233,7 @@ class Rendezvous:
         return NewcomersInStore(self._places(self.generation), self.record, self._held, self._check_there)
 
     def _check_there(self) -> None:
-        if self._is_client() and not listens(self._place):  # torch logs every failed operation
+        if self.is_client and not listens(self._place):  # torch logs every failed operation
             raise StoreGone(f"the store at {self._place} has gone")
 
     def members(self) -> list[WorkerRecord]:
@@ -308,7 +308,7 @@ class Rendezvous:
 
     def _tell(self, step: Callable[[WorkerRecord], None], record: WorkerRecord) -> None:
         # torch logs every failed operation: do not ask a server that is not there.
-        if self._is_client() and not listens(self._place):
+        if self.is_client and not listens(self._place):
             return
         with contextlib.suppress(StoreGone):
             step(record)
@@ -371,9 +371,14 @@ class Rendezvous:
         return value
 
     @property
+    def is_client(self) -> bool:
+        """Whether another process serves the store, at an address: it may not be reached for a while."""
+        return bool(self._place.host) and not self.hosts_store
+
+    @property
     def may_return(self) -> bool:
         """Whether `meet_again` may find another store where the one that has gone was."""
-        return self.dynamic and self._is_client()
+        return self.dynamic and self.is_client
 
     def meet_again(self, record: WorkerRecord) -> bool:
         """After StoreGone, in a free group: meet newcomers at the store that is there now; False if there is none.
@@ -440,12 +445,9 @@ class Rendezvous:
         self._key = salt, make_key(self._own_secret, from_hex(salt))
         self._world = self._make_world()
 
-    def _is_client(self) -> bool:
-        return bool(self._place.host) and not self.hosts_store
-
     def _check_open(self) -> None:
         """StoreGone if the previous group's host is about to end the store; one that has ended is waited for anew."""
-        if self._is_client() and not listens(self._place):
+        if self.is_client and not listens(self._place):
             self._connect_again()
         self._board.check_open()
 
