@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -24,6 +25,8 @@ from aiorpc.channels.landing import Landing
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.contexts import AutogradContext
 from tests.fakes.cuda import FakeCuda, FakeTensor
+from tests.interrupting import Interrupting
+from tests.runtime.test_overload import Threads
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 
 Tensor = torch.Tensor
@@ -141,6 +144,10 @@ def plus_one(x: Tensor, wait: int = LATE) -> Tensor:
     for _ in range(wait):
         x = x + 0
     return x + 1
+
+
+def echoed(value: Any) -> Any:
+    return value
 
 
 async def plus_one_async(x: Tensor) -> Tensor:
@@ -1267,6 +1274,41 @@ def failing(fake: FakeCuda, name: str, after: int) -> Iterator[None]:
 
 
 # --- groups of workers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_nothing(way: str, mixed: bool) -> None:
+    """Wherever a signal handler raises: later calls are answered, no tensor is kept. mixed: one on the host, too."""
+    async with group({"worker1": CROSSED}, {}, way=way) as (fake, (first, _)):
+        for number in itertools.count(1):
+            x = fake.fake_tensor(values(number))
+            arguments = [x, values(1, 2000)] if mixed else x
+            made: list[aiorpc.Future[Any]] = []
+
+            def call(arguments: Any = arguments, made: list[Any] = made) -> None:
+                made.append(first.call("worker1", echoed, arguments))
+
+            interrupting = Interrupting(number, "/aiorpc/channels/", "/aiorpc/runtime/links/")
+            interrupted = await asyncio.to_thread(interrupting.run, call)
+            if not interrupted:
+                await made[0]
+                break
+            assert is_all(await first.call("worker1", plus_one, x), number + 1)
+        assert number > 10, "it was interrupted nowhere"
+        await until(lambda: not any(link.devices.busy for link in first.node.links.all()))
+        del x, arguments, call, made
+
+
+async def test_threads_that_the_system_does_not_give_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for devices: a tensor goes as soon as there is one, and does not wait for ever."""
+    async with group({"worker1": CROSSED}, {}, way="staging") as (fake, (first, _)):
+        threads = Threads(monkeypatch, r"aiorpc-worker\d-devices-\d+")
+        x = fake.fake_tensor(values(1))
+        answer = first.call("worker1", plus_one, x)
+        await until(lambda: threads.failed >= 2)
+        threads.failures = 0
+        assert is_all(await asyncio.wait_for(answer, LIMIT), 2)
+        del x, answer
 
 
 async def test_a_call_to_several_workers_sends_tensors_on_devices_to_each(way: str) -> None:

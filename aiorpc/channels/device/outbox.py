@@ -78,22 +78,30 @@ class Outbox:
         for slot in range(len(self.slots)):
             self._free[self._first(slot)].append(slot)
         self._firsts = sorted({self._first(slot) for slot in range(len(self.slots))})
-        self.lent = 0
         self._freed = False
         self._using = threading.Lock()  # held while something is enqueued
 
     def _first(self, slot: int) -> int:
         return bisect_left(self._rooms, self._rooms[slot])
 
-    def take(self, size: int) -> int | None:
-        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none."""
+    @property
+    def lent(self) -> int:
+        """How many slots are not free."""
+        return len(self.slots) - sum(map(len, self._free))
+
+    def take(self, size: int, taken: list[int] | None = None) -> int | None:
+        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none.
+
+        taken: what the slot is added to, in the step that takes it: so who is interrupted can give it back.
+        """
+        taken = [] if taken is None else taken
         least = self._firsts[-1] if size > self._rooms[-1] else bisect_left(self._rooms, size)
         with self._lock:
             for first in self._firsts:
                 if first < least or not self._free[first]:
                     continue
-                self.lent += 1
-                return self._free[first].pop()
+                taken.extend(map(self._free[first].pop, (-1,)))  # one call of C
+                return taken[-1]
         return None
 
     def give(self, slot: int) -> None:
@@ -105,7 +113,6 @@ class Outbox:
             if slot in free:
                 raise ValueError(f"slot {slot} is not lent")
             free.append(slot)
-            self.lent -= 1
 
     def put(self, slot: int, source: Tensor, start: int, stream: Stream) -> int:
         """Enqueue a copy of the bytes of `source` from `start` on into the slot; how many. When this returns, the

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy
@@ -238,14 +240,18 @@ class Receiver:
 
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
-        slots = []
-        while self.released:
-            try:
-                slots.append(self.released.popleft())
-            except IndexError:
-                break
-        if slots:
-            self._around.post(Slots(slots), more=more)
+        slots: list[Slot] = []
+        unsent: list[Any] = [slots]
+        try:
+            with suppress(IndexError):  # another thread has taken the rest
+                slots.extend(map(deque.popleft, repeat(self.released, len(self.released))))  # one call of C
+            if slots:
+                self._around.post(Slots(slots), more=more, unsent=unsent)
+        except BaseException:
+            if unsent:  # a signal handler has raised it: somebody else sends them
+                self.released.extend(slots)
+                self._around.on_release()
+            raise
 
     def _do_without(self, number: int) -> None:
         """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""

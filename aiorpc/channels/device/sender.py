@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import RpcError
 from .. import Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
-from .messages import BoxOffer, DeviceTransfer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop
+from .messages import BoxOffer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop
 from .outbox import Outbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings
 
@@ -47,6 +47,7 @@ class _Box:
         self.open = False
         self.refused = ""
         self.waiting: deque[_Sending] = deque()
+        self.unmade = [True]  # taken out by the thread that makes it
 
 
 @dataclass(eq=False)
@@ -126,7 +127,7 @@ class Sender:
         if buffer.ready is not None:
             driver.wait(buffer.ready, driver.current(buffer.index))
         if index >= 0 and self.way == DIRECT:
-            return [*DeviceTransfer(number, buffer.target, size, self._hand_over(buffer, index))]
+            return [number, buffer.target, size, self._hand_over(buffer, index)]  # a DeviceTransfer; as below
         box = self._box(buffer.index, index) if index >= 0 and self.way == IPC else None
         stream = driver.current(buffer.index)
         driver.keep(buffer.carrier, stream)  # it may be another stream's, and be dropped right after this
@@ -140,8 +141,12 @@ class Sender:
             except BaseException:
                 self._give_back(chunks)
                 self._around.on_loop(self._pump_all, chunks)
+                sending = self._sending.get(number)
+                if sending is not None:  # a signal handler has raised it: nobody will post this one
+                    self._stop(sending, "")
                 raise
-        return [number, buffer.target, size, chunks]  # a DeviceTransfer
+        # No call from here on, in which a signal handler may raise: nobody else knows of what was taken.
+        return [number, buffer.target, size, chunks]
 
     def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
         driver = self._accelerator
@@ -159,21 +164,22 @@ class Sender:
     ) -> int:
         """Copy what fits into free slots; how far it came. start, size: of the transfer; `source` begins at `first`."""
         outbox = box.outbox
-        while start < size and outbox is not None:
-            slot = outbox.take(size - start)
-            if slot is None:
-                break
-            try:
+        taken: list[int] = []
+        try:
+            while start < size and outbox is not None:
+                slot = outbox.take(size - start, taken)
+                if slot is None:
+                    break
                 copied = outbox.put(slot, source, start - first, stream)
-            except BaseException:
-                outbox.give(slot)
-                for chunk in chunks:
-                    outbox.give(chunk.slot)
-                self._around.on_loop(self._pump, box)  # somebody may have come to wait for them meanwhile
-                raise
-            chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
-            self.ways[IPC].count_sent(copied)
-            start += copied
+                chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
+                self.ways[IPC].count_sent(copied)
+                start += copied
+        except BaseException:
+            if outbox is not None:
+                for slot in taken:
+                    outbox.give(slot)
+            self._around.on_loop(self._pump, box)  # somebody may have come to wait for them meanwhile
+            raise
         return start
 
     def _clone(self, number: int, buffer: DeviceBuffer, sent: int, box: _Box | None, target: int) -> None:
@@ -241,14 +247,23 @@ class Sender:
             with self._lock:
                 box = self._boxes.get((index, target))
                 if box is None:
-                    box = self._boxes[index, target] = _Box(len(self._boxes), index, target)
-                    self._around.in_background(self._make, box)
+                    made = _Box(len(self._boxes), index, target)
+                    try:
+                        box = self._boxes[index, target] = made
+                        self._around.in_background(self._make, made)
+                    except BaseException:  # a signal handler has raised it, maybe before a thread was asked
+                        self._around.in_background(self._make, made)
+                        raise
         if box.refused and not self._forced:
             return None
         return box
 
     def _make(self, box: _Box) -> None:
-        """In a thread: allocate and offer it."""
+        """In a thread: allocate and offer it. Again: nothing."""
+        try:
+            box.unmade.pop()
+        except IndexError:
+            return
         driver = self._accelerator
         assert driver.interprocess is not None, "no ipc without it"
         try:

@@ -19,8 +19,9 @@ NONCE_SLOT = 0
 class Surroundings(Protocol):
     """What the channel needs around it. All from any thread."""
 
-    def post(self, message: Message, *, more: bool = False) -> None:
-        """Send a message to the other end. more: another one follows at once."""
+    def post(self, message: Message, *, more: bool = False, unsent: list[Any] | None = None) -> None:
+        """Send a message to the other end. more: another one follows at once. unsent: has something in it; it is
+        emptied by the step that queues the message."""
 
     def post_buffer(self, message: Message, buffer: Buffer) -> None:
         """Send a message with a buffer, which is borrowed until it is written."""

@@ -30,7 +30,7 @@ from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
-from ..engine.pool import ThreadPool
+from ..engine.pool import NoThread, ThreadPool
 from ..engine.watch import ProcessWatch
 
 logger = logging.getLogger("aiorpc")
@@ -43,6 +43,8 @@ _DEATH_PATIENCE = 2.0
 _LAST_LOOK = 0.5
 # Seconds between two looks whether others have closed what is ours.
 _PAUSE = 0.005
+# Seconds until a thread is asked for again where the system gave none.
+_NO_THREAD_PAUSE = 0.05
 
 
 class LinkForAccelerators(Protocol):
@@ -170,6 +172,9 @@ class Accelerators:
         """Run something that may wait for a device, in a thread. Any thread; nothing happens once the worker closes."""
         try:
             self._threads.submit(fn, *args)
+        except NoThread as error:  # nor may the loop wait for a device; but others wait for this
+            logger.debug("tried again later: %s", error)
+            self._engine.call_on_loop(self._engine.loop.call_later, _NO_THREAD_PAUSE, self.in_background, fn, *args)
         except WorkerClosed:
             logger.debug("left out, as the worker leaves: %r", fn)
 

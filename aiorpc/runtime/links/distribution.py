@@ -160,15 +160,16 @@ class Distribution:
     ) -> Prepared:
         away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
         host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
-        sent: list[_Given] = [(DEVICE, wire) for wire in self.devices.send(away, []) if wire is not None]
+        sent = self.devices.send(away, [])
         given: list[_Given] = []
         try:
+            there = iter([(DEVICE, wire) for wire in sent if wire is not None])
             given, riders = self._distribute(host, copy, self.shared is not None)
-            here, there = iter(given), iter(sent)
+            here = iter(given)
             wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
             return self._prepared(kind, call_id, body, wires, riders, buffers)
         except BaseException:
-            self._withdraw(_apart([*sent, *given]), named=False)
+            self._withdraw([*[(DEVICE, wire) for wire in sent if wire is not None], *_apart(given)], named=False)
             raise
 
     def _prepared(

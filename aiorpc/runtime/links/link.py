@@ -199,11 +199,16 @@ class Link:
         if not prepared.unsent:  # withdrawn: its sender was interrupted while an observer had it
             return
         away = self.distribution.remember(prepared) if prepared.remembered else ()
-        self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
-        if prepared.unsent:  # the connection has ended
-            self.distribution.withdraw(prepared)
-        elif away:
-            self.devices.posted(away, call_id)
+        try:
+            self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
+            if prepared.unsent:  # the connection has ended
+                self.distribution.withdraw(prepared)
+            elif away:
+                self.devices.posted(away, call_id)
+        except BaseException:
+            if away and not prepared.unsent:  # a signal handler has raised it: others wait until these have gone on
+                self.devices.posted(away, call_id)
+            raise
 
     def _ask_observers(
         self,
@@ -479,9 +484,10 @@ class Link:
         """Send a message of the link itself that has a buffer. Any thread."""
         self.post(self.distribution.prepare(CHANNEL, number, body, [buffer]))
 
-    def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
-        """Send what a channel says. more: another frame follows at once."""
-        self.send(CHANNEL, 0, encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields))), more=more)
+    def say(self, channel: int, fields: list[Any], *, more: bool = False, unsent: Unsent | None = None) -> None:
+        """Send what a channel says. more: another frame follows at once. unsent: see `FrameWriter.send`."""
+        frame = encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields)))
+        self.send(CHANNEL, 0, frame, more=more, unsent=unsent)
 
     def give_back(self, blocks: Sequence[Block], unsent: Unsent, *, more: bool) -> None:
         """Tell the other end that these blocks are its own again. more: another frame follows at once. Any thread."""

@@ -19,6 +19,7 @@ from ...errors import ProtocolError
 from ...protocol.frames import Buffer, Frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ChannelMessage, write
+from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
 from .accelerators import Accelerators, Handover
 from .messages import DEVICE
@@ -54,7 +55,7 @@ class LinkForDevices(Protocol):
     @property
     def returns(self) -> Returns: ...
 
-    def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
+    def say(self, channel: int, fields: list[Any], *, more: bool = False, unsent: Unsent | None = None) -> None:
         """Send what a channel says."""
 
     def post_piece(self, number: int, body: bytes, buffer: Buffer) -> None:
@@ -115,8 +116,8 @@ class LinkDevices:
 
     # --- for the channel, see its protocol ----------------------------------------------------------------------------
 
-    def post(self, message: Message, *, more: bool = False) -> None:
-        self._link.say(DEVICE, MESSAGES.write(message), more=more)
+    def post(self, message: Message, *, more: bool = False, unsent: Unsent | None = None) -> None:
+        self._link.say(DEVICE, MESSAGES.write(message), more=more, unsent=unsent)
 
     def post_buffer(self, message: Message, buffer: Buffer) -> None:
         self._link.post_piece(next(self._pieces), write(ChannelMessage(DEVICE, MESSAGES.write(message))), buffer)

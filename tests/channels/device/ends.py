@@ -108,12 +108,14 @@ class DeviceAround:
         self.said: list[list[Any]] = []  # the tags and first fields of what went to the other end
         self.followed: Counter[int] = Counter()  # bytes of transfers that went there in slots, behind their message
 
-    def post(self, message: Said, *, more: bool = False) -> None:
+    def post(self, message: Said, *, more: bool = False, unsent: list[Any] | None = None) -> None:
         fields = MESSAGES.write(message)
         self.said.append(fields[:2])
         if isinstance(message, FilledSlots):
             self.followed[message.transfer] += sum(chunk.size for chunk in message.chunks)
         self._ends.say(self._end, fields)
+        if unsent is not None:
+            unsent.clear()
 
     def post_buffer(self, message: Said, buffer: Buffer) -> None:
         self._count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 import threading
@@ -33,9 +34,11 @@ from tests.channels.ends import KIB, MIB, Message
 from tests.fakes.interprocess import InterprocessEvent
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
+from tests.interrupting import Interrupting
 from tests.tiers import examples
 from tests.transport.ends import meanwhile
 
+PACKAGE = "/aiorpc/channels/"
 SIZES = [1, 64 * KIB - 1, 64 * KIB, MIB + 1, 2 * BOX + 5]
 BOUND = settings(
     max_examples=examples(25),
@@ -799,6 +802,75 @@ def test_an_interrupt_before_a_copy_does_not_spoil_what_the_slot_holds(make: Mak
             message.check()
     finally:
         gate.set()
+
+
+def interrupted_send(ends: DeviceEnds, size: int, number: int) -> bool:
+    """Send a buffer, interrupted at that place, and withdraw it if it was sent; whether there was such a place."""
+    wires: list[Wire] = []
+
+    def send_it() -> None:
+        wires[:] = [ends.devices[0].send_one(buffer)[0]]
+
+    buffer = ends.make_on(0, "cuda:1", ends.pattern(1, size))
+    interrupted = Interrupting(number, PACKAGE).run(send_it)
+    ends.devices[0].withdraw(wires, named=False)
+    return interrupted
+
+
+@pytest.mark.parametrize("size", [100, 2 * BOX + 5])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_send_that_is_interrupted_anywhere_leaves_nothing(
+    kind: type[DeviceEnds], make: Make, size: int, crowded: bool
+) -> None:
+    """All slots come back, and whoever waits for slots gets them. crowded: another one waits for them already."""
+    ends = make(kind)
+    ends.holds = ends.overwrites = False
+    warm(ends)
+    for number in itertools.count(1):
+        messages = [post(ends, 4 * MIB)] if crowded else []
+        interrupted = interrupted_send(ends, size, number)
+        messages.append(post(ends, 2 * BOX + 5))
+        ends.settle()
+        assert all(message.settled for message in messages), "it waits for ever"
+        messages.clear()
+        assert is_baseline(ends)
+        if not interrupted:
+            break
+    assert number > 5, "it was interrupted nowhere"
+
+
+def test_a_box_whose_first_send_is_interrupted_is_made(make: Make) -> None:
+    """Those that come later would wait for it for ever; and it is made once."""
+    for number in itertools.count(1):
+        ends = make(IpcEnds)
+        ends.holds = ends.overwrites = False
+        interrupted = interrupted_send(ends, 100, number)
+        after = post(ends, 100)
+        ends.settle()
+        assert after.settled, "it waits for ever"
+        assert ends.fakes[0].calls["allocate"] == 1
+        if not interrupted:
+            break
+    assert number > 5, "it was interrupted nowhere"
+
+
+def test_slots_are_given_back_whatever_interrupts_it(make: Make) -> None:
+    """The other end would wait for them for ever."""
+    ends = make(IpcEnds)
+    ends.holds = ends.overwrites = False
+    warm(ends)
+    for number in itertools.count(1):
+        message = post(ends, 100)
+        settle_but(ends, "loop 1")
+        assert ends.devices[1].released
+        interrupted = Interrupting(number, PACKAGE).run(ends.devices[1].flush)
+        ends.settle()
+        message.check()
+        del message
+        assert is_baseline(ends)
+        if not interrupted:
+            break
+    assert number > 2, "it was interrupted nowhere"
 
 
 class Crowded(NeighbourCuda):
