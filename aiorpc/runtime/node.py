@@ -339,6 +339,13 @@ class Node:
         for service in list(self.services):
             service.goodbye()
 
+    def at_end(self) -> None:
+        """The interpreter is about to end although this worker has not shut down: end the thread of its loop, if it
+        has one of its own. On the main thread, behind `at_exit`."""
+        thread = self.worker.thread
+        if thread is not None:
+            thread.end_at_exit()
+
 
 def _without_loop(step: Callable[[], object]) -> None:
     """Take a step of the end whose last part may need the loop, which is closed; what of it needs none is done."""

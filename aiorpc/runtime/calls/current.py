@@ -49,6 +49,9 @@ class CommonHome(Protocol):
     def at_exit(self) -> None:
         """The interpreter exits although the worker has not shut down."""
 
+    def at_end(self) -> None:
+        """Whatever else runs as the interpreter exits is through: end the thread of the loop."""
+
     def loop_closed(self) -> None:
         """Its loop was closed although the worker has not shut down: take it down without the loop."""
 
@@ -307,8 +310,15 @@ class Registry:
         for pool in list(self._pools):
             pool.end_jobs(max(0.0, limit - time.monotonic()))
 
+    def at_end(self) -> None:
+        """The interpreter is about to end, and waits for no thread."""
+        for node in list(self._nodes):
+            node.at_end()
+
 
 registry = Registry()
+# Now, and so behind what programs register: until then workers refuse calls in good order.
+atexit.register(registry.at_end)
 
 
 def where(call: ServedCall) -> str:

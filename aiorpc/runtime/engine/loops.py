@@ -20,6 +20,8 @@ T = TypeVar("T")
 _LAST_GRACE = 10.0
 # Seconds between two looks whether the loop that a thread waits for has ended.
 _LOOK = 1.0
+# Seconds that an interpreter which is about to end waits for the thread of a loop.
+_LAST_MOMENT = 0.5
 # Seconds that a thread which is interrupted waits for the end of what it has waited for.
 _INTERRUPTED_GRACE = 5.0
 
@@ -277,6 +279,20 @@ class LoopThread:
     def is_here(self) -> bool:
         """Whether the calling code runs in that thread."""
         return threading.current_thread() is self._thread
+
+    def end_at_exit(self) -> None:
+        """As `close`, for an interpreter that is about to end: for a moment only, and whatever still runs there.
+
+        uvloop would go on without the interpreter, and ask what is no more for the state of the thread: the process
+        would end by a signal.
+        """
+        self._closing = True
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_LAST_MOMENT)
+        with self._lock:
+            if not (self._thread.is_alive() or self.loop.is_closed()):
+                self.loop.close()
 
     def close(self) -> None:
         """End the loop and its thread. Idempotent; not from the thread itself.
