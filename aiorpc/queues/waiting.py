@@ -64,9 +64,7 @@ class WaitingFuture(Future[Any]):
 
     def end_overdue(self, now: float) -> float:
         """As of any Future. WorkerClosed in a forked child, where nobody settles it."""
-        lifetime = self._client.node.engine.lifetime
-        if lifetime.forked:
-            raise lifetime.why_closed()
+        self._client.node.engine.lifetime.check_not_forked()
         return super().end_overdue(now)
 
     def _on_cancel(self) -> None:

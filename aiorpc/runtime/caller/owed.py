@@ -178,8 +178,7 @@ class OwedCalls:
         Returns its deadline if that is still to come, else infinity: nothing is to be done for it again. WorkerClosed
         in a forked child, which gets no answers.
         """
-        if self._engine.lifetime.forked:
-            raise self._engine.lifetime.why_closed()
+        self._engine.lifetime.check_not_forked()
         future = self.pending.get(call_id)
         if future is None or future.deadline is None:
             return float("inf")

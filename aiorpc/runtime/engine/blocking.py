@@ -70,9 +70,7 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
     def _block_for(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run it on the worker's loop, where items arrive, and block for its end."""
         self._refuse_on_loop()
-        lifetime = self._engine.lifetime
-        if lifetime.forked:  # nobody runs that loop here
-            raise lifetime.why_closed()
+        self._engine.lifetime.check_not_forked()
         Handed(step, self._engine.loop).wait(f"the loop of worker {self._engine.name!r} has ended")
 
     def __enter__(self) -> Self:

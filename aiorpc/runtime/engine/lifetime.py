@@ -44,6 +44,11 @@ class Lifetime:
         if self.closed:
             raise self.why_closed()
 
+    def check_not_forked(self) -> None:
+        """Raise WorkerClosed in a forked child, where nobody runs the loop: what the parent waits for never comes."""
+        if self.forked:
+            raise self.why_closed()
+
     def why_closed(self) -> WorkerClosed:
         """What a verb raises that cannot be used. Any thread."""
         if self.forked:

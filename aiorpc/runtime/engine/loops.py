@@ -287,12 +287,7 @@ class LoopThread:
         would end by a signal.
         """
         self._closing = True
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_LAST_MOMENT)
-        with self._lock:
-            if not (self._thread.is_alive() or self.loop.is_closed()):
-                self.loop.close()
+        self._stop(_LAST_MOMENT)
 
     def close(self) -> None:
         """End the loop and its thread. Idempotent; not from the thread itself.
@@ -307,11 +302,14 @@ class LoopThread:
                 time.sleep(0.001)
         if self._over and threading.current_thread() is not self._thread:
             self._thread.join(5.0)  # it closes its loop itself
-        if self.loop.is_closed():
-            return
-        with contextlib.suppress(RuntimeError):  # another thread has closed it meanwhile
+        if not self.loop.is_closed():
+            self._stop(5.0)
+
+    def _stop(self, seconds: float) -> None:
+        """Stop the loop, and close it if the thread has ended after so many seconds."""
+        with contextlib.suppress(RuntimeError):  # it is closed, by another thread maybe
             self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5.0)
+        self._thread.join(seconds)
         with self._lock:
             if not (self._thread.is_alive() or self.loop.is_closed()):
                 self.loop.close()
