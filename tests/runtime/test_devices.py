@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,14 +26,16 @@ from aiorpc.channels.landing import Landing
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.contexts import AutogradContext
 from tests.fakes.cuda import FakeCuda, FakeTensor
-from tests.interrupting import Interrupting
 from tests.runtime.test_overload import Threads
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+from tests.transport.ends import interrupted
 
 Tensor = torch.Tensor
 CROSSED = {0: 1, 1: 0}
 WAYS = {"auto": "direct", "staging": "staging"}
 LAG = (0, 0.0006)
+HOME = Path(aiorpc.__file__).parent
+FILES = [str(path) for room in ("channels", "runtime/links") for path in (HOME / room).rglob("*.py")]
 LATE = 10  # operations that a stream is given before it makes what somebody may read too early
 
 
@@ -1288,9 +1291,8 @@ async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_nothing(way: str, 
             def call(arguments: Any = arguments, made: list[Any] = made) -> None:
                 made.append(first.call("worker1", echoed, arguments))
 
-            interrupting = Interrupting(number, "/aiorpc/channels/", "/aiorpc/runtime/links/")
-            interrupted = await asyncio.to_thread(interrupting.run, call)
-            if not interrupted:
+            place = await asyncio.to_thread(interrupted, call, number - 1, *FILES, signals=True)
+            if place is None:
                 await made[0]
                 break
             assert is_all(await first.call("worker1", plus_one, x), number + 1)

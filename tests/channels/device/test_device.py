@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import aiorpc.channels
 from aiorpc.channels import Wire
 from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices, sender
@@ -34,11 +36,10 @@ from tests.channels.ends import KIB, MIB, Message
 from tests.fakes.interprocess import InterprocessEvent
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
-from tests.interrupting import Interrupting
 from tests.tiers import examples
-from tests.transport.ends import meanwhile
+from tests.transport.ends import interrupted, meanwhile
 
-PACKAGE = "/aiorpc/channels/"
+FILES = [str(path) for path in Path(aiorpc.channels.__file__).parent.rglob("*.py")]
 SIZES = [1, 64 * KIB - 1, 64 * KIB, MIB + 1, 2 * BOX + 5]
 BOUND = settings(
     max_examples=examples(25),
@@ -812,9 +813,9 @@ def interrupted_send(ends: DeviceEnds, size: int, number: int) -> bool:
         wires[:] = [ends.devices[0].send_one(buffer)[0]]
 
     buffer = ends.make_on(0, "cuda:1", ends.pattern(1, size))
-    interrupted = Interrupting(number, PACKAGE).run(send_it)
+    place = interrupted(send_it, number - 1, *FILES, signals=True)
     ends.devices[0].withdraw(wires, named=False)
-    return interrupted
+    return place is not None
 
 
 @pytest.mark.parametrize("size", [100, 2 * BOX + 5])
@@ -863,12 +864,12 @@ def test_slots_are_given_back_whatever_interrupts_it(make: Make) -> None:
         message = post(ends, 100)
         settle_but(ends, "loop 1")
         assert ends.devices[1].released
-        interrupted = Interrupting(number, PACKAGE).run(ends.devices[1].flush)
+        place = interrupted(ends.devices[1].flush, number - 1, *FILES, signals=True)
         ends.settle()
         message.check()
         del message
         assert is_baseline(ends)
-        if not interrupted:
+        if place is None:
             break
     assert number > 2, "it was interrupted nowhere"
 
