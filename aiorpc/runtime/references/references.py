@@ -169,7 +169,7 @@ class References:
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
         self._last_woken = 0.0
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
-        self._closed = False
+        self.closed = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class References:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self._closed:  # the table has it still, and nobody would settle it
+                if self.closed:  # the table has it still, and nobody would settle it
                     future.settle(None, WorkerClosed(self._shut_down()))
                 elif self._table.holds(rref):
                     self._values[rref] = future
@@ -424,7 +424,7 @@ class References:
 
     def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None:
         """A handle died, anywhere: tell the table from the loop."""
-        if self._closed:
+        if self.closed:
             return
         self._dropped.append((rref, fork))
         if not self._pausing and not self._looking.near:
@@ -538,7 +538,7 @@ class References:
     def close(self) -> None:
         """The worker closes: drop all values. Whoever waits for one, or asks for one from then on, gets an error."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             values = list(self._values.values())
             self._values.clear()
         self._looking.close()

@@ -88,6 +88,9 @@ class ReferencesForRRef(Protocol):
     @property
     def home(self) -> HomeForRRef: ...
 
+    @property
+    def closed(self) -> bool: ...
+
     def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]: ...
 
     def register(self, fork: ReferenceId, handle: RRef[Any]) -> None: ...
@@ -231,6 +234,8 @@ class RRef(Generic[T]):
             creation.mark_seen()  # where the error has come before it was said that somebody asks
 
     def _check(self) -> None:
+        if self._references.closed and self.is_owner():
+            return  # what is asked next says so, whether or not the answer to the creating call came before
         creating = self._creating
         if creating is not None:
             creating.asked = True
