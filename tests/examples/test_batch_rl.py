@@ -148,7 +148,10 @@ def test_a_sweep_writes_its_data_and_figure(tmp_path: Path, capsys: pytest.Captu
 
 
 def _workers(program: Program) -> list[int]:
-    """Process ids of the workers, by rank: the children of the fork server, which forks them in that order."""
+    """Process ids of the workers, by rank: the children of the fork server, which forks them in that order.
+
+    Ids follow each other but for the highest one, after which the system begins again.
+    """
     answer = subprocess.run(["ps", "-eo", "pid,ppid,sid"], capture_output=True, text=True, check=True, timeout=10.0)
     parents = {}
     for line in answer.stdout.splitlines()[1:]:
@@ -156,4 +159,9 @@ def _workers(program: Program) -> list[int]:
         if session == program.process.pid:
             parents[pid] = parent
     servers = {pid for pid, parent in parents.items() if parent == program.process.pid}
-    return sorted(pid for pid, parent in parents.items() if parent in servers)
+    return sorted((pid for pid, parent in parents.items() if parent in servers), key=lambda pid: (_started(pid), pid))
+
+
+def _started(pid: int) -> int:
+    """When a process began, in ticks of the system's clock: proc(5)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
