@@ -21,6 +21,7 @@ import torch
 
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
+from ..protocol.registered import register_safe
 from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import brief
 from ..runtime.gradients.contexts import current_autograd
@@ -30,6 +31,7 @@ from .passes import Last, Pass
 Tensor = torch.Tensor
 
 
+@register_safe
 class Context(int):
     """An autograd context: its id, which is what other functions take, with the verbs of the one who opened it.
 
@@ -38,6 +40,18 @@ class Context(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
+
+    def _take_apart(self) -> dict[str, int]:
+        """The same without pickle (`protocol.trees`)."""
+        return {"id": int(self)}
+
+    @classmethod
+    def _put_together(cls, parts: dict[str, Any]) -> int:
+        """What `_take_apart` was asked of, as a plain int. Raises RpcUsageError for anything else."""
+        number = parts.get("id")
+        if type(number) is not int:
+            raise RpcUsageError(f"an autograd context that is {number!r:.80}")
+        return number
 
     def backward(self, roots: Sequence[Tensor], retain_graph: bool = False) -> Future[None]:
         """Start a backward pass; to be awaited, or waited for. See `aiorpc.autograd.backward`.

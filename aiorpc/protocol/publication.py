@@ -138,6 +138,8 @@ class Edition(NamedTuple):
     main: str
     #: For who leads: the worker that has the pieces, or will have them; nil for others.
     source: int | None
+    #: The roles of the worker that has published it and of those that have handed it on, as the one who answers knows.
+    roles: list[str]
 
 
 class LatestWanted(NamedTuple):

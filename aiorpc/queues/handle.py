@@ -11,12 +11,14 @@ from ..errors import RpcUsageError
 from ..futures import Future
 from ..options import seconds
 from ..protocol.identity import check_name, check_object_name
+from ..protocol.registered import register_safe
 from ..runtime.callee.objects import ServedObject
 from ..runtime.node import Node, registry
 from .client import Client
 from .served import MOST, ServedQueue, end, watch
 
 
+@register_safe
 class QueueHandle:
     """A queue of some worker: see `aiorpc.queue`. All methods may be called from any thread, and return at once.
 
@@ -148,10 +150,20 @@ class QueueHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return QueueHandle, (self.name, self.owner, self._timeout)
 
+    def _take_apart(self) -> dict[str, Any]:
+        """The same without pickle (`protocol.trees`)."""
+        return {"name": self.name, "owner": self.owner, "timeout": self._timeout}
+
+    @classmethod
+    def _put_together(cls, parts: dict[str, Any]) -> QueueHandle:
+        """What `_take_apart` was asked of, as a handle. Raises RpcUsageError for what cannot be one."""
+        return QueueHandle(parts.get("name", ""), parts.get("owner", ""), parts.get("timeout"))
+
     def __repr__(self) -> str:
         return f"<aiorpc.queue {self.name!r} of worker {self.owner!r}>"
 
 
+@register_safe
 class Queue(QueueHandle):
     """A queue of this worker, with the methods and manners of ``asyncio.Queue``; others find it by `aiorpc.queue`.
 

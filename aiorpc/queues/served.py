@@ -25,7 +25,7 @@ from ..errors import ItemLost, QueueShutDown, RpcUsageError
 from ..protocol.identity import WorkerInfo
 from ..rights import exposed
 from ..runtime.calls.current import caller
-from ..runtime.calls.functions import system
+from ..runtime.calls.functions import follows, system
 from ..runtime.calls.values import Results
 from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
 from .items import Item, Kept, from_wire, gone_with, to_wire
@@ -58,7 +58,8 @@ class ServedQueue:
     """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
 
     `take_items` and `put_items` are the runtime's own as far as their answers go: one that takes items out of the queue
-    is never dropped because too much waits to be sent. maxsize: 0 for no limit.
+    is never dropped because too much waits to be sent. Who may call one of them, by the option ``serve``, may call what
+    ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
     """
 
     def __init__(self, name: str, maxsize: int, worker: str, max_frame: int) -> None:
@@ -189,6 +190,7 @@ class ServedQueue:
     def _room(self) -> int:
         return max(0, self.maxsize - len(self._items)) if self.maxsize else MOST
 
+    @follows("take_items")
     async def return_items(self, *said: Any) -> None:
         """Put back to the front what was taken and is not wanted: as if it had not been taken."""
         items = _items(said)
@@ -210,6 +212,7 @@ class ServedQueue:
         self._items.extendleft(reversed(items))
         self._match()
 
+    @follows("put_items", "take_items")
     async def withdraw(self, number: int) -> None:
         """Whoever waits under that number, in a call of the same worker, is to wait no longer."""
         waiter = self._waiting.get((caller().id, number))
@@ -220,6 +223,7 @@ class ServedQueue:
 
     # --- finishing ----------------------------------------------------------------------------------------------------
 
+    @follows("take_items")
     async def finish_items(self, count: int) -> None:
         """So many items that were got are finished. ValueError if there are not so many."""
         if type(count) is not int or count < 1:

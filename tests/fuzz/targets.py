@@ -362,9 +362,19 @@ PUBLISHED: list[publication.Message] = [
     publication.ReadersOfHost("policy", [[2, 4], [3, 3]]),
     publication.VersionsReleased("policy", 1, [1, 2]),
     publication.SubscriptionClosed("policy", 1, [3]),
-    publication.Edition(4, 3, "learner", 128, [[0, 64], [64, 64]], None, False, [], "file:a", 3),
+    publication.Edition(4, 3, "learner", 128, [[0, 64], [64, 64]], None, False, [], "file:a", 3, [""]),
     publication.Edition(
-        5, 3, "learner", 64, [[0, 64]], publication.SlotOffer(1, 9, 8192, bytes(16)), True, [1, 2], "file:a", None
+        5,
+        3,
+        "learner",
+        64,
+        [[0, 64]],
+        publication.SlotOffer(1, 9, 8192, bytes(16)),
+        True,
+        [1, 2],
+        "file:a",
+        None,
+        ["a"],
     ),
 ]
 

@@ -32,7 +32,7 @@ from aiorpc.protocol.publication import (
 )
 
 OFFER = SlotOffer(1, 9, 8192, b"n" * 16)
-EDITION = Edition(5, 3, "a", 64, [[0, 64]], OFFER, True, [1, 2], "m", None)
+EDITION = Edition(5, 3, "a", 64, [[0, 64]], OFFER, True, [1, 2], "m", None, ["r"])
 GOLDEN: list[tuple[Message, str]] = [
     (Claim("n", 2, 1, "w", 7), "96a5636c61696da16e0201a17707"),
     (Unpublished("n", 2), "93ab756e7075626c6973686564a16e02"),
@@ -44,8 +44,11 @@ GOLDEN: list[tuple[Message, str]] = [
     (ReadersOfHost("n", [[1, 4]]), "93a772656164657273a16e91920104"),
     (VersionsReleased("n", 1, [2, 3]), "94a872656c6561736564a16e01920203"),
     (SubscriptionClosed("n", 1, [3]), "94a6636c6f736564a16e019103"),
-    (EDITION, "9ba765646974696f6e0503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16dc0"),
-    (EDITION._replace(offer=None, source=2), "9ba765646974696f6e0503a1614091920040c0c3920102a16d02"),
+    (
+        EDITION,
+        "9ca765646974696f6e0503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16dc091a172",
+    ),
+    (EDITION._replace(offer=None, source=2), "9ca765646974696f6e0503a1614091920040c0c3920102a16d0291a172"),
 ]
 
 
@@ -109,6 +112,7 @@ def test_what_is_no_message_is_refused(said: Any) -> None:
         {"version": True},
         {"worker": None},
         {"source": "1"},
+        {"roles": [1]},
         {"offer": [1, 9, 8192]},
     ],
 )

@@ -1355,6 +1355,34 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
             mine.put(HashStore())
 
 
+async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
+    """What ends it needs no rule of its own: what was given up is not put later, and no item is lost."""
+    served_queue = "aiorpc.queues.served:ServedQueue"
+    serve = {"actor": f"{served_queue}.put_items", "reader": f"{served_queue}.take_items", "": "*"}
+    options = RpcBackendOptions(serve=serve)
+    async with cluster(4, options=options, roles=["", "actor", "reader", "other"]) as workers:
+        queue = make(workers[0], maxsize=1)
+        puts, gets = handle(workers[1]), handle(workers[2])
+        with pytest.raises(RpcTimeout, match="has had no item"):
+            await gets.get(timeout=0.05)
+        await until(lambda: not queue._served._waiting)
+        await puts.put("first")
+        with pytest.raises(RpcTimeout, match="has been full"):
+            await puts.put("late", timeout=0.05)
+        await until(lambda: not queue._served._waiting)
+        assert await gets.get() == "first"
+        await puts.put("second")
+        client = gets._client()
+        _, _, item = await client.ask("take_items", True, 1, 1)
+        client.node.engine.call_on_loop(client.put_back, [item])  # who waited for it was cancelled as it came
+        assert await gets.get() == "second"
+        await gets.task_done(2)
+        await queue.join()
+        for who, method in ((puts, "return_items"), (puts, "finish_items"), (handle(workers[3]), "withdraw")):
+            with pytest.raises(rpc.NotAllowed, match=method):
+                await who._client().ask(method, 1)
+
+
 LOCK = threading.Lock()
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ from aiorpc import (
     RendezvousError,
     RpcBackendOptions,
     RpcTimeout,
+    RpcUsageError,
     UnknownWorker,
     Worker,
     WorkerClosed,
 )
 from aiorpc.protocol.frames import Frame
+from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
+from aiorpc.runtime.group import group as handlers
+from aiorpc.runtime.group.group import Group
 from aiorpc.testing import cluster
 from aiorpc.transport import connection, sockets
 from tests.limits import busy
@@ -155,6 +160,28 @@ async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) 
         call = worker.peer("phoenix", wait=True).call(where)
         async with aiorpc.init("phoenix", store=store) as new:
             assert await call == "phoenix" and new.id != old.id
+
+
+async def test_a_newcomer_has_no_other_role_than_it_connected_with(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one was compared with its certificate, where there is one. Another one that it gives later is refused."""
+    honest, said = Group._tell, []
+
+    def tell(group: Group, to: WorkerRecord, function: Any, *args: Any) -> None:
+        if function is handlers.attend and group._engine.name == "liar":
+            lie = replace(group._engine.record, role="learner").to_wire()
+            said.append(group._home.peers.of(to).call(function, (lie,), None, LIMIT, system=True))
+        honest(group, to, function, *args)
+
+    monkeypatch.setattr(Group, "_tell", tell)
+    async with cluster(1, dynamic=True, store=store) as (worker,), aiorpc.init("liar", store=store, role="actor"):
+        with pytest.raises(RpcUsageError, match="says something else of itself"):
+            await said[0]
+        await until(lambda: names(worker) == ["worker0", "liar"])
+        assert [info.name for info in worker.group(role="actor").members] == ["liar"]
+        with pytest.raises(UnknownWorker, match="learner"):
+            worker.group(role="learner").call(where)
 
 
 async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:

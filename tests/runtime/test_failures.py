@@ -11,7 +11,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from aiorpc.errors import NotAllowed, PeerLost, RemoteError, RpcTimeout, SerializationError
+from aiorpc.errors import (
+    GroupError,
+    NotAllowed,
+    PeerLost,
+    RemoteError,
+    RpcTimeout,
+    SerializationError,
+    UnknownObject,
+)
 from aiorpc.protocol.messages import Error, read_error, write
 from aiorpc.protocol.packing import pack
 from aiorpc.runtime.calls.failures import MAX_TEXT, RemoteTraceback, decode_error, encode_error
@@ -411,11 +419,19 @@ def test_every_error_is_small_on_the_wire() -> None:
         assert len(write(encode_error(error, "there"))) < 2_000_000
 
 
+def _of_group(message: str, **fields: tuple[str, ...]) -> GroupError:
+    error = GroupError(message)
+    vars(error).update(fields)
+    return error
+
+
 OWN = [
     PeerLost("gone", worker="w", rank=3, host="h\udc80", pid=7, cause="killed"),
     RpcTimeout("late", worker="w", function="f", seconds=5),
     NotAllowed("no", worker="w", caller="c", role="r", function="f", rule="nothing"),
     SerializationError("what", 2),
+    UnknownObject("none", worker="w", name="n", names=("a", "b")),
+    _of_group("two", failed=("a",), lost=("b", "c")),
 ]
 
 
@@ -444,6 +460,14 @@ def test_fields_of_a_wrong_type_are_left_out(said: bytes) -> None:
     """A field that the class does not have, or has with another type, is nothing: what is there has its defaults."""
     arrived = decode_error(Error("aiorpc.errors.PeerLost", "gone", "", "there", said, False), "module:function", True)
     assert type(arrived) is PeerLost and vars(arrived) == vars(PeerLost("gone")) and arrived.args == ("gone",)
+
+
+@pytest.mark.parametrize("names", [5, "ab", ["a", 5], {"a": "b"}, None])
+def test_names_of_a_wrong_type_are_left_out(names: Any) -> None:
+    """As any field."""
+    said = pack([{"worker": "w", "names": names}])
+    arrived = decode_error(Error("aiorpc.errors.UnknownObject", "none", "", "there", said, False), "f", True)
+    assert isinstance(arrived, UnknownObject) and (arrived.worker, arrived.names) == ("w", ())
 
 
 def test_a_field_that_msgpack_cannot_say_costs_the_fields_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import errno
 import gc
@@ -630,6 +631,63 @@ async def test_a_publisher_with_few_rights_runs_no_pickle() -> None:
         await workers[0].publish("policy", weights(1))
         with pytest.raises(rpc.NotAllowed, match="serve"):
             await anext(versions)
+
+
+@pytest.mark.parametrize("role", ["actor", "learner"])
+async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_had(role: str) -> None:
+    """Also by who comes after it had gone, and never knew it: whoever hands the version on says what role it had."""
+    store, options = HashStore(), RpcBackendOptions(serve={"actor": [rpc.exposed], "*": "*"})
+    async with Worker("reader", store=store, options=options) as reader:
+        versions = reader.subscribe("policy")
+        async with Worker("publisher", store=store, role=role) as publisher:
+            await (await publisher.publish("policy", weights(1))).delivered()
+        await until(lambda: reader.node.group.is_gone(publisher.node.engine.record))
+        async with (
+            Worker("newcomer", store=store, options=options) as newcomer,
+            newcomer.subscribe("policy") as late,
+        ):
+            for each in (versions, late):
+                if role == "actor":
+                    with pytest.raises(rpc.NotAllowed, match="serve"):
+                        await anext(each)
+                else:
+                    assert number_of((await anext(each)).value) == 1
+        versions.close()
+
+
+async def test_what_this_worker_has_of_a_publisher_is_read_by_the_rights_of_that_one() -> None:
+    """By a further subscription here, when the publisher has gone; this worker serves nothing to its own role."""
+    store, options = HashStore(), RpcBackendOptions(serve={"learner": "*"})
+    async with Worker("reader", store=store, options=options) as reader:
+        first = reader.subscribe("policy")
+        async with Worker("publisher", store=store, role="learner") as publisher:
+            await publisher.publish("policy", weights(1))
+            assert number_of((await anext(first)).value) == 1
+        await until(lambda: reader.node.group.is_gone(publisher.node.engine.record))
+        second = reader.subscribe("policy")
+        assert number_of((await anext(second)).value) == 1
+        first.close()
+        second.close()
+
+
+async def test_what_was_left_behind_comes_from_one_whose_pickles_are_read() -> None:
+    """Where several have it, whatever their order."""
+    store, options = HashStore(), RpcBackendOptions(serve={"actor": [rpc.exposed], "*": "*"})
+    async with contextlib.AsyncExitStack() as stack:
+        publisher = await Worker("publisher", store=store)
+        readers: list[Worker] = []
+        for role in ("actor", "learner", "actor"):
+            worker = Worker(f"reader{len(readers)}", store=store, role=role)
+            readers.append(await stack.enter_async_context(worker))
+        subscriptions = [stack.enter_context(worker.subscribe("policy")) for worker in readers]
+        await publisher.publish("policy", weights(1))
+        for versions in subscriptions:
+            await anext(versions)
+        await publisher.shutdown(graceful=False)
+        await until(lambda: all(each.node.group.is_gone(publisher.node.engine.record) for each in readers))
+        newcomer = await stack.enter_async_context(Worker("newcomer", store=store, options=options))
+        with newcomer.subscribe("policy") as versions:
+            assert number_of((await anext(versions)).value) == 1
 
 
 async def test_a_worker_that_leaves_ends_its_subscriptions_and_waits() -> None:

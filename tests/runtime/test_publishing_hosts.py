@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker
+from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Message, PieceWanted, ReadersOfHost, VersionsReleased
 from aiorpc.runtime.publication.publisher import Publisher
@@ -27,14 +28,14 @@ SIZE = PIECES * PIECE_SIZE // 4
 
 
 @contextlib.asynccontextmanager
-async def hosts(patch: pytest.MonkeyPatch, **names: str) -> AsyncIterator[dict[str, Worker]]:
-    """A free group of workers, each on the host that is said."""
+async def hosts(patch: pytest.MonkeyPatch, *, serve: Any = None, **names: str) -> AsyncIterator[dict[str, Worker]]:
+    """A free group of workers, each on the host that is said. serve: the option; with it, each has its name as role."""
     store, workers = HashStore(), {}
     try:
         for name, host in names.items():
             patch.setattr("aiorpc.runtime.life.host_identity", lambda host=host: host)
-            options = RpcBackendOptions(require_secret=False, address="127.0.0.1", rpc_timeout=30)
-            workers[name] = await Worker(name, store=store, options=options)
+            options = RpcBackendOptions(require_secret=False, address="127.0.0.1", rpc_timeout=30, serve=serve)
+            workers[name] = await Worker(name, store=store, options=options, role=name if serve else "")
         yield workers
     finally:
         for worker in reversed(list(workers.values())):
@@ -72,6 +73,27 @@ async def test_what_leaves_the_publisher_is_one_copy(monkeypatch: pytest.MonkeyP
             subscription.close()
         await until(lambda: not any(worker.node.publications.relays for worker in workers.values()))
         await until(lambda: learner.node.memory.slots.used == 1)
+
+
+@pytest.mark.parametrize("leads", ["", "actor"])
+async def test_who_fetches_for_a_host_takes_no_rights_from_the_publisher(
+    monkeypatch: pytest.MonkeyPatch, leads: str
+) -> None:
+    """A pickle that may be read is, whoever of the host fetches it: the reader itself, or one whose pickles are not."""
+    names = {"learner": "a", **({leads: "b"} if leads else {}), "reader": "b"}
+    serve = {"learner": "*", "actor": [exposed]}
+    async with hosts(monkeypatch, serve=serve, **names) as workers:
+        learner, subscriptions = workers["learner"], []
+        await learner.publish("policy", weights(1, SIZE))
+        for name in (leads, "reader") if leads else ("reader",):
+            subscriptions.append(workers[name].subscribe("policy"))
+            await turn(subscriptions[-1:], 1)
+        assert workers[leads or "reader"].node.publications.relays  # as it has asked first
+        last = await learner.publish("policy", weights(2, SIZE))
+        await turn(subscriptions, 2)
+        assert (await last.delivered(quorum=len(subscriptions))).reached
+        for subscription in subscriptions:
+            subscription.close()
 
 
 async def test_another_reader_fetches_when_the_leader_of_a_host_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +211,7 @@ async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.
     """Who waits for it is woken when it has come; if the version is given up just then, another may lie there."""
     async with hosts(monkeypatch, learner="a", b="b") as workers:
         node, reader = workers["learner"].node, workers["b"].node.engine.record
-        origin = Origin(node.engine.id, "learner", node.engine.record.main)
+        origin = Origin(node.engine.id, "learner", node.engine.record.main, ("",))
         shelf, other = Shelf(node, "policy"), Shelf(node, "other")
         stored = shelf.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
         waits = asyncio.ensure_future(shelf.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))

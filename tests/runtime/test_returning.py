@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 import aiorpc
@@ -49,10 +50,10 @@ SIZE = 3
 class Count:
     """A value to refer to."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: Any = 0) -> None:
         self.value = start
 
-    def add(self, by: int) -> int:
+    def add(self, by: int) -> Any:
         self.value += by
         return self.value
 
@@ -164,6 +165,17 @@ async def test_what_belonged_to_the_lost_one_stays_lost() -> None:
             await old
         assert await a.call("worker2", use_reference, fresh) == 12
         del old, fresh
+
+
+async def test_who_has_come_back_uses_what_it_creates_before_that_has_arrived() -> None:
+    """As any member: a method that overtakes the creation, whose arguments are long, waits for it at the owner."""
+    async with place() as (workers, here):
+        await lose(workers[2], *workers[:2])
+        for worker in (workers[1], await here.come_back(2)):
+            for _ in range(5):
+                made = worker.remote("worker0", Count, torch.ones(1 << 22))
+                assert (await made.rpc_async().add(1)).sum() == 1 << 23
+                del made
 
 
 async def use_reference(rref: Any) -> int:

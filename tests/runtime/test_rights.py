@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import pickle
 import sys
+import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,16 @@ async def test_the_first_refusal_of_a_connection_is_logged(caplog: pytest.LogCap
     assert len(logged) == 1 and f"{HERE}:add" in logged[0] and "worker0" in logged[0]
 
 
+async def test_a_refused_name_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the caller has made of it: no further lines, and nothing that a terminal acts upon."""
+    async with served_by([]) as (worker, _):
+        with pytest.raises(rpc.NotAllowed) as told:
+            await send(worker, ByName(7, "os:a\nworker worker9 was lost\x1b[2J"), Values([]))
+    logged = [entry.getMessage() for entry in caplog.records if "refused a call" in entry.getMessage()]
+    assert "os:a?worker worker9 was lost?[2J run on" in logged[0] and logged[0].isprintable()
+    assert told.value.function == "os:a?worker worker9 was lost?[2J"
+
+
 async def test_a_call_that_is_repeated_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each number of a function, and once for each method of a class."""
     async with served_by([f"{HERE}:add", f"{HERE}:Box*"]) as (worker, callee):
@@ -406,6 +419,17 @@ async def test_a_call_by_hand_is_refused_before_it_is_unpickled(
         assert await worker.call("worker1", served.add, 1, 2) == 3
 
 
+@pytest.mark.parametrize("name", ["runtime.publication.handlers:wanted", "autograd.contexts:forget"])
+async def test_a_long_pickle_is_not_looked_through_on_the_loop(name: str) -> None:
+    """For that takes long, and what the runtime has to say there is short."""
+    async with served_by([]) as (worker, _):
+        for count, error in ((1_000, rpc.RpcError), (200_000, rpc.NotAllowed)):
+            given = Values([None], opaque_at=[0], pickled=pickle.dumps(([None] * count,), 5))
+            with pytest.raises((error, TypeError)) as refused:
+                await send(worker, ByName(7, f"aiorpc.{name}"), given)
+            assert ("whose pickle has" in str(refused.value)) == (error is rpc.NotAllowed)
+
+
 @pytest.mark.parametrize("name", ["os:getpid", "", "aiorpc.runtime.group.group:attend"])
 async def test_by_default_the_same_call_runs(name: str, tmp_path: Path) -> None:
     """The check of the bomb: where everything is served, it goes off."""
@@ -462,6 +486,34 @@ async def test_a_refused_creation_is_the_error_of_its_reference() -> None:
             await box.rpc_async().get()
         with pytest.raises(rpc.NotAllowed):
             await box
+
+
+async def test_a_refused_creation_keeps_nothing_but_its_error() -> None:
+    """Neither its arguments nor the value whose method it was, however long its reference lives."""
+    async with served_by([f"{HERE}:Box"]) as (worker, callee):
+        box = worker.remote("worker1", served.Box, 5)
+        await box
+        value = weakref.ref(callee.node.references.value(*box._rref).value())
+        there = worker.peer("worker1").object("none").remote()
+        ways: list[Callable[[Any], rpc.RRef[Any]]] = [
+            lambda given: worker.remote("worker1", served.add, given, 1),
+            box.remote().put,
+            there.put,
+        ]
+        del box
+        kept, size = [], 1 << 22
+        tracemalloc.start()
+        try:
+            while ways:
+                for given in (b"x" * size, ["x" * size]):
+                    kept.append(ways[0](given))
+                    with pytest.raises((rpc.NotAllowed, rpc.UnknownObject)):
+                        await kept[-1]
+                    del given
+                del ways[0]
+            await until(lambda: gc.collect() < 0 or (value() is None and tracemalloc.get_traced_memory()[0] < size))
+        finally:
+            tracemalloc.stop()
 
 
 async def test_a_member_without_rights_joins_and_leaves() -> None:

@@ -324,6 +324,31 @@ async def test_values_travel_both_ways(safe: list[Worker]) -> None:
     assert type(arrived[1][0]) is Box
 
 
+def shown(*values: Any) -> str:
+    return repr(values)
+
+
+async def pass_on() -> list[str]:
+    """Handler: what travels of a queue, its handle, and a context, by itself and inside of a value."""
+    with rpc.Queue("queue", timeout=3) as queue:
+        handle = rpc.queue("queue", owner="worker0")
+        async with rpc.autograd.context() as context:
+            return [await rpc.call("worker1", shown, value, [value]) for value in (queue, handle, context)]
+
+
+async def test_handles_of_queues_and_contexts_travel() -> None:
+    """As they do with pickles: a handle is one there, and a context a plain number."""
+    said = []
+    for serialization in ("free", "safe"):
+        options = rpc.RpcBackendOptions(serialization=serialization, serve="*")
+        async with cluster(2, options=options) as workers:
+            said.append(await workers[0].call("worker0", pass_on))
+    assert said[0] == said[1]
+    handle = rpc.QueueHandle("queue", "worker0")
+    assert said[0][0] == said[0][1] == repr((handle, [handle]))
+    assert re.fullmatch(r"\((\d+), \[\1\]\)", said[0][2])
+
+
 async def test_references_travel_inside_of_values(safe: list[Worker]) -> None:
     """And lead to the same value."""
     reference = safe[0].remote("worker1", echo, [1, 2])

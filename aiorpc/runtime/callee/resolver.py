@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ...errors import ProtocolError, RpcUsageError, SerializationError
 from ...futures import AnyFuture, Future, outcome, when_done
-from ...protocol.identity import WorkerInfo
+from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, Values
 from ...rights import is_public
 from ..calls import functions
@@ -49,10 +49,10 @@ class Resolver:
         runner: Runner,
         references: ReferencesForResolver,
         objects: Objects,
-        caller: WorkerInfo,
+        caller: WorkerRecord,
         permits: Permits | None,
     ) -> None:
-        """permits: of the caller; None if it may have everything run."""
+        """caller: its record, whose id is the one that references have. permits: None if it may have everything run."""
         self._engine = engine
         self._answers = answers
         self._runner = runner

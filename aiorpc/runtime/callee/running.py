@@ -19,6 +19,7 @@ from typing import Any
 from ... import foreign
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
+    NotAllowed,
     Overloaded,
     PeerClosed,
     RpcCancelled,
@@ -151,11 +152,12 @@ class Runner:
         SerializationError for what unpickling raises: the function has not run, so it cannot have raised that.
         """
         safe = self._engine.safe
-        # A tree can only name what was registered.
-        if not safe and call.handler is not None and call.handler.plain and not names_nothing(call.arguments.pickled):
-            assert call.permits is not None, "else nothing need be plain"
-            self.discard_arguments(call)
-            raise call.permits.refusal(f"{call.function} with arguments whose pickle names classes or functions,")
+        if call.handler is not None and call.handler.plain:
+            reason = _why_not_plain(call.arguments.pickled, call.handler.mode, safe)
+            if reason:
+                assert call.permits is not None, "else nothing need be plain"
+                self.discard_arguments(call)
+                raise call.permits.refusal(f"{call.function} with arguments whose pickle {reason},")
         landing = call.landing or (self._devices and self._accelerators.landing()) or None
         try:
             if landing is None or entered:
@@ -212,6 +214,9 @@ class Runner:
             error = Overloaded(str(error))
         elif type(error) is WorkerClosed and self._engine.closed:  # whoever has connected since has heard no goodbye
             error = PeerClosed(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
+        elif type(error) is NotAllowed:
+            # It may stay as the value of a reference, and its frames have the one whose method was called.
+            foreign.with_traceback(error, None)
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
 
@@ -489,6 +494,17 @@ class Runner:
             self._tasks.discard(call.task)
             call.task = call.on_cancel = None  # they lead back here: without the cycle it goes with the last reference
         self._answers.answer(call, result.pop())
+
+
+def _why_not_plain(pickled: bytes | None, mode: Mode, safe: bool) -> str:
+    """What is wrong with the pickle of arguments that may be plain values alone; empty if nothing is.
+
+    safe: whether it is a tree, which can only name what was registered.
+    """
+    # To look through a long one takes up to a second for each megabyte; what these modes run on the loop needs none.
+    if pickled is not None and len(pickled) > LARGE_PICKLE and mode in (Mode.INLINE, Mode.BRIEF):
+        return f"has {len(pickled)} bytes"
+    return "" if safe or names_nothing(pickled) else "names classes or functions"
 
 
 def _function_of(call: ServedCall) -> Callable[..., Any]:

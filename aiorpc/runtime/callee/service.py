@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ... import foreign
 from ...errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcTimeout
 from ...protocol import reference_messages
 from ...protocol.codec import Past
@@ -126,7 +127,7 @@ class Service:
         )
         self._permits = permits_of(home.engine.rights, home.engine.name, record)
         self._resolver = Resolver(
-            home.engine, self._answers, self._runner, home.references, home.objects, record.info, self._permits
+            home.engine, self._answers, self._runner, home.references, home.objects, record, self._permits
         )
         self._functions = self._resolver.functions
         self.for_threads = self._resolver.for_threads
@@ -212,7 +213,8 @@ class Service:
             else:
                 self._resolver.route(message.function, call, found)
         except BaseException as error:
-            self._runner.refuse(call, error)
+            # It may stay, as the value of a reference, and each frame leads back to this one, which has the arguments.
+            self._runner.refuse(call, foreign.with_traceback(error, None))
             answers.pass_on(error)
         finally:
             failure = None  # its traceback refers to this frame, and so it would keep the arguments

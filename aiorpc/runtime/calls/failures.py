@@ -32,6 +32,8 @@ _OWN: dict[str, type[errors.RpcError]] = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.RpcError) and kind is not RemoteError
 }
+# So many texts a field of one of those may have; more are cut off.
+_MOST_NAMES = 1000
 # These would not report an error if they were raised as themselves at the caller: they end loops and generators.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
 # With one of these the creation of a value ends at its creator, whom the owner has not answered.
@@ -98,11 +100,11 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
 
 
 def _pack_fields(error: BaseException) -> bytes | None:
-    """The fields of an error that are plain values."""
+    """The fields of an error that are plain values, or several names."""
     fields = {
-        name: _valid(value) if type(value) is str else value
+        name: _valid(value) if type(value) is str else _names(value) if type(value) is tuple else value
         for name, value in foreign.field(error, "__dict__").items()
-        if type(value) in (str, int, float)
+        if type(value) in (str, int, float) or _are_names(value, tuple)
     }
     try:
         return pack([fields]) if fields else None
@@ -118,10 +120,21 @@ def _set_fields(error: BaseException, packed: bytes | None) -> None:
     if type(said) is not dict:
         return
     own = vars(error)
-    for name, kind in [(name, type(value)) for name, value in own.items() if type(value) in (str, int, float)]:
-        value = said.get(name)
-        if type(value) is kind or (kind is float and type(value) is int):
+    for name, kind in [(name, type(value)) for name, value in own.items() if type(value) in (str, int, float, tuple)]:
+        value: Any = said.get(name)
+        if kind is tuple:
+            own[name] = tuple(value) if _are_names(value, list) else own[name]
+        elif type(value) is kind or (kind is float and type(value) is int):
             own[name] = value
+
+
+def _names(value: tuple[str, ...]) -> list[str]:
+    return [_valid(each) for each in value[:_MOST_NAMES]]
+
+
+def _are_names(value: Any, kind: type[Any]) -> bool:
+    """Whether that is a tuple, or a list, of texts."""
+    return type(value) is kind and all(type(each) is str for each in value)
 
 
 def absence_behind(error: SerializationError) -> RpcError | None:

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import FunctionType, MethodDescriptorType
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +31,7 @@ _SYSTEM = "_aiorpc_system"
 _INLINE = "_aiorpc_inline"
 _BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
+_FOLLOWS = "_aiorpc_follows"
 _WILD = re.compile(r"[*?\[]")
 _Missing: Any = type("_Missing", (), {})  # stands where there may be None
 
@@ -135,6 +136,28 @@ def intrinsic(fn: F) -> F:
     """
     setattr(fn, _INTRINSIC, True)
     return fn
+
+
+def follows(*methods: str) -> Callable[[F], F]:
+    """Mark a method of the runtime's that ends, or takes back, what one of those methods of its class has begun.
+
+    Whoever may call one of those may call it as well: else what is given up there would stay.
+    """
+
+    def mark(fn: F) -> F:
+        setattr(fn, _FOLLOWS, methods)
+        return fn
+
+    return mark
+
+
+def followed_by(kind: type, method: str) -> Sequence[str]:
+    """The methods of a class that a method of it follows (`follows`)."""
+    found = find_method(kind, method)
+    if not isinstance(found, FunctionType) or not found.__module__.startswith("aiorpc."):
+        return ()
+    methods: Sequence[str] = found.__dict__.get(_FOLLOWS, ())
+    return methods
 
 
 def is_intrinsic(function: object) -> bool:

@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 from ...errors import NotAllowed
-from ...protocol.identity import WorkerRecord
+from ...protocol.identity import WorkerRecord, legible
 from ...rights import FETCH, Rights, is_exposed, name_of_class
 from . import functions
 from .functions import Handler
@@ -94,7 +94,9 @@ class Permits:
 
     def check_method(self, value: object, method: str) -> None:
         """Whether that method of a value may be called, before it is looked up."""
-        if not self._rights.allowed_method(self._role, type(value), method):
+        kind = type(value)
+        methods = (method, *functions.followed_by(kind, method))
+        if not any(self._rights.allowed_method(self._role, kind, each) for each in methods):
             raise self.refusal(f"{name_of_class(type(value))}.{method:.{_SHOWN}}")
 
     def check_attribute(self, value: object, name: str, found: object) -> None:
@@ -127,7 +129,7 @@ class Permits:
         """The error for a call of that function. The first of each connection is logged."""
         caller, role, rule = self._caller, self._role, self._rights.describe(self._role)
         shown = function if len(function) <= 2 * _SHOWN else f"{function[: 2 * _SHOWN]}..."
-        shown = shown.encode("utf-8", "replace").decode()
+        shown = legible(shown)  # it is the caller's own words, and goes to the log
         error = NotAllowed(
             f"worker {caller.name!r} may not have {shown} run on worker {self._worker!r}, whose option {rule}",
             worker=self._worker,

@@ -129,6 +129,13 @@ class Group:
         known = self.members.get(record.id)
         return known != record and not (known is None and (self._table.free or self._table.expects(record)))
 
+    def has_shown(self, record: WorkerRecord) -> bool:
+        """Whether a member that is connected said just that of itself in its handshake, where it was looked at.
+
+        What it says later must not differ: a certificate, for one, was compared with the role that it gave then.
+        """
+        return any(service.record == record for service in self._home.services)
+
     def may_not_know_this(self, record: WorkerRecord) -> bool:
         """Whether that member may refuse this worker because it has not heard of it yet: of a newcomer, but for the
         leader, members hear one after the other."""
@@ -380,14 +387,16 @@ async def attend(record: list[Any]) -> None:
     """Handler: a member makes itself known, and keeps the connection over which it does so."""
     group, caller_id = _current()
     member = WorkerRecord.from_wire(record)
-    _check_own(member, caller_id)
+    _check_own(group, member, caller_id)
     group.on_joined(member)
 
 
-def _check_own(member: WorkerRecord, caller_id: int) -> None:
+def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
     caller = current.caller()
     if (member.id, member.info) != (caller_id, caller):
         raise RpcUsageError(f"worker {caller.name!r} speaks for itself alone, and not for {member.name!r}")
+    if not group.has_shown(member):
+        raise RpcUsageError(f"worker {caller.name!r} says something else of itself than it said as it connected")
 
 
 @system
@@ -395,7 +404,7 @@ async def arrive(record: list[Any]) -> list[Any]:
     """Handler, on the leader: a newcomer is there. It is answered when all members know it, with who they are."""
     group, caller_id = _current()
     newcomer = WorkerRecord.from_wire(record)
-    _check_own(newcomer, caller_id)
+    _check_own(group, newcomer, caller_id)
     return roster_to_wire(await group.newcomers.arrive(newcomer))
 
 

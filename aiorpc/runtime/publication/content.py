@@ -141,8 +141,8 @@ def put_together(
 ) -> Any:
     """The value again, over the bytes of its buffers. device: where its tensors are moved to, None for nowhere.
 
-    plain: whether no pickle that names anything is read, as the rights of who has published it do not go so far; it
-    raises NotAllowed. Raises whatever unpickling raises, and ProtocolError for what is none.
+    plain: whether no pickle that names anything is read, as the rights of who has published it, or has handed it on, do
+    not go so far; it raises NotAllowed. Raises whatever unpickling raises, and ProtocolError for what is none.
     """
     if type(body) is not bytes:
         raise ProtocolError("a version without what it says of its value")
@@ -154,8 +154,9 @@ def put_together(
         said, spans = read_values(body), spans[others:]
     if plain and not engine.safe and not names_nothing(said.pickled):
         raise NotAllowed(
-            f"worker {engine.name!r} has a rule in its option serve for the role of who has published this, and reads "
-            "no pickle of it that names a class or a function; publish plain tensors, or set serialization='safe'"
+            f"worker {engine.name!r} has a rule in its option serve for the role of who has published this, or has "
+            "handed it on, and reads no pickle of it that names a class or a function; publish plain tensors, or set "
+            "serialization='safe'"
         )
     view = memoryview(data)
     segments = [view[start : start + length] for start, length in spans]

@@ -243,6 +243,9 @@ class Feed:
         said, *rest = answer
         edition = read_any(said)
         if isinstance(edition, AskLeader):
+            if self._reads_less_of(edition.leader, publisher):
+                self._maps = False  # as one that cannot map: the publisher itself sends it the bytes
+                return
             self._leader = self._publications.leader(self.name, edition.leader, publisher)
             return
         if not isinstance(edition, Edition):
@@ -265,9 +268,19 @@ class Feed:
             data = await in_background(self.engine, mapped.copy) if edition.copy else mapped
         maker = self._publications.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
-        roles = {publisher.role, record.role, "" if maker is None else maker.role}
+        # Who has published it may have gone before this worker came: whoever hands it on says what role that had.
+        others = [each for each in (publisher, record, maker) if each is not None and each.id != self.engine.id]
+        roles = {*edition.roles, *(each.role for each in others)}
+        edition = edition._replace(roles=sorted(roles))  # for those to whom this worker hands it on
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
+
+    def _reads_less_of(self, leader: int, publisher: WorkerRecord) -> bool:
+        """Whether pickles of that worker, which fetches for this host, are not read here, and the publisher's are."""
+        record, limited = self._publications.known(leader), self.engine.rights.limited
+        if self.engine.safe or record is None or record.id == self.engine.id:
+            return False
+        return limited(record.role) and not limited(publisher.role)
 
     def _follow(self, publisher: WorkerRecord) -> None:
         """Take all versions of a publisher for newer than those of the ones before, whatever numbers they have.

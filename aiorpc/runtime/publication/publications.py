@@ -408,8 +408,12 @@ class Publications:
                 if record is not None:
                     return record
         kept = [(latest.kept, record) for record, latest in await self._ask_all(name) if latest is not None]
-        newest, record = max(kept, key=lambda each: each[0])
+        newest, record = max(kept, key=lambda each: (each[0], self._is_read(each[1])))
         return record if newest else None
+
+    def _is_read(self, record: WorkerRecord) -> bool:
+        """Whether pickles that this worker, or another one, hands on are read here, as far as that goes by which."""
+        return record.id == self._engine.id or not self._engine.rights.limited(record.role)
 
     async def _ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest | None]]:
         """What each member that lives has of a name, this one as well; None of who does not say."""

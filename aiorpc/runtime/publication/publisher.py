@@ -112,7 +112,7 @@ class Publisher(Shelf):
 
     async def _put(self, version: int, content: Content) -> None:
         engine = self._engine
-        origin = Origin(engine.id, engine.name, engine.record.main)
+        origin = Origin(engine.id, engine.name, engine.record.main, (engine.record.role,))
         stored = self.begin(version, origin, content.bodies, content.spans, content.size)
 
         def copy() -> None:

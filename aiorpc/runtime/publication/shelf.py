@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -62,11 +62,15 @@ class Home(Protocol):
 
 
 class Origin(NamedTuple):
-    """Who has published a version: id, name, and what main module it runs."""
+    """Who has published a version: id, name, and what main module it runs.
+
+    roles: that of this worker, and those of all that have handed it on.
+    """
 
     publisher: int
     worker: str
     main: str
+    roles: Sequence[str]
 
 
 @dataclass(eq=False)
@@ -254,7 +258,17 @@ class Shelf:
         origin, size = stored.origin, len(stored.data)
         spans = [[*span] for span in stored.spans]
         return Edition(
-            stored.version, origin.publisher, origin.worker, size, spans, offer, copy, numbers, origin.main, source
+            stored.version,
+            origin.publisher,
+            origin.worker,
+            size,
+            spans,
+            offer,
+            copy,
+            numbers,
+            origin.main,
+            source,
+            [*origin.roles],
         )
 
     def _lend(self, stored: Stored) -> Bytes:

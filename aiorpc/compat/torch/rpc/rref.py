@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from ....callbacks import current_autograd
-from ....errors import NotInitialized, RpcTimeout, RpcUsageError
+from ....errors import NotAllowed, NotInitialized, RpcTimeout, RpcUsageError, SerializationError
 from ....futures import Future
 from ....protocol.codec import Outgoing
 from ....protocol.messages import Fetch
+from ....runtime.calls.functions import intrinsic
 from ....runtime.gradients.contexts import OF_VALUE
 from ....runtime.references.rref import RRef as BaseRRef
 from ..autograd import backward_from_value
@@ -115,7 +116,7 @@ class PyRRef(BaseRRef[T]):
         the owner can ask for.
         """
         if self.is_owner():
-            backward_on_owner(self, dist_autograd_ctx_id, retain_graph)
+            backward_from_value(self.local_value(), dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise RpcUsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
@@ -151,7 +152,10 @@ class PyRRef(BaseRRef[T]):
 
 
 class _Checked:
-    """A proxy that asks for the type of the value, once, before it makes a call."""
+    """A proxy that asks for the type of the value, once, before it makes a call.
+
+    Where the owner does not tell the type, as its option ``serve`` or safe serialization keeps it, the call is made.
+    """
 
     def __init__(self, rref: PyRRef[Any], proxy: Any, timeout: float) -> None:
         self._rref, self._proxy, self._timeout = rref, proxy, timeout
@@ -162,7 +166,10 @@ class _Checked:
         method = getattr(self._proxy, name)
         if self._rref._references.engine.on_loop:
             return method  # no waiting there: the error is that of the call
-        kind = self._rref._get_type(self._timeout)
+        try:
+            kind = self._rref._get_type(self._timeout)
+        except (NotAllowed, SerializationError):
+            return method
         if not hasattr(kind, name) and not hasattr(kind, "__getattr__"):
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {name!r}")
         return method
@@ -184,8 +191,11 @@ def type_on_owner(rref: PyRRef[Any]) -> type:
     return type(rref.local_value())
 
 
+@intrinsic
 def backward_on_owner(rref: PyRRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Handler: a backward pass from a value of this worker."""
+    """Handler: a backward pass from a value of this worker, in a context."""
+    if context_id == -1:
+        raise RpcUsageError("without a context gradients go to `.grad`, which only the owner can ask for")
     backward_from_value(rref.local_value(), context_id, retain_graph)
 
 
