@@ -143,6 +143,7 @@ class DistributedOptimizer:
                 there[rref._owner] = pack_reference(rref._rref)
         one = make_pass(context_id, roots, False, node, Last(here, there, partial(self._no_gradients, context_id)))
         if node.engine.on_loop:
+            one.done.site = call_site(outside(__name__))
             node.engine.pool.submit(one.start)
         else:
             one.drive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import threading
 import time
 from functools import partial
@@ -614,6 +615,26 @@ async def test_backward_and_step_on_the_loop_can_be_awaited(current_pair: list[W
         loss = await aiorpc.call("worker1", scaled, weight, 2.0)
         await optimizer.backward_and_step(ctx, [loss])
     torch.testing.assert_close((await weight).detach(), values(0) - 2)
+
+
+async def test_backward_and_step_that_fails_and_is_not_awaited(
+    current_pair: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, with the line of the program: nobody else is told that nothing was stepped."""
+
+    def lines() -> list[str]:
+        gc.collect()
+        return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+
+    weight = aiorpc.remote("worker1", make, 0)
+    optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0)
+    async with autograd.context() as ctx:
+        loss = await aiorpc.call("worker1", breaks_backward, weight)
+        optimizer.backward_and_step(ctx, [loss])
+        await until(lines)
+    (line,) = lines()
+    assert "test_optim.py" in line and "no way back" in line
+    caplog.clear()
 
 
 async def test_backward_and_step_where_nobody_has_a_gradient(apart: list[Worker]) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import struct
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import brief
 from ..runtime.gradients.contexts import current_autograd
 from ..runtime.node import Node, registry, serving
+from ..sites import call_site
 from .passes import Last, Pass
 
 Tensor = torch.Tensor
@@ -61,6 +63,7 @@ class Context(int):
         on this worker or another: that ends by itself, and its gradients are dropped.
         """
         one = make_pass(int(self), roots, retain_graph)
+        one.done.site = call_site(sys._getframe(1))
         registry.get().engine.pool.submit(one.start)
         return one.done
 
@@ -86,6 +89,11 @@ class context:
 
     def _open(self, node: Node) -> Context:
         node.engine.lifetime.check_open()
+        if self._id:  # nobody could leave the one before any more
+            raise RpcUsageError(
+                f"autograd context {self._id} of this `context()` is still open, and it holds one at a time: call "
+                "context() for each block"
+            )
         self._node = node
         self._id = node.gradients.open().id
         self._token = current_autograd.set(self._id)
@@ -113,14 +121,17 @@ class context:
 
     def _leave(self) -> list[Future[bytes]]:
         """It has ended: here, and on all workers that know of it. Returns what to wait for."""
-        try:
-            current_autograd.reset(self._token)
-        except ValueError:
-            # Another task or thread leaves it than has entered it, as where a generator is closed for a consumer that
-            # has stopped early. The variable of the one who entered it stays: it names a context that is open nowhere.
-            if current_autograd.get() == self._id:
+        id, self._id = self._id, 0
+        # Else somebody is in another one, which was entered behind it and goes on, as where two generators take turns.
+        if current_autograd.get() == id:
+            try:
+                current_autograd.reset(self._token)
+            except ValueError:
+                # Another task or thread leaves it than has entered it, as where a generator is closed for a consumer
+                # that has stopped early. The variable of the one who entered it stays: it names a context that is open
+                # nowhere.
                 current_autograd.set(None)
-        return _Farewell(self._node, self._id, self._node.gradients.leave(self._id)).tell(later=True)
+        return _Farewell(self._node, id, self._node.gradients.leave(id)).tell(later=True)
 
 
 async def _ended(call: Future[Any]) -> None:

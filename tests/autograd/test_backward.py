@@ -1425,6 +1425,24 @@ def _broken_here(x: Tensor) -> Tensor:
     return apply(Broken, x)
 
 
+async def test_a_failure_that_nobody_looked_at_is_logged(
+    workers: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of a call is, with the line that began the pass: it is not awaited, so nobody else is told."""
+
+    def lines() -> list[str]:
+        gc.collect()
+        return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", _broken, vector())
+        ctx.backward([y.sum()])
+        await until(lines)
+    (line,) = lines()
+    assert "the backward pass of autograd context" in line and "test_backward.py" in line and "LookupError" in line
+    caplog.clear()
+
+
 async def test_exceptions_of_a_hook_reach_the_caller(workers: list[Worker]) -> None:
     """The same for what hooks raise."""
 

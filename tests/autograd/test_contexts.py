@@ -622,6 +622,32 @@ async def test_a_context_in_an_async_generator_whose_consumer_stops(workers: lis
     assert not worse, worse
 
 
+async def test_contexts_that_are_not_left_in_the_reverse_order(workers: list[Worker]) -> None:
+    """As those of two generators that take turns: the end of the first one leaves calls in the other as they are."""
+    first, second = autograd.context(), autograd.context()
+    await first.__aenter__()
+    ctx = await second.__aenter__()
+    await first.__aexit__(None, None, None)
+    x = vector()
+    y = await workers[0].call("worker1", parts.layer, x)
+    await ctx.backward([y.sum()])
+    assert x in ctx.gradients()
+    await second.__aexit__(None, None, None)
+
+
+async def test_what_makes_contexts_one_at_a_time_has_no_second_one(workers: list[Worker]) -> None:
+    """It is refused while the first one is open, which goes on; then the same object opens the next one."""
+    maker = autograd.context()
+    async with maker as first:
+        with pytest.raises(RpcUsageError, match=f"autograd context {int(first)} .* is still open"):
+            await maker.__aenter__()
+        assert current_autograd.get() == first and first.gradients() == {}
+        assert len(workers[0].node.gradients) == 1
+    async with maker as second:
+        assert second != first
+    assert not len(workers[0].node.gradients)
+
+
 async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> None:
     """As a generator is closed by whoever drops it last: it is left everywhere, and that thread has no context then."""
 

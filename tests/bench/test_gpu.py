@@ -20,6 +20,7 @@ from bench.gpu import AIORPC, COPY, RECEIVED, STAGING, TORCH, GpuRow
 from bench.stage import Figures, Plan, Stage
 from bench.stats import BenchError
 from tests.bench.here import Here, one_element_wrong
+from tests.limits import busy
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ("cpu", "cpu")
@@ -233,7 +234,7 @@ gpu.write(found, Path(sys.argv[3]))
 def small_run(devices: tuple[str, str], out: Path) -> tuple[dict[str, Any], str]:
     # A process of its own: the fork server it starts ends with it.
     command = [sys.executable, "-c", SMALL_RUN, *devices, str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110 * busy(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data: dict[str, Any] = json.loads(out.with_name(f"{out.name}.json").read_text(encoding="utf-8"))
     assert data["failures"] == []

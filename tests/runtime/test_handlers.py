@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import Future, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, async_execution, batched
+from aiorpc import Future, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker, async_execution, batched
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until, wait_until
 
@@ -500,6 +500,16 @@ async def who_serves_async(xs: list[int]) -> list[str]:
     return [aiorpc.current().name] * len(xs)
 
 
+@batched(max_size=1)
+def exits(kinds: list[type[BaseException]]) -> list[int]:
+    raise kinds[0]
+
+
+@batched(max_size=1)
+async def exits_async(kinds: list[type[BaseException]]) -> list[int]:
+    raise kinds[0]
+
+
 gates: list[Gate] = []
 
 
@@ -550,6 +560,24 @@ async def made_gate() -> Gate:
     """The one that a call has made on a worker of this process."""
     await until(lambda: gates)
     return gates[0]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("function", [exits, exits_async])
+async def test_an_exit_in_a_batch_is_an_error_of_its_callers_alone(
+    pair: list[Worker], function: Any, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in any handler: nothing else hears of it, and the next batch runs."""
+    worse: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: worse.append(context))
+    for _ in range(2):
+        with pytest.raises(RpcError):
+            await pair[0].call("worker1", function, kind)
+    gc.collect()
+    await asyncio.sleep(0)
+    loop.set_exception_handler(None)
+    assert not worse and not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_one_call_of_the_function_serves_many_callers(pair: list[Worker]) -> None:

@@ -508,6 +508,38 @@ async def test_what_had_a_cancelled_turn_lets_go_of_all(four: list[Worker], verb
             await anext(given)
 
 
+async def noted(limit: int) -> AsyncIterator[int]:
+    for number in range(limit):
+        _begun.append(aiorpc.current().name)
+        yield number
+
+
+@pytest.mark.parametrize("verb", ["stream", "map"])
+async def test_what_the_collector_finds_lets_go_of_all(four: list[Worker], verb: str) -> None:
+    """It is part of a cycle: its tasks are cancelled as by the end of a block, and not destroyed as they wait."""
+    worse: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: worse.append(context))
+    group = four[0].group("worker[12]")
+    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
+    given: Any = group.stream(noted, 1000) if verb == "stream" else group.map(held, itertools.repeat(0))
+    if verb == "stream":
+        await anext(given)
+        await until(lambda: min(map(_begun.count, ("worker1", "worker2"))) >= 10)  # more than there is room for
+    else:
+        await cancelled_turn(given)
+        await until(lambda: len(four[0].pending_calls()) == 4)  # as many as there may be
+    for _ in range(100):  # its tasks wait for who takes items
+        await asyncio.sleep(0)
+    cycle = [given]
+    cycle.append(cycle)
+    del given, cycle
+    gc.collect()
+    await until(lambda: not any(worker.pending_calls() for worker in four) and not four[0].node.engine.kept)
+    loop.set_exception_handler(None)
+    assert not worse, worse
+
+
 async def test_ctrl_c_in_a_blocking_turn_stops_the_producers(
     four: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,36 @@ async def test_a_worker_that_has_left_and_comes_back(store: Store) -> None:
             assert await asyncio.gather(*calls) == ["server"] * 5
 
 
+GATE: dict[str, asyncio.Event] = {}
+
+
+@aiorpc.batched(max_size=1)
+async def gated(keys: list[str]) -> list[int]:
+    await GATE["open"].wait()
+    return [ran(key) for key in keys]
+
+
+async def test_a_batch_that_a_worker_did_not_run_as_it_shut_down(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its callers hear that the worker has left before its goodbye comes; with retries they call it again."""
+    GATE["open"] = asyncio.Event()
+    first = pair[0].call("worker1", gated, "a")
+    second = pair[0].call("worker1", gated, "b")
+    await until(lambda: pair[1].statistics().calls_running == 2)
+    third = pair[0].peer("worker1", retries=50, backoff=QUICK).call(gated, "c")
+    await until(lambda: pair[1].statistics().calls_running == 3)
+    monkeypatch.setattr(pair[1].node.engine.lifetime, "closed", True)
+    GATE["open"].set()
+    assert await first == 1
+    with pytest.raises(PeerClosed, match=r"has shut down, and did not run .*gated"):
+        await second
+    await until(lambda: pair[0].statistics().calls_retried)
+    monkeypatch.undo()
+    assert await third == 1
+    assert not RUNS["b"] and RUNS["c"] == 1
+
+
 async def test_overload_at_the_callee_is_waited_out(store: Store) -> None:
     """A call that was not run because too many were there is made again, as often as it takes."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1)]
@@ -266,6 +296,24 @@ async def test_no_retries_in_a_context_of_autograd(pair: list[Worker]) -> None:
 
     await pair[0].call("worker0", body)
     assert not RUNS["a"]
+
+
+async def test_a_context_that_was_left_refuses_no_retries(pair: list[Worker]) -> None:
+    """A task that was begun within it knows its id for as long as it runs, and is in no context any more."""
+    left = asyncio.Event()
+
+    async def later() -> int:
+        await left.wait()
+        runs: int = await aiorpc.peer("worker1", retries=2).call(ran, "a")
+        return runs
+
+    async def body() -> int:
+        async with aiorpc.autograd.context():
+            task = asyncio.create_task(later())
+        left.set()
+        return await task
+
+    assert await pair[0].call("worker0", body) == 1
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------

@@ -541,6 +541,31 @@ async def test_many_streams_between_workers_on_their_own_loops(apart: list[Worke
     assert totals == [sum(range(50))] * 9
 
 
+_gate: list[asyncio.Event] = []
+
+
+async def behind_a_gate() -> AsyncIterator[int]:
+    await _gate[-1].wait()
+    yield 1
+
+
+async def test_a_consumer_that_nobody_else_holds_gets_its_items() -> None:
+    """A loop does not keep its tasks. The collector leaves one that waits for an item without a limit alone."""
+    _gate.append(asyncio.Event())
+    got: list[int] = []
+    async with cluster(2, options=RpcBackendOptions(rpc_timeout=0)) as workers:
+
+        async def consume() -> None:
+            async for item in workers[0].stream("worker1", behind_a_gate):
+                got.append(item)
+
+        asyncio.create_task(consume())  # noqa: RUF006  # that is what this is about
+        await until(lambda: workers[1].statistics().calls_running)
+        gc.collect()
+        _gate[-1].set()
+        await until(lambda: got == [1] and not workers[0].node.engine.kept)
+
+
 async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -> None:
     """aclose may be called twice; afterwards there are no items."""
     stream = pair[0].stream("worker1", asynchronous, "it")

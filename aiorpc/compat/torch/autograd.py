@@ -205,7 +205,6 @@ def _release_context(context_id: int) -> None:
     if entered is None:  # another worker's
         contexts.leave(context_id)
     else:
-        entered._token = current_autograd.set(None)  # this may be another thread than that which entered it
         entered.__exit__()
     if current_autograd.get() == context_id:
         current_autograd.set(None)

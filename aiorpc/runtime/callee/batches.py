@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 from functools import partial
 
@@ -10,6 +11,10 @@ from ...errors import WorkerClosed
 from ..calls.batching import Batch
 from ..calls.current import CommonHome, current_call, current_node
 from ..gradients.contexts import current_autograd
+
+
+class NotRun(WorkerClosed):
+    """A batch of a worker that has shut down was not run, and will not be: its callers are told so."""
 
 
 def run_batch(node: CommonHome, batch: Batch | None) -> None:
@@ -27,6 +32,8 @@ def run_batch(node: CommonHome, batch: Batch | None) -> None:
 def _run_here(node: CommonHome, batch: Batch) -> None:
     try:
         _context_of(node, batch).run(batch.run)
+    except (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+        pass  # its callers have got it, and it is no request to end this thread
     finally:
         _ended(node, batch)
 
@@ -45,7 +52,8 @@ def _task_ended(node: CommonHome, batch: Batch, _: object) -> None:
 async def _run(batch: Batch) -> None:
     try:
         await batch.run_async()
-    except (SystemExit, KeyboardInterrupt) as error:  # its callers have got it; raised in a task it would end the loop
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        # Its callers have got it. Raised in a task the first two would end the loop, and nobody would hear the last.
         if foreign.is_interrupt(error):
             raise
 
@@ -63,8 +71,8 @@ def _ended(node: CommonHome, batch: Batch) -> None:
         node.engine.pool.submit(run_batch, node, following)
 
 
-def _not_run(node: CommonHome) -> WorkerClosed:
-    return WorkerClosed(f"worker {node.engine.name!r} shut down before the batch was run")
+def _not_run(node: CommonHome) -> NotRun:
+    return NotRun(f"worker {node.engine.name!r} shut down before the batch was run")
 
 
 def _context_of(node: CommonHome, batch: Batch) -> contextvars.Context:

@@ -42,7 +42,7 @@ from ..gradients.contexts import current_autograd
 from ..links.accelerators import Accelerators
 from .answers import Answers, pass_on
 from .backlog import Backlog
-from .batches import run_batch
+from .batches import NotRun, run_batch
 from .producing import serve_async_generator, serve_generator
 from .standing import Standing
 
@@ -354,6 +354,9 @@ class Runner:
         def done(result: object, error: BaseException | None) -> None:
             if error is None:
                 self._answers.answer(call, result, copy=True)
+            elif type(error) is NotRun:
+                call.begun = False  # so whoever serves it elsewhere may run it
+                self.refuse(call, WorkerClosed(str(error)))
             else:
                 self._answers.answer_error(call, error)
 

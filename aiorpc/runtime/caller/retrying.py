@@ -39,13 +39,15 @@ from ...sites import CallSite
 from ..calls.current import CommonHome, current_call
 from ..calls.functions import describe
 from ..engine.engine import Engine
+from ..gradients.contexts import Gradients
 from .future import CallFuture
 from .peer import Peer, Try
 from .peers import Peers, To
 
 _PASSING = (PeerLost, PeerClosed, PeerRefused, Overloaded)
-# Of what a callee says: if it says too that the call may come again.
-_REFUSALS = (Overloaded, UnknownObject)
+# Of what a callee says: if it says too that the call may come again. One that has shut down may say so before its
+# goodbye comes.
+_REFUSALS = (Overloaded, UnknownObject, PeerClosed)
 
 
 class RetryOptions(NamedTuple):
@@ -63,6 +65,7 @@ class RetryOptions(NamedTuple):
 class Home(CommonHome, Protocol):
     """What calls with retries need of the worker that makes them."""
 
+    gradients: Gradients
     peers: Peers
 
 
@@ -100,7 +103,8 @@ class Retries:
         UnknownWorker is a try that has failed, as it is behind the first one.
         Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
         """
-        if current_autograd.get():
+        # One that was left may be named here still: in a task that was begun in it, or where a generator was closed.
+        if self._home.gradients.find(current_autograd.get() or 0) is not None:
             raise RpcUsageError(
                 f"{describe(function)} is called with retries in an autograd context, and nothing was sent: the first "
                 "try has its place in the graph, so a second one cannot take it; call it without retries"

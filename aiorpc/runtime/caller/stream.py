@@ -71,7 +71,9 @@ class Stream(BlockingIterator[Any]):
         if waiter is None:
             return
         loop, future = waiter
-        if not loop.is_closed():
+        if loop.is_closed():  # nobody waits any more
+            self._peer.engine.kept.discard(self)
+        else:
             loop.call_soon_threadsafe(_finish, future)
 
     async def __anext__(self) -> Any:
@@ -117,10 +119,11 @@ class Stream(BlockingIterator[Any]):
         if self._waiter is not None:
             raise RpcUsageError(f"two tasks wait for items of {self._describe()}; a stream has one consumer")
         assert self._end is not None
-        loop = asyncio.get_running_loop()
+        loop, kept = asyncio.get_running_loop(), self._peer.engine.kept
         while not self._items and not self._end.done():
             future = loop.create_future()
             self._waiter = (loop, future)
+            kept.add(self)
             try:
                 if self._items or self._end.done():  # it came between the look and the registration
                     return
@@ -135,6 +138,7 @@ class Stream(BlockingIterator[Any]):
                     seconds=self._timeout,
                 ) from None
             finally:
+                kept.discard(self)
                 self._waiter = None
 
     def _conclude(self) -> Any:

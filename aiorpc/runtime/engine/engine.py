@@ -41,6 +41,8 @@ class Engine:
     its copies of all of them.
     rights: what this worker runs for whom.
     safe: whether the worker reads no pickles (option ``serialization``).
+    kept: what consumers wait at, and tasks of theirs. A loop itself keeps none, and whoever brings what they wait for
+    holds it weakly: the garbage collector would take a task that nobody else holds in the midst of its wait.
     poll: what keeps the loop awake for a moment after each message; None if nothing does (option ``busy_wait``).
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
@@ -80,6 +82,7 @@ class Engine:
         self.bounds = Bounds()
         self.counters = Counters()
         self.tasks = Tasks(self.loop)
+        self.kept: set[object] = set()
         self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order

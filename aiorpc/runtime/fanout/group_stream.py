@@ -25,7 +25,7 @@ class GroupStream(BlockingIterator[tuple[str, Any]]):
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream]]) -> None:
         super().__init__(engine)
         self._streams = streams
-        self._turns: Turns[tuple[str, Any]] = Turns(partial(_merged, function, streams), "this stream")
+        self._turns: Turns[tuple[str, Any]] = Turns(partial(_merged, engine.kept, function, streams), "this stream")
 
     async def __anext__(self) -> tuple[str, Any]:
         """The next item of any member. GroupError behind the last one, with the errors of those that failed.
@@ -51,13 +51,19 @@ class _Item(NamedTuple):
 
 
 async def _merged(
-    function: str, streams: Sequence[tuple[str, Stream]], news: News
+    kept: set[object], function: str, streams: Sequence[tuple[str, Stream]], news: News
 ) -> AsyncGenerator[tuple[str, Any] | News]:
     came: asyncio.Queue[_Item] = asyncio.Queue(len(streams))
     outcomes: list[Outcome | None] = [None] * len(streams)
     tasks = [asyncio.ensure_future(_read(place, stream, came, news)) for place, (_, stream) in enumerate(streams)]
+    kept.update(tasks)
+
+    def let_go(task: asyncio.Task[None]) -> None:
+        kept.discard(task)
+        news.set()
+
     for task in tasks:
-        task.add_done_callback(lambda _: news.set())
+        task.add_done_callback(let_go)
     try:
         while None in outcomes:
             while came.empty():
@@ -90,7 +96,7 @@ async def _read(place: int, stream: Stream, came: asyncio.Queue[_Item], news: Ne
         async for item in stream:
             await came.put(_Item(place, item))
             news.set()
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:
         await came.put(_Item(place, None, True, error))

@@ -67,7 +67,7 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
         await self._awaited.aclose()
 
     def _turns(self, items: Iterable[Any] | AsyncIterable[Any]) -> Turns[Any]:
-        return Turns(partial(_awaited, self._call, items, self._ahead), "this map()")
+        return Turns(partial(_awaited, self._engine.kept, self._call, items, self._ahead), "this map()")
 
     def close(self) -> None:
         """The same where results are taken by ``for``."""
@@ -120,7 +120,7 @@ def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any
 
 
 async def _awaited(
-    call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead, news: News
+    kept: set[object], call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead, news: News
 ) -> AsyncGenerator[Any]:
     begun: deque[Future[Any] | BaseException | None] = deque()  # None behind the last one
     room = asyncio.Event()
@@ -139,8 +139,13 @@ async def _awaited(
         else:
             begun.append(None)
 
+    def let_go(task: asyncio.Task[None]) -> None:
+        kept.discard(task)
+        news.set()
+
     task = asyncio.ensure_future(begin())
-    task.add_done_callback(lambda _: news.set())
+    kept.add(task)
+    task.add_done_callback(let_go)
     told: Future[Any] | None = None  # the last one that was asked to tell when it is done
     failure: BaseException | None = None
     try:
