@@ -21,7 +21,10 @@ def run_batch(node: CommonHome, batch: Batch | None) -> None:
     """Run a batch that is due, as soon as it is its turn; do nothing for None. In the pool, or on the loop."""
     if batch is None or not batch.begin():
         return
-    if batch.is_async:
+    if node.engine.lifetime.closed:
+        batch.abort(_not_run(node))
+        _ended(node, batch)
+    elif batch.is_async:
         node.engine.call_on_loop(_start, node, batch)
     elif node.engine.pool.is_pool_thread():
         _run_here(node, batch)
