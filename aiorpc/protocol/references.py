@@ -162,7 +162,8 @@ class ReferenceTable:
     def creation_failed(self, rref: ReferenceId, fork: ReferenceId, reason: str, *, answered: bool = True) -> Outputs:
         """The owner answered the call of `create` with an error, or (answered=False) we gave up waiting for that.
 
-        It may be that the value exists all the same, as an error others can fetch; here the reference is broken.
+        Answered is also what could not be sent: nothing of it will come there. It may be that the value exists all the
+        same, as an error others can fetch; here the reference is broken.
         """
         return self._abandon(rref, fork, reason, coming=not answered)
 
@@ -268,6 +269,11 @@ class ReferenceTable:
         """Whether the value of `rref` is here or may still come. False: it is gone for good, or was never here."""
         owned = self._owned.get(rref)
         return owned is not None and owned.value is not _Value.NEVER
+
+    def refusal(self, rref: ReferenceId) -> str | None:
+        """Why the value of `rref` will never be, as its creator has said; None if that has not said so."""
+        owned = self._owned.get(rref)
+        return owned.reason if owned is not None and owned.value is _Value.NEVER else None
 
     # -- both -------------------------------------------------------------------------------------------------------
 

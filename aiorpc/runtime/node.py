@@ -262,10 +262,18 @@ class Node:
         self.references.on_unknown(worker_id)
 
     def open_stream(
-        self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, *, depth: int
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        depth: int,
+        keeps: Any = None,
     ) -> Stream:
         """A stream of what that call yields, see `stream.open_stream`. Any thread."""
-        return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1)
+        return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1, keeps=keeps)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
 

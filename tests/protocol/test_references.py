@@ -19,6 +19,7 @@ from aiorpc.errors import ProtocolError, RpcUsageError
 from aiorpc.protocol.reference_messages import (
     FREED,
     MESSAGES,
+    UNSENT,
     Abandon,
     Add,
     Added,
@@ -656,7 +657,9 @@ def test_g7_an_unsent_creation_breaks_every_user_and_leaves_nothing(world: World
     world.deliver(A, OWNER)
     assert world.tables[OWNER].counts().tombstones == 1
     assert [record.role for record in world.tables[OWNER].live()] == [Role.TOMBSTONE]
+    assert world.tables[OWNER].refusal(parent.rref) == UNSENT
     world.drain()
+    assert world.tables[OWNER].refusal(parent.rref) is None
     assert (early.state, late.state) == ("broken", "broken")
     assert world.tables[OWNER].counts() == EMPTY
 

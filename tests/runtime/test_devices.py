@@ -1276,6 +1276,34 @@ def failing(fake: FakeCuda, name: str, after: int) -> Iterator[None]:
         yield
 
 
+class Adding:
+    """A value that keeps what it was made of."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    def sum_with(self, x: Tensor) -> float:
+        return float(x.sum())
+
+
+async def test_a_reference_whose_arguments_cannot_be_sent(way: str) -> None:
+    """Who has called a method of it by then hears that it will never be, however late the call arrives; its owner keeps
+    nothing of it."""
+    async with group({"worker1": CROSSED}, {}, way=way) as (fake, workers):
+        worker0 = workers[0]
+        assert is_all(await worker0.call("worker1", plus_one, fake.fake_tensor(values(1))), 2)
+        with failing(fake, "empty", 0):
+            ref = worker0.remote("worker1", Adding, fake.fake_tensor(values(1)))
+            call = ref.rpc_async().sum_with(torch.ones(4_000_000))
+        with pytest.raises(RpcError, match="the value was never created"):
+            await asyncio.wait_for(call, LIMIT / 2)
+        with pytest.raises(RpcError, match=r"could not be sent: .* was told to have no memory"):
+            await ref
+        del ref, call
+        gc.collect()
+        await until_no_references(workers)
+
+
 # --- groups of workers ------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -42,6 +42,12 @@ class Thing:
     def add(self, x: int) -> int:
         self.value += x
         return int(self.value)
+
+    def sum_with(self, x: torch.Tensor) -> float:
+        return float(x.sum()) + float(self.value)
+
+    def sums_with(self, x: torch.Tensor) -> Iterator[float]:
+        yield self.sum_with(x)
 
     def __reduce__(self) -> Any:
         return Thing, (self.value,)
@@ -788,6 +794,36 @@ async def test_a_reference_dropped_at_once(workers: list[Worker], gate: Gate) ->
     await workers[0].call("worker1", len, "")
     gc.collect()
     await until_no_references(workers)
+
+
+async def sum_by_group(worker: Worker, x: torch.Tensor) -> float:
+    outcomes = await worker.group(["worker1"]).remote(Thing, 1).rpc_async().sum_with(x)
+    return float(outcomes["worker1"].result())
+
+
+async def sum_by_stream(worker: Worker, x: torch.Tensor) -> float:
+    found: list[float] = [each async for each in worker.remote("worker1", Thing, 1).stream().sums_with(x)]
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "sum_with",
+    [
+        lambda worker, x: worker.remote("worker1", Thing, 1).rpc_async().sum_with(x),
+        lambda worker, x: worker.remote("worker1", Thing, 1).remote().sum_with(x),
+        sum_by_stream,
+        sum_by_group,
+    ],
+    ids=["call", "remote", "stream", "group"],
+)
+async def test_a_method_with_long_arguments_finds_the_value_whose_handle_has_died(
+    workers: list[Worker], sum_with: Callable[..., Awaitable[float]]
+) -> None:
+    """The word that it has died is short, and would be there first."""
+    await workers[0].call("worker1", torch.ones, 1)
+    x = torch.ones(4_000_000)
+    for _ in range(3):
+        assert await asyncio.wait_for(sum_with(workers[0], x), LIMIT / 2) == 4_000_001
 
 
 async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:

@@ -98,11 +98,12 @@ class OwedCalls:
     """See the module. Methods belong to the loop where they do not say otherwise.
 
     ids: gives each call its number. pending: the Futures of the calls, by number. streams: who takes the items of those
-    that are streams. lent: the references that those have lent to the callee, by number: they end no sooner than the
-    call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave. decoding:
-    the numbers of calls of users whose answers have come, and are being unpickled in the background. interruption: the
-    error of the last call whose answer was being unpickled as a signal handler raised, and what that has raised. It is
-    not the cause of the error: who raises it adds frames, and a Future must have none (`without_frames`).
+    that are streams. lent: the references that those have lent to the callee, or whose values they call, by number:
+    they end no sooner than the call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we
+    wait to leave. decoding: the numbers of calls of users whose answers have come, and are being unpickled in the
+    background. interruption: the error of the last call whose answer was being unpickled as a signal handler raised,
+    and what that has raised. It is not the cause of the error: who raises it adds frames, and a Future must have none
+    (`without_frames`).
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:

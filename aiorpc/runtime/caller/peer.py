@@ -192,6 +192,7 @@ class Peer:
         later: bool = False,
         depth: int = 2,
         one_try: Try | None = None,
+        keeps: Any = None,
     ) -> CallFuture:
         """Send one call and return its Future at once. Any thread.
 
@@ -200,9 +201,11 @@ class Peer:
         items the producer may send at first, and who takes them. system: whether the call is the runtime's own. wait:
         whether it waits for the worker to join, however long that takes. later: whether a call without large arguments
         leaves with the next message, or with `flush`. depth: how many stack frames up the user's code is.
-        one_try: for a call that may be tried more than once, in place of depth. Raises SerializationError, Overloaded,
-        RpcUsageError for what is no function, and what the construction of a reference in the arguments ended with, as
-        its time was up; nothing was sent then. If the peer is gone, nothing is raised here: the Future has the error.
+        one_try: for a call that may be tried more than once, in place of depth. keeps: a handle that lives no shorter
+        than the call: where the value behind it is called, the word that it has died must not overtake the call, whose
+        arguments may be long. Raises SerializationError, Overloaded, RpcUsageError for what is no function, and what
+        the construction of a reference in the arguments ended with, as its time was up; nothing was sent then. If the
+        peer is gone, nothing is raised here: the Future has the error.
         """
         if self._lifetime.closed:
             self._lifetime.check_open()
@@ -308,6 +311,8 @@ class Peer:
                 otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
             if out is not None and out.lent:
                 owed.lent[call_id] = out.lent
+            if keeps is not None:
+                owed.lent[call_id] = [*owed.lent.get(call_id, ()), keeps]
             # Entered before the frame is queued: the answer may come before this function has returned.
             owed.enter(future, stream)
             link = self.link  # read once: the loop takes it away when the connection ends
@@ -500,6 +505,8 @@ class Peer:
             if not foreign.is_a(error, Exception) or foreign.from_signal(error):
                 self._unsend(out)
                 raise
+            if isinstance(message.call, CallFuture):
+                message.call.unsent = True
             failure = RpcError(f"a call to {self.describe()} could not be sent: {foreign.said(error)}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
         if parcel is None or call_id not in owed.pending:  # given up meanwhile

@@ -208,14 +208,16 @@ def open_stream(
     *,
     wait: bool = False,
     depth: int = 2,
+    keeps: Any = None,
 ) -> Stream:
     """Open a stream from a peer. timeout: seconds for each item, 0 for no limit. wait: for the worker to join.
 
-    function: as of `Peer.call`. depth: how many stack frames up the user's code is; a verb calls this, if it is 2.
+    function, keeps: as of `Peer.call`. depth: how many stack frames up the user's code is; a verb calls this, if it is
+    2.
     """
     window = peer.engine.options.stream_window
     stream = Stream(peer, window, timeout)
-    end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1)
+    end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
     try:
         stream.start(end)
     except BaseException:  # a signal handler has raised it: nobody will get the stream, so nobody could end it

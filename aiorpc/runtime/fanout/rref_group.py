@@ -83,7 +83,8 @@ class RRefGroup(Sequence[RRef[Any]]):
     ) -> GroupCall:
         peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
         methods = [Method(*ref._name(), name) for ref in self._refs]
-        sending = Sending(self._home, peers, None, args, kwargs, self._seconds(timeout), site=site, methods=methods)
+        seconds, keeps = self._seconds(timeout), self._refs
+        sending = Sending(self._home, peers, None, args, kwargs, seconds, site=site, methods=methods, keeps=keeps)
         sending.prepare()
         call = self._make(name, site)
         self._send_all(call, sending.send)

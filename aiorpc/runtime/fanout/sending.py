@@ -72,8 +72,8 @@ class Sending:
     and at last `flush`.
 
     function: or a method of an object that all of them serve. methods: what to call in place of it, for each of them:
-    methods of values of references. timeout: seconds, 0 for no limit. wait: as of `Peer.call`. site: where the call was
-    made.
+    methods of values of references. keeps: the handles of these, as of `Peer.call`. timeout: seconds, 0 for no limit.
+    wait: as of `Peer.call`. site: where the call was made.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Sending:
         site: CallSite,
         wait: bool = False,
         methods: Sequence[Method] = (),
+        keeps: Sequence[Any] = (),
     ) -> None:
         self._home = home
         self._peers = peers
@@ -95,6 +96,7 @@ class Sending:
         self._methods: Sequence[Method | ObjectMethod] = methods
         if type(function) is ObjectMethod:
             self._methods = [function] * len(peers)
+        self._keeps = keeps
         self._args = args
         self._kwargs = kwargs
         self._timeout = timeout
@@ -200,10 +202,13 @@ class Sending:
         group: gets what becomes of it, if it is no call of its own.
         """
         peer, letter = self._peers[place], self._letters[place]
+        keeps = self._keeps[place] if self._keeps else None
         if letter is None:
             function: Any = self._methods[place] if self._methods else self._function
             one_try = Try(self._site, None)
-            return peer.call(function, self._args, self._kwargs, self._timeout, wait=self._wait, one_try=one_try)
+            return peer.call(
+                function, self._args, self._kwargs, self._timeout, wait=self._wait, one_try=one_try, keeps=keeps
+            )
         entry, body, buffers = letter
         owed, link, connection = peer.owed, peer.link, peer.connection
         if owed.pending or connection is None or connection.queue.frames or connection.queue.begun:
@@ -213,6 +218,8 @@ class Sending:
         call_id = next(owed.ids)
         call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site)
         try:
+            if keeps is not None:
+                owed.lent[call_id] = [keeps]
             owed.enter(call, None)
             if buffers and (link is None or not link.distribution.rides(buffers)):
                 message = WaitingCall(call, body, buffers, None)

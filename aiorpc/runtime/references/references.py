@@ -78,7 +78,15 @@ class Home(Protocol):
     def peers(self) -> PeersForReferences: ...
 
     def open_stream(
-        self, peer: Any, function: Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, *, depth: int
+        self,
+        peer: Any,
+        function: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        depth: int,
+        keeps: Any,
     ) -> Any: ...
 
 
@@ -209,8 +217,12 @@ class References:
         timeout: float,
         *,
         depth: int,
+        keeps: Any = None,
     ) -> RRef[Any]:
-        """An RRef of the result of a call on `peer`; returns at once. Raises SerializationError, with nothing sent."""
+        """An RRef of the result of a call on `peer`; returns at once. keeps: as of `Peer.call`.
+
+        Raises SerializationError, with nothing sent.
+        """
         owner = self.home.peers.id_of(peer)
         with self._lock:
             rref, fork = self._table.create(owner)
@@ -219,7 +231,7 @@ class References:
         handle._confirmed = False
         self._handles[fork] = handle
         try:
-            call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1)
+            call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
         except BaseException:
             self._run(self._table.create_failed_to_send, rref, fork)
             raise
@@ -240,7 +252,8 @@ class References:
             self._run(self._table.created, rref, fork)
         else:
             reason = foreign.text_of(error)
-            self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=False))
+            unsent = getattr(future, "unsent", False)  # else the call may still come there, when nobody wants it
+            self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> list[RRef[Any]]:
         """Handles of the references in a message from `sender`."""
@@ -346,6 +359,8 @@ class References:
                     future.settle(None, WorkerClosed(self._shut_down()))
                 elif self._table.holds(rref):
                     self._values[rref] = future
+                elif (refusal := self._table.refusal(rref)) is not None:
+                    future.settle(None, RpcError(f"the value was never created: {refusal}"))
                 elif worker == asker and asker != self.engine.id:
                     early = self._early.setdefault(asker, set())
                     if len(early) >= self._most:

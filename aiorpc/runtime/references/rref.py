@@ -40,6 +40,7 @@ class PeerForRRef(Protocol):
         *,
         creates: Sequence[int] | None = None,
         depth: int = 2,
+        keeps: Any = None,
     ) -> Future[Any]: ...
 
     def send(self, kind: int, call_id: int, body: bytes, *, urgent: bool = False, later: bool = False) -> None: ...
@@ -72,7 +73,15 @@ class HomeForRRef(Protocol):
     """The worker that holds a handle (`Node`)."""
 
     def open_stream(
-        self, peer: Any, function: Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, *, depth: int
+        self,
+        peer: Any,
+        function: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        depth: int,
+        keeps: Any,
     ) -> Any: ...
 
 
@@ -106,6 +115,7 @@ class ReferencesForRRef(Protocol):
         timeout: float,
         *,
         depth: int,
+        keeps: Any = None,
     ) -> RRef[Any]: ...
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int: ...
@@ -213,7 +223,8 @@ class RRef(Generic[T]):
         """Call a method of the value on its owner; for the runtime's own."""
         if self._creating is not None:
             self._ask()
-        return self._references.peers.by_id(self._owner).call(Method(*self._name(), name), args, None, seconds)
+        peer = self._references.peers.by_id(self._owner)
+        return peer.call(Method(*self._name(), name), args, None, seconds, keeps=self)
 
     def _name(self) -> ReferenceId:
         """What calls name the value by: one that was lent is counted from now on, as they may come late."""
@@ -366,10 +377,10 @@ def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) 
     method: Method = _new(Method, (*rref._name(), name))
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
-        return references.create(peer, method, args, kwargs, seconds, depth=depth)
+        return references.create(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "stream":
-        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=depth)
+        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
-    future = peer.call(method, args, kwargs, seconds, depth=depth)
+    future = peer.call(method, args, kwargs, seconds, depth=depth, keeps=rref)
     return wait_alone(future) if proxy._verb == "rpc_sync" else future
