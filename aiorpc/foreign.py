@@ -119,18 +119,26 @@ def _code_of(handler: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def copy_of(error: BaseException) -> BaseException | None:
-    """An equal error without traceback, made without a call of its own code; None where that cannot be."""
-    kind = type(error)
+def copy_of(error: BaseException, kind: type[BaseException] | None = None) -> BaseException | None:
+    """An equal error without traceback, made without a call of its own code; None where that cannot be.
+
+    kind: its type, if that is to be another one, which inherits from the type of this one.
+    """
+    kind = type(error) if kind is None else kind
     try:
         base: Any = base_of(kind)
         args = base.__reduce__(error)[1]  # some have more than their ``args``
         twin: BaseException = base.__new__(kind, *args)
         base.__init__(twin, *args)
         field(twin, "__dict__").update(field(error, "__dict__"))
-        for slot in slots_of(kind).values():
+        for slot in slots_of(type(error)).values():
             with contextlib.suppress(AttributeError):  # nothing is in it
                 slot.__set__(twin, slot.__get__(error))
+        for member in members_of(base).values():  # such as the name of a module, which is not among its ``args``
+            value = member.__get__(error)
+            if value is not None:
+                with contextlib.suppress(AttributeError):  # it cannot be changed
+                    member.__set__(twin, value)
         set_cause(twin, field(error, "__cause__"))
     except Exception:  # made of other arguments than it has now
         return None

@@ -192,7 +192,8 @@ class RemoteModule(Module):
         while frame.f_globals is _HERE and frame.f_back is not None:
             depth, frame = depth + 1, frame.f_back
         if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move, so no reference travels
-            return peer.call(Method(*rref._name(), "__call__"), args, kwargs, timeout, depth=depth)
+            method = Method(*rref._name(), "__call__")
+            return peer.call(method, args, kwargs, timeout, depth=depth, keeps=rref)
         values = (rref, self.device, self._is_led_to(), args, kwargs)
         return peer.call(forward, values, None, timeout, depth=depth)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import numbers
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,9 +40,12 @@ def _shown(value: object) -> str:
 
 
 def seconds(value: float | timedelta, name: str) -> float:
-    """A duration in seconds from a number or a timedelta; refuses negatives, NaN, and integers beyond all floats."""
+    """A duration in seconds from a number, also one of numpy's, or a timedelta.
+
+    Refuses negatives, NaN, and integers beyond all floats.
+    """
     result = value.total_seconds() if isinstance(value, timedelta) else value
-    if not isinstance(result, bool) and isinstance(result, (int, float)) and result >= 0:
+    if not isinstance(result, bool) and isinstance(result, (int, float, numbers.Real)) and result >= 0:
         with contextlib.suppress(OverflowError):
             return float(result)
     raise RpcUsageError(f"{name} must be a number of seconds >= 0 (0 means no limit), not {_shown(value)}")

@@ -6,9 +6,11 @@ import inspect
 import math
 from dataclasses import fields
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -171,6 +173,16 @@ def test_durations_in_seconds_or_as_timedelta(value: float) -> None:
     assert seconds(value, "x") == value
     assert seconds(timedelta(seconds=90), "x") == 90.0
     assert type(seconds(value, "x")) is float
+
+
+@pytest.mark.parametrize("value", [np.float32(1.5), np.int64(2), Fraction(1, 2)])
+def test_durations_are_numbers_of_any_kind(value: Any) -> None:
+    """What was computed with numpy need not be converted."""
+    assert seconds(value, "x") == float(value)
+    assert type(seconds(value, "x")) is float
+    assert RpcBackendOptions(rpc_timeout=value).rpc_timeout == float(value)
+    with pytest.raises(RpcUsageError, match="number of seconds >= 0"):
+        seconds(-value, "x")
 
 
 @pytest.mark.parametrize("name", DURATIONS)

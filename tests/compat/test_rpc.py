@@ -87,6 +87,10 @@ def test_wrong_arguments_of_init(rpc: Any) -> None:
         rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions())
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
         rpc.TensorPipeRpcBackendOptions(rpc_timeout=timedelta(seconds=1))
+    for rank in ("0", None):
+        for world_size in (None, 1):
+            with pytest.raises(RuntimeError, match="`rank` must be an integer, not"):
+                rpc.init_rpc("me", rank=rank, world_size=world_size)
     with pytest.raises(ValueError, match="rank parameter missing"):
         rpc.init_rpc("me", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method="file:///tmp/none"))
     with pytest.raises(RuntimeError, match="Worker name must match"):
@@ -291,6 +295,76 @@ def test_callbacks(alone: Any) -> None:
         broken.wait()
     with pytest.raises(TypeError, match="unsupported operand"):
         broken.wait()
+
+
+class Odd(Exception):
+    """One whose class cannot be called with its text alone."""
+
+    def __init__(self, code: int, *, name: str) -> None:
+        super().__init__(f"{name} failed")
+        self.code = code
+
+
+class Closed(type):
+    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+        if RuntimeError in bases:
+            raise TypeError("no such class")
+        return super().__new__(cls, name, bases, names)
+
+
+class OfItsOwnKind(Exception, metaclass=Closed):
+    pass
+
+
+ERRORS = [
+    KeyError("key"),
+    FileNotFoundError(2, "no file", "name"),
+    ImportError("no module", name="module"),
+    ExceptionGroup("group", [ValueError("one")]),
+    Odd(3, name="it"),
+]
+
+
+def fail_with(number: int) -> None:
+    raise ERRORS[number]
+
+
+def fail_there(number: int) -> Any:
+    return sys.modules["torch.distributed.rpc"].rpc_sync("me", fail_with, (number,))
+
+
+def fail_of_its_own_kind() -> None:
+    raise OfItsOwnKind("text")
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+def test_what_a_handler_raises_is_a_runtime_error(alone: Any, number: int) -> None:
+    """Programs for torch look for one, whatever was raised there. It is also what it was, on its way back as well."""
+    thrown: Any = ERRORS[number]
+    calls: list[Any] = [
+        lambda: alone.rpc_sync("me", fail_with, (number,)),
+        lambda: alone.rpc_sync("me", fail_there, (number,)),
+        lambda: alone.rpc_async("me", fail_with, (number,)).wait(),
+        lambda: alone.rpc_async("me", fail_with, (number,)).then(lambda done: done.wait()).wait(),
+        lambda: alone.rpc_async("me", add, (1, 2)).then(lambda _: fail_with(number)).wait(),
+        lambda: torch.futures.wait_all([alone.rpc_async("me", fail_with, (number,))]),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        error: Any = caught.value
+        assert isinstance(error, type(thrown)) and type(error).__qualname__ == type(thrown).__qualname__
+        assert (str(error), repr(error.args)) == (str(thrown), repr(thrown.args))
+        for name in ("filename", "name", "code"):
+            assert getattr(error, name, None) == getattr(thrown, name, None)
+
+
+def test_an_error_that_can_be_no_runtime_error(alone: Any) -> None:
+    """Its metaclass takes no such base: it is raised as it is."""
+    with pytest.raises(OfItsOwnKind, match="text"):
+        alone.rpc_sync("me", fail_of_its_own_kind)
+    with pytest.raises(RuntimeError, match="OfItsOwnKind: text"):
+        alone.rpc_async("me", add, (1, 2)).then(lambda _: fail_of_its_own_kind()).wait()
 
 
 def test_wait_all_collects_futures(alone: Any) -> None:

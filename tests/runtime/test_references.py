@@ -49,6 +49,13 @@ class Thing:
     def sums_with(self, x: torch.Tensor) -> Iterator[float]:
         yield self.sum_with(x)
 
+    def take(self, tensor: torch.Tensor) -> int:
+        return len(tensor)
+
+    def items(self, tensor: torch.Tensor) -> Iterator[int]:
+        yield self.value
+        yield len(tensor)
+
     def __reduce__(self) -> Any:
         return Thing, (self.value,)
 
@@ -824,6 +831,19 @@ async def test_a_method_with_long_arguments_finds_the_value_whose_handle_has_die
     x = torch.ones(4_000_000)
     for _ in range(3):
         assert await asyncio.wait_for(sum_with(workers[0], x), LIMIT / 2) == 4_000_001
+
+
+@pytest.mark.parametrize("size", [1, 3_000_000])
+async def test_the_owner_calls_a_value_that_nobody_else_holds(workers: list[Worker], size: int) -> None:
+    """The handle may be dropped at once: the value is there until the call has ended, however long that takes."""
+    argument = torch.ones(size)
+    token = current_node.set(workers[0].node)
+    for _ in range(5):
+        assert await RRef(Thing(3)).rpc_async().take(argument) == size
+        assert await RRef(Thing(3)).remote().take(argument) == size
+        assert [item async for item in RRef(Thing(3)).stream().items(argument)] == [3, size]
+        assert (await workers[0].group(["worker0"]).remote(Thing, 3).rpc_async().take(argument)).values() == [size]
+    current_node.reset(token)
 
 
 async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:

@@ -55,35 +55,43 @@ def torch_then(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> F
         try:
             return callback(done)
         except Exception as error:
-            if foreign.is_a(error, RuntimeError) or error is done._error:
+            if foreign.is_a(error, RuntimeError):
                 raise
-            raise _as_runtime_error(error).with_traceback(error.__traceback__) from error
+            made = _as_runtime_error(error) or RuntimeError(foreign.said(error))
+            raise foreign.with_traceback(made, error.__traceback__) from error
 
     return _then(future, functools.wraps(callback)(call) if callable(callback) else callback)
 
 
 def error_of_call(function: str, error: BaseException) -> BaseException:
-    """The error of a call as torch has it: RuntimeError of an operator that was called with what it does not take."""
-    if not foreign.is_a(error, TypeError) or foreign.is_a(error, RuntimeError):
+    """The error of a call as torch has it: a RuntimeError; here it is also what it was, where there can be such a type.
+
+    An operator that was called with what it does not take has torch's text.
+    """
+    if foreign.is_a(error, RuntimeError):
         return error
+    if foreign.is_a(error, TypeError) and _is_operator(function):
+        failed = RpcUsageError(f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}")
+        failed.__cause__ = error
+        return failed
+    return _as_runtime_error(error) or error
+
+
+def _is_operator(function: str) -> bool:
     if ":" not in function or not is_loaded(function):  # without: a method, or what has no name on the wire
-        return error
-    if torch.jit._builtins._find_builtin(resolve(function).function) is None:
-        return error
-    failed = RpcUsageError(f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}")
-    failed.__cause__ = error
-    return failed
+        return False
+    return torch.jit._builtins._find_builtin(resolve(function).function) is not None
 
 
 _then = Future.then
 
 
-def _as_runtime_error(error: Exception) -> RuntimeError:
-    """An error of the same type that is a RuntimeError besides; a plain one where there can be none."""
+def _as_runtime_error(error: BaseException) -> BaseException | None:
+    """An equal error of a type that inherits from RuntimeError besides; None where there can be none."""
     kind = type(error)
     try:
-        made = type(kind.__name__, (kind, RuntimeError), {"__module__": kind.__module__})(*error.args)
-        assert isinstance(made, RuntimeError)
-    except Exception:  # a constructor of its own, or a memory layout of its own
-        return RuntimeError(foreign.said(error))
-    return made
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        both = type(kind.__name__, (kind, RuntimeError), names)
+    except Exception:  # a metaclass, or a memory layout, that does not allow it
+        return None
+    return foreign.copy_of(error, both)

@@ -96,7 +96,8 @@ class RRefGroup(Sequence[RRef[Any]]):
 
         def send(place: int, _: GroupCall) -> Future[Any]:
             ref = self._refs[place]
-            return by_id(ref._owner).call(Fetch(*ref._name()), (), None, seconds, one_try=Try(site, None))
+            fetch, one_try = Fetch(*ref._name()), Try(site, None)
+            return by_id(ref._owner).call(fetch, (), None, seconds, one_try=one_try, keeps=ref)
 
         call = self._make("to_here", site)
         self._send_all(call, send)

@@ -159,6 +159,9 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    given: Any = rank
+    if not isinstance(given, numbers.Integral):  # such as what os.environ["RANK"] gives
+        raise RpcUsageError(f"`rank` must be an integer, not {given!r}")
     if backend is None:
         backend = _infer_backend(rpc_backend_options)
     chosen: Any = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
