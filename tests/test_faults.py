@@ -241,6 +241,16 @@ async def test_messages_of_reference_counting_can_be_delayed(workers: Workers) -
         assert rule.count == 1
 
 
+async def test_nothing_overtakes_a_message_of_reference_counting(workers: Workers) -> None:
+    """The owner hears that there is a reference before its value is asked for, as it does without faults."""
+    with Faults(workers[0]) as creating, Faults(workers[2]) as faults:
+        creating.delay(0.1, "remote")
+        rule = faults.delay(0.2, "reference", when=lambda message: message.name == "ADD")
+        rref = workers[0].remote("worker1", add, 1)
+        assert await workers[0].call("worker2", fetch, rref) == 2
+        assert rule.count == 1
+
+
 async def fetch(rref: aiorpc.RRef[int]) -> int:
     return await rref
 
@@ -334,8 +344,9 @@ async def test_a_message_that_is_sent_while_the_faults_end_is_sent_once(workers:
         lanes.flush()
         flushing.set()
 
-    lanes.hold("lane", 0.0, first)
-    assert lanes.follow("lane", lambda: sent.append(2))
+    lane = ("worker", "caller", 1)
+    lanes.hold(lane, 0.0, first)
+    assert lanes.follow(lane, lambda: sent.append(2))
     await asyncio.to_thread(flush)
     assert sent == [1, 2] and not lanes.waiting
 

@@ -351,10 +351,16 @@ def _items(said: Sequence[Any]) -> list[Item] | None:
 
 
 async def watch(queue: ServedQueue, news: Listener) -> None:
-    """Until the worker ends: what other workers have got that are gone will not be finished."""
-    async for event in news:
-        if isinstance(event, (WorkerLost, WorkerLeft)):
-            queue._on_gone(event.worker)
+    """Until the worker ends: what other workers have got that are gone will not be finished.
+
+    What is in the queue goes then, whoever keeps a handle of it: nobody can get it any more.
+    """
+    try:
+        async for event in news:
+            if isinstance(event, (WorkerLost, WorkerLeft)):
+                queue._on_gone(event.worker)
+    finally:
+        queue._items.clear()
 
 
 def end(queue: ServedQueue) -> None:

@@ -313,9 +313,6 @@ class Life:
         if self.node is None:
             await self._give_up_joining()
             return
-        if not self.lifetime.ended:
-            for connection in list(self.node.engine.connections):
-                connection.abort()  # without a cause, so that nobody is taken for lost here
         self._ending.silent = True
         await self._close(WorkerEvent.DROPPED)
 
@@ -335,6 +332,10 @@ class Life:
         """
         if not self.lifetime.ended:
             self.lifetime.enter(event)
+            if event is WorkerEvent.DROPPED and self.node is not None:
+                # Closed before: else the end of one connection would be told to others over those that are there still.
+                for connection in list(self.node.engine.connections):
+                    connection.abort()
             self._closing = asyncio.ensure_future(self._take_down())
         if self._closing is not None:
             await asyncio.shield(self._closing)
@@ -438,6 +439,8 @@ class _RendezvousEnd:
         """
         node = joined()
         patience = Bounds().store if node is None else node.engine.bounds.store
+        if node is None and self.rendezvous is not None and self.rendezvous.dynamic:
+            self._leaves = True  # members may have found it in the list, and would take it for lost
         if steps.loop_closed:
             self._leaves = True
             self._leave_beside()

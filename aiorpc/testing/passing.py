@@ -1,7 +1,8 @@
 """What faults on purpose know of a message that is about to be sent, and how delayed messages keep their order.
 
 Frames of one call, and the messages of reference counting, keep their order: what comes behind a delayed one waits with
-it. Calls may overtake each other, as they may when their buffers are large.
+it. Calls may overtake each other, as they may when their buffers are large. Nothing overtakes a message of reference
+counting to the same worker: a call that uses a reference may be behind the word that there is one (docs/counting.md).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -25,6 +26,9 @@ from ..runtime.calls.current import ServedCall
 from ..runtime.calls.functions import find_name, resolve
 from ..runtime.engine.engine import Engine
 from ..runtime.engine.observing import Passage
+
+#: Of messages to one worker, by its incarnation: what they are, and of which call.
+Lane = tuple[str, str, int]
 
 _AUTOGRAD = "aiorpc.autograd"
 _OF_CALLERS = frozenset((CALL, int(Kind.CANCEL), int(Kind.CREDIT)))
@@ -107,14 +111,18 @@ def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMess
     return SentMessage(kind, worker, entry.name, function, reference, message.autograd)
 
 
-def lane_of(passage: Passage) -> Hashable | None:
+def lane_of(passage: Passage) -> Lane | None:
     """Messages of one lane keep their order; None: of a message that belongs to no call and counts no reference."""
     peer, kind = passage.record.incarnation, passage.kind
     if kind in _OF_CALLERS:
         return peer, "caller", passage.call_id
     if kind in _OF_CALLEES:
         return peer, "callee", passage.call_id
-    return (peer, "references") if kind == Kind.REFERENCE else None
+    return _counting(peer) if kind == Kind.REFERENCE else None
+
+
+def _counting(peer: str) -> Lane:
+    return peer, "references", 0
 
 
 class Lanes:
@@ -122,7 +130,7 @@ class Lanes:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lanes: dict[Hashable, deque[tuple[float, Callable[[], None]]]] = {}
+        self._lanes: dict[Lane, deque[tuple[float, Callable[[], None]]]] = {}
         # Held while messages are sent: those of a lane that is flushed meanwhile go behind them, and none goes twice.
         self._lock = threading.RLock()
 
@@ -131,27 +139,32 @@ class Lanes:
         """Whether a message has been delayed and not sent yet."""
         return bool(self._lanes)
 
-    def follow(self, lane: Hashable, send: Callable[[], None]) -> bool:
-        """Send it behind what waits in its lane; False if nothing does."""
+    def follow(self, lane: Lane, send: Callable[[], None]) -> bool:
+        """Send it behind what waits in its lane, or counts references; False if nothing does."""
         with self._lock:
-            waiting = self._lanes.get(lane)
+            waiting = self._lanes.get(self._lane_behind(lane))
             if waiting is not None:
                 waiting.append((0.0, send))
             return waiting is not None
 
-    def hold(self, lane: Hashable, delay: float, send: Callable[[], None]) -> None:
+    def hold(self, lane: Lane, delay: float, send: Callable[[], None]) -> None:
         """Send it so many seconds later."""
         with self._lock:
+            lane = self._lane_behind(lane)
             waiting = self._lanes.setdefault(lane, deque())
             waiting.append((time.monotonic() + delay, send))
             first = len(waiting) == 1
         if first:
             self._look_later(lane, delay)
 
-    def _look_later(self, lane: Hashable, delay: float) -> None:
+    def _lane_behind(self, lane: Lane) -> Lane:
+        counting = _counting(lane[0])
+        return counting if lane not in self._lanes and counting in self._lanes else lane
+
+    def _look_later(self, lane: Lane, delay: float) -> None:
         self._engine.call_on_loop(self._engine.loop.call_later, delay, self._release, lane)
 
-    def _release(self, lane: Hashable) -> None:
+    def _release(self, lane: Lane) -> None:
         """Send what is due of that lane, in order; on the loop."""
         with self._lock:
             waiting = self._lanes.get(lane)

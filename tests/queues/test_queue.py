@@ -1024,6 +1024,22 @@ async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.L
     assert f"(made at {__file__}:" in line and "too many times" in line
 
 
+@pytest.mark.parametrize("way", ["left", "left at once", "killed"])
+async def test_what_is_in_a_queue_goes_with_its_worker(way: str) -> None:
+    """Whoever keeps the handle of the queue keeps neither its items nor the memory that these have."""
+    async with cluster(2, dynamic=True) as (owner, other):
+        with acting(owner):
+            queue = rpc.Queue("samples")
+            await queue.put(torch.ones(LARGE))
+        item = weakref.ref(queue._served._items[0].reference)  # without which nobody has the value
+        if way == "killed":
+            await Faults(other).kill("worker0")
+        else:
+            await owner.shutdown(graceful=way == "left")
+        await until(lambda: gc.collect() and item() is None)
+    del queue
+
+
 @pytest.mark.parametrize("got", [0, 1])
 async def test_a_queue_that_is_closed_lets_go_of_those_who_join(pair: list[Worker], got: int) -> None:
     """What was got can be finished no more; what was not got is gone, and nobody waits for that."""

@@ -37,6 +37,8 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.group.group import Group
+from aiorpc.runtime.meeting.free import FreeWorld
+from aiorpc.runtime.node import Node
 from aiorpc.testing import cluster
 from aiorpc.transport import connection, sockets
 from tests.limits import busy
@@ -102,6 +104,50 @@ async def test_who_leaves_in_the_midst_of_a_handshake_is_not_taken_for_dead(
             outcome: object = (await asyncio.gather(call, return_exceptions=True))[0]
             assert outcome == "worker0" or isinstance(outcome, WorkerClosed)
         await until(lambda: names(worker) == ["worker0"])
+        assert not worker.node.group.lost
+
+
+@pytest.mark.parametrize("way", ["cancelled", "shut down"])
+@pytest.mark.parametrize("when", ["while it enters the list", "while it starts"])
+async def test_who_gives_up_joining_is_not_taken_for_dead(
+    store: Store, monkeypatch: pytest.MonkeyPatch, when: str, way: str
+) -> None:
+    """A member that has found it in the list, and waits for it to answer, hears that it has left."""
+    stuck, held = asyncio.Event(), asyncio.Event()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        events = worker.events()
+        if when == "while it starts":
+
+            async def never(_: Node) -> None:
+                stuck.set()
+                await held.wait()
+
+            monkeypatch.setattr(Node, "start", never)
+        else:
+            join, loop = FreeWorld.join, asyncio.get_running_loop()
+            let_go = threading.Event()
+
+            def entered(*args: Any) -> Any:
+                found = join(*args)
+                loop.call_soon_threadsafe(stuck.set)
+                assert let_go.wait(LIMIT)
+                return found
+
+            monkeypatch.setattr(FreeWorld, "join", entered)
+        late = Worker("late", store=store)
+        joining: asyncio.Future[Worker] = asyncio.ensure_future(late.start())
+        await stuck.wait()
+        call = worker.call("late", where)
+        while not (isinstance(event := await anext(events), aiorpc.WorkerJoined) and event.worker.name == "late"):
+            pass
+        if way == "cancelled":
+            joining.cancel()
+        ending = asyncio.ensure_future(late.shutdown())
+        if when != "while it starts":
+            let_go.set()
+        await asyncio.gather(joining, ending, return_exceptions=True)
+        with pytest.raises(PeerClosed, match="late"):
+            await asyncio.wait_for(call, LIMIT)
         assert not worker.node.group.lost
 
 

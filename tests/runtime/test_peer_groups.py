@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import os
 import pickle
 import re
 import threading
@@ -772,8 +773,11 @@ async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) 
     else:
         await four[3].drop()
     for each in waiting:
-        with pytest.raises(PeerClosed if graceful else PeerLost, match="worker3"):
+        with pytest.raises(PeerClosed if graceful else PeerLost, match="worker3") as failure:
             await each
+        if isinstance(error := failure.value, PeerLost):
+            assert (error.worker, error.rank, error.pid) == ("worker3", 3, os.getpid())
+            assert error.host and error.cause
     with pytest.raises((PeerClosed, PeerLost)):
         await four[1].group(["worker0", "worker1", "worker3"]).barrier()
 

@@ -823,6 +823,45 @@ async def test_versions_go_up_past_a_reader_that_does_not_answer(monkeypatch: py
         assert (await anext(versions)).version == published.version
 
 
+async def test_versions_go_on_where_they_were_though_nobody_reads_them_just_then() -> None:
+    """Whoever has read a name, and subscribes to it again, gets no other version under a number that it has read."""
+    async with three_of_a_free_group() as (first, second, reader):
+        for number in (1, 2, 3):
+            await first.publish("policy", weights(number))
+        for _ in range(2):
+            async with reader.subscribe("policy", timeout=20) as versions:
+                assert (await anext(versions)).version == 3
+        await first.shutdown()
+        assert (await second.publish("policy", weights(4))).version == 4
+        async with reader.subscribe("policy", timeout=20) as versions:
+            got = await anext(versions)
+            assert (got.version, number_of(got.value)) == (4, 4.0)
+
+
+async def test_a_name_is_not_taken_over_by_what_was_said_before_its_publisher_was_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who has not heard yet that it is published asks for versions once the publisher is gone, and not before."""
+    async with three_of_a_free_group() as (first, second, reader):
+        assert (await first.publish("policy", weights(1))).version == 1
+        publications = second.node.publications
+        ask_all = publications._ask_all
+
+        async def ask_and_be_late(name: str) -> Any:
+            found = await ask_all(name)
+            assert (await first.publish("policy", weights(2))).version == 2
+            async with reader.subscribe("policy", timeout=20) as versions:
+                assert (await anext(versions)).version == 2
+            await first.shutdown()
+            return found
+
+        await until(lambda: publications._claims.get("policy"))
+        monkeypatch.setattr(publications._claims, "get", lambda _: None)
+        monkeypatch.setattr(publications, "_ask_all", ask_and_be_late)
+        with pytest.raises(rpc.RpcUsageError, match="published by worker 'first'"):
+            await second.publish("policy", weights(3))
+
+
 async def test_a_new_publisher_is_followed_whatever_its_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that was on its way to a reader as the name was taken over keeps it from no later one."""
     async with (

@@ -18,7 +18,17 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, WorkerClosed
+from aiorpc import (
+    PeerClosed,
+    PeerLost,
+    RpcBackendOptions,
+    RpcError,
+    RpcTimeout,
+    RpcUsageError,
+    RRef,
+    Worker,
+    WorkerClosed,
+)
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
@@ -1005,3 +1015,57 @@ def test_text_names_both_ids_and_the_owner() -> None:
             await until_no_references(workers)
 
     asyncio.run(body())
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def begin_to_read(rref: RRef[Any]) -> None:
+    """It goes on when whoever has passed the reference is gone."""
+
+    async def read_it() -> Any:
+        return await rref
+
+    WAITING.append(asyncio.ensure_future(read_it()))
+
+
+WAITING: list[asyncio.Future[Any]] = []
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["left", "killed"])
+@pytest.mark.parametrize("who", ["owner", "creator"])
+async def test_who_waits_for_a_value_hears_who_is_gone(who: str, killed: bool) -> None:
+    """Where the owner or the creator goes before there is a value, a third worker is told that, and of nobody else."""
+    WAITING.clear()
+    async with cluster(3, dynamic=True) as others:
+        # Whichever of its connections the owner closes first, somebody waits for a value who still has one to it.
+        for creator, reader in ((0, 2), (2, 0)) if who == "owner" else ((0, 2),):
+            rref = others[creator].remote("worker1", for_ever)
+            await others[creator].call(f"worker{reader}", begin_to_read, rref)
+            del rref
+        await until(lambda: len(others[1].pending_calls()) == 2 * len(WAITING))
+        gone = "worker1" if who == "owner" else "worker0"
+        if killed:
+            await Faults(others[2]).kill(gone)
+        else:
+            await others[int(gone[-1])].shutdown(graceful=False)
+        for waiting in WAITING:
+            with pytest.raises(PeerLost if killed else PeerClosed, match=gone) as failure:
+                await asyncio.wait_for(waiting, LIMIT)
+            assert not isinstance(failure.value, PeerLost) or failure.value.worker == gone
+            del failure
+    WAITING.clear()
+
+
+async def test_who_waits_for_a_value_of_its_own_worker_hears_that_it_shuts_down() -> None:
+    """Whoever has begun to create it, and however far that is."""
+    WAITING.clear()
+    async with cluster(2, dynamic=True) as (owner, creator):
+        rref = creator.remote("worker0", for_ever)
+        await creator.call("worker0", begin_to_read, rref)
+        del rref
+        await until(lambda: len(owner.pending_calls()) == 1)
+        await owner.shutdown(graceful=False)
+        with pytest.raises(WorkerClosed, match="worker 'worker0', which owns the value, shut down"):
+            await asyncio.wait_for(WAITING.pop(), LIMIT)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ... import foreign
-from ...errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcTimeout
+from ...errors import Overloaded, PeerClosed, PeerLost, ProtocolError, RpcCancelled, RpcError, RpcTimeout
 from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
@@ -61,6 +61,12 @@ class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, 
 
 class PeerForService(answers.PeerForAnswers, Protocol):
     """The worker whose calls are served (`Peer`)."""
+
+    @property
+    def gone(self) -> RpcError | None: ...
+
+    @property
+    def parting(self) -> RpcError | None: ...
 
     def track(self, said: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any], Past | None]:
         """The tensors of a message from that worker, placed in the autograd graph as the message says."""
@@ -267,8 +273,8 @@ class Service:
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def cancel(self, call_id: int, expired: bool = False) -> None:
-        """The caller has given up on that call. expired: as its time was up."""
+    def cancel(self, call_id: int, expired: bool = False, ended: bool = False) -> None:
+        """The caller has given up on that call. expired: as its time was up. ended: as the connection has ended."""
         call = self.calls.get(call_id)
         if call is not None:
             # Before it is taken out: whoever has its answer ready and finds it gone has to see why (`_may_answer`).
@@ -280,16 +286,29 @@ class Service:
         self._engine.counters.cancelled += 1
         if call.once is not None:
             self._answers.forget(call)
-        if call.creates is not None:
+        # Where this worker has closed its connections, whoever waits for the value hears that it has, and nothing else.
+        if call.creates is not None and not (ended and self._engine.closed):
             # The creator knows by itself; but a fetch of its own, or of a third worker, may wait for the value here.
             error: RpcError = RpcCancelled(f"{call.function} was cancelled by its caller")
-            if expired and call.deadline is not None:  # not compared with the time: that of the creator decides
+            if ended:
+                error = self._creator_gone()
+            elif expired and call.deadline is not None:  # not compared with the time: that of the creator decides
                 error = self._timed_out(call, call.deadline - call.started)
             self._home.references.settle_created(call, None, error)
         if call.credits is not None:
             call.credits.stop()
         if call.on_cancel is not None:
             call.on_cancel()
+
+    def _creator_gone(self) -> RpcError:
+        record, gone = self.record, self._caller.gone or self._caller.parting
+        what = ", which created the reference, before its value was there"
+        if isinstance(gone, PeerClosed):
+            return PeerClosed(f"{record.describe()} has shut down{what}")
+        cause = gone.cause if isinstance(gone, PeerLost) else "its connection has ended"  # which the group hears next
+        text = f"{record.describe()} was lost{what}: {cause}"
+        host, pid = record.hostname, record.pid
+        return PeerLost(text, worker=record.name, rank=record.rank, host=host, pid=pid, cause=cause)
 
     def _timed_out(self, call: ServedCall, seconds: float) -> RpcTimeout:
         seconds = max(0.0, round(seconds, 6))  # as the caller does
@@ -306,7 +325,7 @@ class Service:
     def close(self) -> None:
         """The connection has ended: nobody waits for these calls any more."""
         for call_id in list(self.calls):
-            self.cancel(call_id)
+            self.cancel(call_id, ended=True)
         self._backlog.close()
         self.link.close()
 

@@ -139,7 +139,11 @@ class Barriers:
         first = next((each for each in gone if each in self._home.group.lost), None)
         text = f"barrier {tag!r}: {', '.join(map(self._name, gone))} will not come any more: "
         if first is not None:
-            raise PeerLost(f"{text}{self._name(first)} was lost", worker=self._name(first))
+            lost = PeerLost(f"{text}{self._name(first)} was lost", worker=self._name(first), rank=first)
+            failure = self._home.peers.by_id(first).gone
+            if isinstance(failure, PeerLost):  # else it did not let this worker in, which is a loss as well
+                lost.host, lost.pid, lost.cause = failure.host, failure.pid, failure.cause
+            raise lost
         raise PeerClosed(f"{text}{self._name(gone[0])} has shut down")
 
 

@@ -179,7 +179,7 @@ class FreeWorld:
                     "there: a name leads to one worker. End one of the two, or give it another name"
                 )
 
-    abandon = leave  # it is in the list as soon as it has joined
+    abandon = say_farewell  # it is in the list as soon as it has joined, and others may have found it there
 
     def trust(self, record: WorkerRecord, patience: Patience) -> None:
         """Note that this member holds the group's secret."""

@@ -65,6 +65,8 @@ _TOLD_PAUSE = 0.1
 # So many versions are skipped by who takes a name over while a member says nothing, which may have newer ones than all
 # others: more than anybody publishes in that time. Versions shall go up, and nobody waits until it answers.
 _SKIPPED = 1_000_000_000
+# Names that are not read any more, of which a worker knows how far it has read them.
+_MOST_READ = 65_536
 
 
 class Home(Protocol):
@@ -90,6 +92,7 @@ class Publications:
         self.relays: dict[str, Relay] = {}
         self.feeds: dict[int, Feed] = {}
         self._ended: list[Shelf] = []  # whose versions are held still
+        self._were_read: dict[str, int] = {}  # newest versions of ended subscriptions by name, those that ended last
         self._home = home
         self._engine = home.engine
         self._claims = KnownClaims(home.engine.name, self._read_here, home.group.has_gone)
@@ -226,7 +229,11 @@ class Publications:
             if stands is not None and self._living(stands) is not None:
                 raise taken(name, stands.worker, stands.publisher)
         newest = 0
-        if await self._engine.steps.run(partial(find_claim, home.rendezvous, name)) is not None:
+        stands = await self._engine.steps.run(partial(find_claim, home.rendezvous, name))
+        if stands is not None:
+            if stands.publisher != record.id and self._living(stands) is not None:
+                # Not asked for what there is: it may publish more, and be gone before all have answered.
+                raise taken(name, stands.worker, stands.publisher)
             found = await self._ask_all(name)
             newest = max((latest.newest for _, latest in found if latest is not None), default=0)
             silent = [record for record, latest in found if latest is None and not home.group.is_gone(record)]
@@ -374,6 +381,10 @@ class Publications:
     def feed_ended(self, feed: Feed) -> None:
         """A feed is closed, and nothing that it has brought is alive any more."""
         self.feeds.pop(feed.number, None)
+        if newest := max(feed.newest, self._were_read.pop(feed.name, 0)):
+            self._were_read[feed.name] = newest
+            if len(self._were_read) > _MOST_READ:
+                del self._were_read[next(iter(self._were_read))]
 
     async def source(self, name: str, newest: int) -> WorkerRecord:
         """The worker that publishes a name, once there is one that lives; or one that has a version which it left.
@@ -468,7 +479,9 @@ class Publications:
         """What this worker has of a name."""
         shelf = self.shelf_of(name)
         feeds = [feed for feed in self.feeds.values() if feed.name == name]
-        newest = max([0 if shelf is None else shelf.newest, *(feed.newest for feed in feeds)])
+        # What was read once shall not be followed by versions before it, though nobody reads the name just now.
+        seen = self._were_read.get(name, 0)
+        newest = max([seen, 0 if shelf is None else shelf.newest, *(feed.newest for feed in feeds)])
         return Latest(name, newest, max((feed.kept.edition.version for feed in feeds if feed.kept), default=0))
 
     def claim(self, name: str) -> Claim | None:

@@ -558,7 +558,7 @@ class References:
             self._values.clear()
         self._looking.close()
         for value in values:
-            value.settle(None, RpcError(self._shut_down()))
+            value.settle(None, WorkerClosed(self._shut_down()))
         self._dropped.clear()
 
     def _shut_down(self) -> str:
