@@ -74,6 +74,60 @@ class ArrivalForFuture(Protocol):
 Marks = Callable[[Any], ArrivalForFuture | None]
 
 
+class _Overseer:
+    """Sees to the deadlines of Futures that are awaited on this loop, and that another one has to settle.
+
+    That one may be blocked, or run by nobody: then nobody else would say that the time of a call is up. There is one
+    timer for all of them, as one for each would cost more than all else that is done to await it.
+    watched: what is awaited here, by what waits for it, which gets the error if it will never settle here.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = weakref.ref(loop)
+        self.watched: dict[asyncio.Future[Any], Future[Any]] = {}
+        self.looking = False
+
+    def look_later(self) -> None:
+        self.looking = True
+        loop = self.loop()
+        assert loop is not None, "it runs"
+        loop.call_later(_LOOK, self._look)
+
+    def _look(self) -> None:
+        self.looking = False
+        now = time.monotonic()
+        for waiter, future in list(self.watched.items()):
+            try:
+                future.end_overdue(now)
+            except Exception as error:  # this process was forked, and gets no answers
+                if not waiter.done():
+                    waiter.set_exception(error)
+        if self.watched:
+            self.look_later()
+
+
+class _Here(threading.local):
+    """The overseer of the loop that ran last in this thread."""
+
+    overseer: _Overseer | None = None
+
+
+_here = _Here()
+
+
+def oversee(
+    future: Future[Any], loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]
+) -> dict[asyncio.Future[Any], Future[Any]]:
+    """A Future that another loop has to settle is awaited here. Returns where to take the waiter out of afterwards."""
+    overseer = _here.overseer
+    if overseer is None or overseer.loop() is not loop:
+        overseer = _here.overseer = _Overseer(loop)
+    overseer.watched[waiter] = future
+    if not overseer.looking:
+        overseer.look_later()
+    return overseer.watched
+
+
 class Future(torch.futures.Future[T], Generic[T]):
     """A ``torch.futures.Future`` that can also be awaited and cancelled.
 
@@ -412,13 +466,22 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._callbacks.append(wake)
             if self._state != PENDING:
                 self._run_callbacks()
+            watched: dict[asyncio.Future[Any], Future[Any]] | None = None
             try:
+                if loop is not self.loop and (self.loop is not None or self.sources):
+                    watched = oversee(self, loop, waiter)
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit):  # the latter: the coroutine was dropped
                 # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
                 if self._remove_callback(wake) and not self.waiters:
                     self.cancel()
                 raise
+            except BaseException:  # it will never settle here, says the overseer
+                self._remove_callback(wake)
+                raise
+            finally:
+                if watched is not None:
+                    del watched[waiter]
         if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
             value: T = self._value
             return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ Draw = Callable[[Result, Path], None]
 
 #: Seconds that a run may be given at most; for longer times the system's waits have no numbers.
 LONGEST = 1_000_000
+#: From here on some of the seeds that are made of it, a thousand times as large, would be none for a generator.
+SEEDS = 1 << 32
 
 
 class CannotDraw(RuntimeError):
@@ -73,13 +76,20 @@ class CommandLine(argparse.ArgumentParser, Generic[SettingsT]):
             self.add_argument("--picture", metavar="FILE", help=f"draw {picture} into this PNG file")
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The arguments. Ends with a usage error if one of them cannot be: too small, or a picture nobody can write."""
+        """The arguments. Ends with a usage error if one cannot be: beyond its bounds, or a picture nobody can write."""
         arguments = self.parse_args(argv)
         for field, value, why in self._least:
             if getattr(arguments, field) < value:
                 self.error(f"{_flag(field)} must be at least {value}{why}")
+            place = place_from_environment() if field == "world_size" else None  # who has the word then
+            if place is not None and place.world_size < value:
+                self.error(f"it needs at least {value} workers, and torchrun started {place.world_size}{why}")
         if not 0 < getattr(arguments, "timeout", 1) <= LONGEST:
             self.error(f"--timeout must be above 0 seconds, and at most {LONGEST:,}")
+        if not 0 <= getattr(arguments, "seed", 0) < SEEDS:
+            self.error(f"--seed must be at least 0, and less than {SEEDS:,}")
+        if not 0 < getattr(arguments, "lr", 1) < math.inf:  # not a number is refused, too
+            self.error("--lr must be above 0, and finite")
         if getattr(arguments, "picture", None):
             self.check_picture("--picture", Path(arguments.picture))
         return arguments

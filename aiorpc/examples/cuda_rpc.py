@@ -255,7 +255,8 @@ def command_line() -> CommandLine[Settings]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    return command_line().main(argv, run, lines, draw)
+    commands = command_line()
+    return commands.main(argv, run, lines, draw, lambda settings: commands.need_workers(len(NAMES)))
 
 
 if __name__ == "__main__":

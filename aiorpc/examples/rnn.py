@@ -207,7 +207,11 @@ def train_epoch(model: LanguageModel, optimizer: DistributedOptimizer, text: Tex
 
 
 def perplexity(losses: Sequence[float]) -> float:
-    return math.exp(sum(losses) / len(losses))
+    """Infinite if it is more than any number, as where the learning rate is far too high."""
+    try:
+        return math.exp(sum(losses) / len(losses))
+    except OverflowError:
+        return math.inf
 
 
 def drive(settings: Settings) -> dict[str, Any]:

@@ -540,10 +540,21 @@ def test_not_over_torchs_own_rpc(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_cannot_be_run() -> None:
-    """The command line says how it is used."""
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "usage: python -m aiorpc.compat.torch"),
+        (["none.py"], "python -m aiorpc.compat.torch: cannot open 'none.py': No such file or directory\n"),
+    ],
+)
+def test_what_cannot_be_run(arguments: list[str], said: str) -> None:
+    """The command line says how it is used, and which file is not there, as Python itself does."""
     done = subprocess.run(
-        [sys.executable, "-m", "aiorpc.compat.torch"], cwd=ROOT, capture_output=True, text=True, timeout=120 * busy()
+        [sys.executable, "-m", "aiorpc.compat.torch", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120 * busy(),
     )
     assert done.returncode == 2
-    assert "usage: python -m aiorpc.compat.torch" in done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr

@@ -47,7 +47,8 @@ async def test_an_interrupted_program_leaves_no_server(monkeypatch: pytest.Monke
     assert process.returncode == -signal.SIGKILL
 
 
-def test_no_steps_are_refused(tmp_path: Path) -> None:
-    """It would go on for ever, as no step would be the last."""
-    outcome = run_program(["-m", "aiorpc.examples.comeback", "--steps", "-3"], tmp_path, timeout=LIMIT)
+@pytest.mark.parametrize("options", [[], ["-OO"]], ids=["docstrings", "none"])
+def test_no_steps_are_refused(options: list[str], tmp_path: Path) -> None:
+    """It would go on for ever, as no step would be the last. Also where Python has no docstrings."""
+    outcome = run_program([*options, "-m", "aiorpc.examples.comeback", "--steps", "-3"], tmp_path, timeout=LIMIT)
     assert outcome.code == 2 and "--steps must be at least 1" in outcome.err

@@ -108,6 +108,13 @@ def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], name:
     assert f"error: {name} must be at least 1" in usage_error(cuda_rpc.main, [name, "0"], capsys)
 
 
+def test_torchrun_must_start_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each worker has its shard: with another number, a usage error."""
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "it needs 2 workers, and torchrun started 3" in usage_error(cuda_rpc.main, [], capsys)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("channel", ["auto", "staging"])

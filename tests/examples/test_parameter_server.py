@@ -163,3 +163,11 @@ def test_each_digit_looks_different() -> None:
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str, words: str) -> None:
     """A usage error that names the option, before anything is started."""
     assert words in usage_error(parameter_server.main, [option, value], capsys)
+
+
+def test_torchrun_must_start_two_or_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server alone has nobody to train its model: a usage error."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    said = usage_error(parameter_server.main, [], capsys)
+    assert "it needs at least 2 workers, and torchrun started 1: a server and a trainer" in said

@@ -61,6 +61,12 @@ def test_options_set_fields_of_their_type(options: str, expected: Settings) -> N
     [
         ("--num-steps 1", "--num-steps must be at least 2: one is none"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+        ("--lr 0", "--lr must be above 0, and finite"),
+        ("--lr=-0.5", "--lr must be above 0, and finite"),
+        ("--lr nan", "--lr must be above 0, and finite"),
+        ("--lr inf", "--lr must be above 0, and finite"),
+        ("--seed=-1", "--seed must be at least 0, and less than 4,294,967,296"),
+        ("--seed 4294967296", "--seed must be at least 0, and less than 4,294,967,296"),
         ("--name three", "argument --name: invalid choice"),
         ("--sizes", "argument --sizes: expected at least one argument"),
         ("--lr 2", "no more than 1"),

@@ -110,6 +110,7 @@ def test_perplexity_counts_letters() -> None:
     """Who gives all of n letters the same probability has perplexity n."""
     even = loss_of(torch.zeros(4, 2, 7), torch.zeros(4, 2, dtype=torch.int64)).item()
     assert perplexity([even, even]) == pytest.approx(7.0)
+    assert perplexity([800.0]) == float("inf")
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:

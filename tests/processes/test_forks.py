@@ -198,7 +198,7 @@ async def test_child_that_comes_back_out_of_its_handler_ends(handler: Callable[[
 # --- what is under way ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["call", "group", "retried", "then", "put", "item", "close", "leave"])
+@pytest.mark.parametrize("what", ["call", "awaited", "group", "retried", "then", "put", "item", "close", "leave"])
 async def test_a_child_that_waits_for_what_is_under_way_in_its_parent_is_told(what: str) -> None:
     """Nobody brings it an answer or an item: waiting raises, ending a stream returns; the parent's go on."""
     _release.clear()
@@ -213,6 +213,7 @@ async def test_a_child_that_waits_for_what_is_under_way_in_its_parent_is_told(wh
         put = queue.put(1)
         waits: dict[str, Callable[[], object]] = {
             "call": released.wait,
+            "awaited": lambda: asyncio.run(answer(released)),
             "group": together.wait,
             "retried": retried.wait,
             "then": released.then(lambda future: future.value()).wait,
@@ -230,6 +231,11 @@ async def test_a_child_that_waits_for_what_is_under_way_in_its_parent_is_told(wh
         assert await queue.get() == 0
         await put
         queue.close()
+
+
+async def answer(future: rpc.Future[Any]) -> object:
+    """Of a call."""
+    return await future
 
 
 _release = threading.Event()

@@ -8,13 +8,13 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 import pytest
 
 import aiorpc
-from aiorpc import Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
+from aiorpc import GroupError, Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
 from tests.conftest import LoopFactory
@@ -329,6 +329,73 @@ async def confirmed(rref: aiorpc.RRef[Any]) -> aiorpc.RRef[Any]:
 async def awaited(future: aiorpc.Future[Any]) -> Any:
     """Its value."""
     return await future
+
+
+async def first(outcomes: AsyncIterable[tuple[str, aiorpc.Outcome]]) -> Any:
+    """The first value of a group's call."""
+    async for _, outcome in outcomes:
+        return outcome.result()
+
+
+AWAITED: dict[str, Callable[[Worker, aiorpc.RRef[Any]], Any]] = {
+    "a call": lambda worker, rref: worker.peer("worker1", timeout=0.3).call(left),
+    "oneself": lambda worker, rref: worker.peer("worker0", timeout=0.3).call(left),
+    "then": lambda worker, rref: worker.peer("worker1", timeout=0.3).call(left).then(lambda future: future.value()),
+    "gather": lambda worker, rref: asyncio.gather(worker.peer("worker1", timeout=0.3).call(left)),
+    "collect_all": lambda worker, rref: aiorpc.collect_all([worker.peer("worker1", timeout=0.3).call(left)]).then(
+        lambda future: future.value()[0].value()
+    ),
+    "retries": lambda worker, rref: worker.peer("worker1", timeout=0.3, retries=3).call(left),
+    "in a pause": lambda worker, rref: fail_once(worker),
+    "a reference": lambda worker, rref: rref.rpc_async(timeout=0.3).upper(),
+    "an object": lambda worker, rref: worker.peer("worker1", timeout=0.3).object("it").upper(),
+    "a group": lambda worker, rref: worker.group("*", timeout=0.3).call(left).then(lambda done: done.value().values()),
+    "outcomes": lambda worker, rref: first(worker.group("*", timeout=0.3).call(left)),
+}
+
+
+@pytest.mark.parametrize("verb", AWAITED)
+def test_the_time_of_a_call_passes_where_it_is_awaited_on_another_loop(loop_factory: LoopFactory, verb: str) -> None:
+    """As a test does that is given workers of another loop, which nobody runs: it is told so, and does not hang."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner, asyncio.Runner(loop_factory=loop_factory) as other:
+        context = cluster(2)
+        workers = runner.run(context.__aenter__())
+
+        async def use(rref: aiorpc.RRef[Any]) -> Any:
+            async with asyncio.timeout(LIMIT):
+                return await AWAITED[verb](workers[0], rref)
+
+        try:
+            rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
+            with pytest.raises((RpcTimeout, GroupError)) as caught:
+                other.run(use(rref))
+            for error in caught.value.exceptions if isinstance(caught.value, GroupError) else [caught.value]:
+                assert isinstance(error, RpcTimeout) and error.seconds == 0.3
+                assert "'worker0', which takes the answers, does not run" in str(error)
+            runner.run(until(lambda: not workers[0].pending_calls()))
+            assert runner.run(awaited(workers[0].call("worker1", len, "abc"))) == 3
+            runner.run(until(workers[1].is_idle))
+            del rref
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+def test_a_call_that_is_awaited_on_another_loop_is_answered_in_time(loop_factory: LoopFactory) -> None:
+    """Where its own loop runs, in another thread, looking after the deadline changes nothing."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner, asyncio.Runner(loop_factory=loop_factory) as other:
+        context = cluster(2)
+        workers = runner.run(context.__aenter__())
+        thread = threading.Thread(target=runner.get_loop().run_forever)
+        thread.start()
+        try:
+            call = workers[0].peer("worker1", timeout=LIMIT).call
+            assert other.run(awaited(call(left_after_a_while))) > 0
+            with pytest.raises(RpcTimeout, match="It was told to stop"):  # which the loop says
+                other.run(awaited(workers[0].peer("worker1", timeout=0.02).call(for_ever)))
+        finally:
+            runner.get_loop().call_soon_threadsafe(runner.get_loop().stop)
+            thread.join(LIMIT)
+            runner.run(context.__aexit__(None, None, None))
 
 
 async def test_the_time_of_a_blocking_verb_passes_while_the_loop_is_blocked(pair: list[Worker]) -> None:

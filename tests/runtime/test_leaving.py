@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import tempfile
@@ -602,6 +603,28 @@ async def test_no_directory_for_sockets_is_an_error_of_ours(monkeypatch: pytest.
         worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
         with pytest.raises(RendezvousError, match=r"worker 'a' has no directory for its sockets: .*gone"):
             await worker
+    assert worker.closed
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("listen_unix", "worker 'a' cannot have a socket in /.*No space"),
+        ("write_secret", "group's secret to /.*No space"),
+    ],
+)
+async def test_a_directory_without_room_is_an_error_of_ours(
+    what: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a disk that is full, or a quota that is used up; the error names the place, and the worker is closed."""
+
+    def fail(*_: object) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sockets, what, fail)
+    worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
+    with pytest.raises(RendezvousError, match=text):
+        await worker
     assert worker.closed
 
 

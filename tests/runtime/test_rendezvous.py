@@ -546,6 +546,12 @@ def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Pat
         Rendezvous.open(f"file://{tmp_path}/none/meet", rank=0, world_size=1, timeout=5)
 
 
+def test_a_file_that_cannot_be_written_is_refused_at_once() -> None:
+    """As where its disk is full: torch's own error names no file."""
+    with pytest.raises(RendezvousError, match="cannot open the rendezvous file /dev/full: No space left on device"):
+        Rendezvous.open("file:///dev/full", rank=0, world_size=1, timeout=5)
+
+
 @contextmanager
 def hosted_elsewhere(prepared: Zygote, folder: Path, rank: int | None, size: int | None) -> Iterator[tuple[Group, int]]:
     """A group, and the process id of who hosts its store, which ends with the block."""
@@ -644,6 +650,8 @@ def test_rank_and_world_size_may_stand_in_the_url() -> None:
         ("tcp://127.0.0.1", 0, 1, "names no port"),
         ("tcp://[::1]", 0, 1, "names no port"),
         ("tcp://:4000", 0, 1, "names no host"),
+        ("tcp://a..b:4000", 0, 1, r"names no host: 'a\.\.b' can be no name of one"),
+        (f"tcp://{'a' * 64}.b:4000", 0, 1, "names no host: 'aaa.*' can be no name of one"),
         ("tcp://a:x", 0, 1, "port in init_method must be an integer"),
         ("tcp://a:70000", 0, 1, "between 1 and 65535"),
         ("tcp://a:4000?rank=x", None, 1, "rank in init_method must be an integer"),

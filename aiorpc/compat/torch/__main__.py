@@ -42,8 +42,13 @@ def _run_path(path: str) -> None:
         return
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(path))
-    with io.open_code(os.path.abspath(path)) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"python -m aiorpc.compat.torch: cannot open {path!r}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+    code = compile(source, path, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
     names["__file__"] = path
     exec(code, names)

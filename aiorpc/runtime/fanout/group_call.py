@@ -30,7 +30,7 @@ from typing import Any
 from ... import foreign
 from ...callbacks import Again
 from ...errors import RpcCancelled
-from ...futures import ArrivalForFuture, Future
+from ...futures import ArrivalForFuture, Future, oversee
 from ...sites import CallSite
 from ..caller.member_call import MemberCall
 from ..calls.failures import came_from_afar
@@ -69,7 +69,7 @@ class GroupCall(Future[Outcomes]):
         self.calls: dict[int, Future[Any] | MemberCall] = {}
         self._came: dict[int, Outcome | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}
-        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
@@ -212,18 +212,29 @@ class GroupCall(Future[Outcomes]):
 
     async def _more(self, given: int) -> None:
         """Wait until more outcomes have come than these, or it is settled."""
-        listener = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        listener = loop, loop.create_future()
         self._listeners.append(listener)
+        watched: dict[asyncio.Future[Any], Future[Any]] | None = None
         try:
             if len(self._counted()) == given and not self.done():  # looked at after it was entered
-                await listener[1].wait()
+                if loop is not self.loop:
+                    watched = oversee(self, *listener)
+                await listener[1]
         finally:
             self._listeners.remove(listener)
+            if watched is not None:
+                del watched[listener[1]]
 
     def _wake(self) -> None:
-        for loop, event in list(self._listeners):
+        for loop, waiter in list(self._listeners):
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(event.set)
+                loop.call_soon_threadsafe(_go_on, waiter)
+
+
+def _go_on(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class _Arrivals:

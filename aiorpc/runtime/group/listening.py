@@ -25,13 +25,16 @@ class Listeners:
 
         directory: for the unix socket. address: the one that reaches the rendezvous. confined: all members are on this
         host, so there is no listener for TCP beside a unix socket. RendezvousError when no address or port of the
-        options can be had.
+        options can be had, or no socket made in the directory.
         """
         self.unix_path, self.port = "", 0
         self._sockets: list[tuple[socket.socket, str]] = []
         host = options.bind_address or address
         if "unix" in options.transports:
-            sock, self.unix_path = sockets.listen_unix(directory)
+            try:
+                sock, self.unix_path = sockets.listen_unix(directory)
+            except OSError as error:
+                raise RendezvousError(f"worker {name!r} cannot have a socket in {directory}: {error}") from error
             self._sockets.append((sock, self.unix_path))
         if "tcp" in options.transports and not (confined and self.unix_path):
             try:

@@ -49,11 +49,14 @@ class HeldSecret:
         return {**offer, "value": self.value.hex()} if openly else offer
 
     def write(self) -> None:
-        """Keep the secret in our file, if we have offered one and it is not there."""
+        """Keep the secret in our file, if we have offered one and it is not there. RendezvousError if that fails."""
         with self._filing:
             if self.path is not None and not self.path.exists():
                 self._let_go()
-                self._descriptor = sockets.write_secret(self.path, self.value)
+                try:
+                    self._descriptor = sockets.write_secret(self.path, self.value)
+                except OSError as error:
+                    raise RendezvousError(f"cannot write the group's secret to {self.path}: {error}") from error
 
     def remove(self) -> None:
         """Remove our file. OSError if that fails."""

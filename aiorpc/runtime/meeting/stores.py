@@ -116,6 +116,11 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
         raise RpcUsageError(f"init_method must start with env://, tcp:// or file://, not {init_method!r}")
     if url.scheme != "env" and not (place.path or place.host):
         raise RpcUsageError(f"init_method names no {'path' if url.scheme == 'file' else 'host'}: {init_method!r}")
+    try:
+        place.host.encode("idna")  # as looking it up does, which lets this error through
+    except UnicodeError as error:
+        where = "MASTER_ADDR" if url.scheme == "env" else "init_method"
+        raise RpcUsageError(f"{where} names no host: {place.host[:80]!r} can be no name of one ({error})") from None
     check_ranks(place.rank, place.world_size)
     return place
 
@@ -291,8 +296,12 @@ def open_file(place: MeetingPlace) -> Board:
     target = place.path if os.path.exists(place.path) else folder
     if not os.path.isdir(folder) or os.path.isdir(place.path) or not os.access(target, os.R_OK | os.W_OK):
         raise RendezvousError(f"cannot open the rendezvous file {place.path}: no such folder, or no permission")
-    # Without a worker count the file outlives its users, so that they can meet there again.
-    store = FileStore(place.path, -1)
+    try:
+        # Without a worker count the file outlives its users, so that they can meet there again.
+        store = FileStore(place.path, -1)
+    except RuntimeError as error:  # it writes into it
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RendezvousError(f"cannot open the rendezvous file {place.path}: {reason}") from error
     try:
         return Board(store, str(place), FileWatch(place.path))
     except OSError as error:
