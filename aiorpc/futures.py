@@ -42,6 +42,7 @@ import torch
 from . import foreign
 from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observer, hand_over, nested
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
+from .overseeing import LOOK, Watched, oversee
 from .sites import CallSite, Unobserved, describe_site
 
 T = TypeVar("T")
@@ -55,8 +56,6 @@ _LOCK = type(threading.Lock())
 #: Stands among the callbacks of a Future until somebody settles it.
 UNCLAIMED: Any = object()
 _FIRST = (0,)
-# A thread that waits looks so often, in seconds, whether it could have been forgotten.
-_LOOK = 1.0
 # So many seconds after a deadline a thread that waits ends the call itself. Before that it is for the loop to say.
 GRACE = 0.2
 _NEVER = float("inf")
@@ -72,60 +71,6 @@ class ArrivalForFuture(Protocol):
 
 
 Marks = Callable[[Any], ArrivalForFuture | None]
-
-
-class _Overseer:
-    """Sees to the deadlines of Futures that are awaited on this loop, and that another one has to settle.
-
-    That one may be blocked, or run by nobody: then nobody else would say that the time of a call is up. There is one
-    timer for all of them, as one for each would cost more than all else that is done to await it.
-    watched: what is awaited here, by what waits for it, which gets the error if it will never settle here.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = weakref.ref(loop)
-        self.watched: dict[asyncio.Future[Any], Future[Any]] = {}
-        self.looking = False
-
-    def look_later(self) -> None:
-        self.looking = True
-        loop = self.loop()
-        assert loop is not None, "it runs"
-        loop.call_later(_LOOK, self._look)
-
-    def _look(self) -> None:
-        self.looking = False
-        now = time.monotonic()
-        for waiter, future in list(self.watched.items()):
-            try:
-                future.end_overdue(now)
-            except Exception as error:  # this process was forked, and gets no answers
-                if not waiter.done():
-                    waiter.set_exception(error)
-        if self.watched:
-            self.look_later()
-
-
-class _Here(threading.local):
-    """The overseer of the loop that ran last in this thread."""
-
-    overseer: _Overseer | None = None
-
-
-_here = _Here()
-
-
-def oversee(
-    future: Future[Any], loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]
-) -> dict[asyncio.Future[Any], Future[Any]]:
-    """A Future that another loop has to settle is awaited here. Returns where to take the waiter out of afterwards."""
-    overseer = _here.overseer
-    if overseer is None or overseer.loop() is not loop:
-        overseer = _here.overseer = _Overseer(loop)
-    overseer.watched[waiter] = future
-    if not overseer.looking:
-        overseer.look_later()
-    return overseer.watched
 
 
 class Future(torch.futures.Future[T], Generic[T]):
@@ -403,7 +348,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             due = (self.end_overdue(now) if self.deadline is None else self.deadline) + GRACE
             while True:
-                woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, _LOOK)))
+                woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, LOOK)))
                 if woken or self._state != PENDING:
                     break
                 now = time.monotonic()
@@ -466,7 +411,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._callbacks.append(wake)
             if self._state != PENDING:
                 self._run_callbacks()
-            watched: dict[asyncio.Future[Any], Future[Any]] | None = None
+            watched: Watched | None = None
             try:
                 if loop is not self.loop and (self.loop is not None or self.sources):
                     watched = oversee(self, loop, waiter)

@@ -434,7 +434,7 @@ def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
 @pytest.mark.parametrize("timeout", [None, LONG])
 def test_a_thread_whose_lock_was_lost_looks_for_itself(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever took the lock of a waiting thread and died with it does not keep that from seeing the outcome."""
-    monkeypatch.setattr(futures_module, "_LOOK", 0.01)
+    monkeypatch.setattr(futures_module, "LOOK", 0.01)
     future = pending()
     with running(future.wait, timeout) as result:
         wait_until(lambda: future.waiters == 1)

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("channels",),
     ("transport",),
     ("protocol",),
-    ("futures", "collecting", "callbacks", "sites"),
+    ("futures", "collecting", "callbacks", "overseeing", "sites"),
     ("options", "rights", "devices", "errors", "foreign", "_typing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

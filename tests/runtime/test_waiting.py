@@ -386,7 +386,7 @@ def test_a_thread_that_is_to_run_the_loop_and_does_not_is_told_so(
     loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two runs of the loop a blocking call would never end: it is refused, and says what to do."""
-    monkeypatch.setattr(futures_module, "_LOOK", 0.01)
+    monkeypatch.setattr(futures_module, "LOOK", 0.01)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         loop = runner.get_loop()
         worker = init("alone", store=HashStore())

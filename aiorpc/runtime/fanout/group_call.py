@@ -30,7 +30,8 @@ from typing import Any
 from ... import foreign
 from ...callbacks import Again
 from ...errors import RpcCancelled
-from ...futures import ArrivalForFuture, Future, oversee
+from ...futures import ArrivalForFuture, Future
+from ...overseeing import Watched, oversee
 from ...sites import CallSite
 from ..caller.member_call import MemberCall
 from ..calls.failures import came_from_afar
@@ -215,7 +216,7 @@ class GroupCall(Future[Outcomes]):
         loop = asyncio.get_running_loop()
         listener = loop, loop.create_future()
         self._listeners.append(listener)
-        watched: dict[asyncio.Future[Any], Future[Any]] | None = None
+        watched: Watched | None = None
         try:
             if len(self._counted()) == given and not self.done():  # looked at after it was entered
                 if loop is not self.loop:

@@ -1,0 +1,74 @@
+"""Deadlines of what is awaited on one loop, and has to be settled by another one that may not run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from typing import Any, Protocol, TypeAlias
+
+#: Whoever waits looks so often, in seconds, whether it could have been forgotten.
+LOOK = 1.0
+
+
+class Overseen(Protocol):
+    """What is awaited (`futures.Future`)."""
+
+    def end_overdue(self, now: float) -> float: ...
+
+
+#: What is awaited on a loop, by what waits for it there.
+Watched: TypeAlias = dict[asyncio.Future[Any], Overseen]
+
+
+class _Overseer:
+    """Sees to the deadlines of Futures that are awaited on this loop, and that another one has to settle.
+
+    That one may be blocked, or run by nobody: then nobody else would say that the time of a call is up. There is one
+    timer for all of them, as one for each would cost more than all else that is done to await it. watched: what waits
+    gets the error if what it waits for will never settle here.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = weakref.ref(loop)
+        self.watched: Watched = {}
+        self.looking = False
+
+    def look_later(self) -> None:
+        self.looking = True
+        loop = self.loop()
+        assert loop is not None, "it runs"
+        loop.call_later(LOOK, self._look)
+
+    def _look(self) -> None:
+        self.looking = False
+        now = time.monotonic()
+        for waiter, future in list(self.watched.items()):
+            try:
+                future.end_overdue(now)
+            except Exception as error:  # this process was forked, and gets no answers
+                if not waiter.done():
+                    waiter.set_exception(error)
+        if self.watched:
+            self.look_later()
+
+
+class _Here(threading.local):
+    """The overseer of the loop that ran last in this thread. It is of that loop, and of no worker."""
+
+    overseer: _Overseer | None = None
+
+
+_here = _Here()
+
+
+def oversee(future: Overseen, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> Watched:
+    """What another loop has to settle is awaited on the running one. Returns where to take the waiter out of then."""
+    overseer = _here.overseer
+    if overseer is None or overseer.loop() is not loop:
+        overseer = _here.overseer = _Overseer(loop)
+    overseer.watched[waiter] = future
+    if not overseer.looking:
+        overseer.look_later()
+    return overseer.watched
