@@ -34,6 +34,7 @@ from .packing import SMALL, TOGETHER
 #: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
 HERE, SHUT = 0, 1
 MOST = 1024  # items that one call puts or takes
+_MOST_WITHDRAWN = 1000  # words that end a call which is not there, the last ones; most calls have their answer by then
 MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
 
 
@@ -72,6 +73,7 @@ class ServedQueue:
         self._getters: deque[_Waiter] = deque()
         self._putters: deque[_Waiter] = deque()
         self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
+        self._withdrawn: dict[tuple[int, int], None] = {}  # what was to end when nobody waited under that number
         self._shut = False
         self._emptied = False  # whether it was shut down at once: what there is, and what comes back, is dropped
         self._ended = False
@@ -96,6 +98,8 @@ class ServedQueue:
         if items is None:
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
         _check(wait, number, len(items))
+        if wait and self._was_withdrawn(number):
+            return 0
         putter = _Waiter(0, items)
         self._putters.append(putter)
         self._match()
@@ -114,6 +118,8 @@ class ServedQueue:
         and for one that is gone the name of the worker that had it.
         """
         _check(wait, number, count)
+        if wait and self._was_withdrawn(number):
+            return Results((HERE, None))
         getter = _Waiter(count, ())
         self._getters.append(getter)
         self._match()
@@ -214,12 +220,29 @@ class ServedQueue:
 
     @follows("put_items", "take_items")
     async def withdraw(self, number: int) -> None:
-        """Whoever waits under that number, in a call of the same worker, is to wait no longer."""
-        waiter = self._waiting.get((caller().id, number))
-        if waiter is not None and not waiter.future.done():
+        """Whoever waits under that number, in a call of the same worker, is to wait no longer.
+
+        Where nobody does, the answer is under way; or that call comes behind this one, as its items are long.
+        """
+        if type(number) is not int or not 0 < number < 1 << 63:
+            raise RpcUsageError(f"no call of a queue has the number {number!r:.40}")
+        key = caller().id, number
+        waiter = self._waiting.get(key)
+        if waiter is None:
+            self._withdrawn[key] = None
+            if len(self._withdrawn) > _MOST_WITHDRAWN:
+                del self._withdrawn[next(iter(self._withdrawn))]
+        elif not waiter.future.done():
             getter = waiter in self._getters
             (self._getters if getter else self._putters).remove(waiter)
             waiter.give([] if getter else 0)
+
+    def _was_withdrawn(self, number: int) -> bool:
+        key = caller().id, number
+        if key not in self._withdrawn:
+            return False
+        del self._withdrawn[key]
+        return True
 
     # --- finishing ----------------------------------------------------------------------------------------------------
 

@@ -456,6 +456,25 @@ async def test_a_lost_owner_is_told_without_the_lines_of_the_runtime(pair: list[
     assert "__notes__" not in vars(unknown.value)
 
 
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_a_call_that_comes_behind_the_word_that_ends_it_waits_for_nothing(pair: list[Worker], verb: str) -> None:
+    """As one with many items may, which are read in the background: what was given up does not happen later."""
+    queue = make(pair[1], maxsize=1)
+    if verb == "put":
+        await queue.put("first")
+    theirs = handle(pair[0], owner="worker1")
+    with Faults(pair[0]) as faults:
+        late = faults.delay(0.1, "call", when=lambda message: message.name.endswith("_items"))
+        with pytest.raises(RpcTimeout):
+            await (theirs.put("second", timeout=0.02) if verb == "put" else theirs.get(timeout=0.02))
+        await until(lambda: late.count == 1 and pair[0].is_idle())
+    if verb == "put":
+        assert await queue.get() == "first" and await queue.empty()
+    else:
+        await queue.put("third")
+        assert await queue.qsize() == 1
+
+
 @pytest.mark.parametrize(
     ("verb", "item"),
     [
