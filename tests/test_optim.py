@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import gc
 import threading
 import time
 from functools import partial
@@ -34,6 +33,7 @@ from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.scripts import as_script, run
 from tests.transport.ends import interrupted
+from tests.unlooked import unlooked_at
 
 MOST = 3000  # instructions: more than any of this takes
 Tensor = torch.Tensor
@@ -622,9 +622,7 @@ async def test_backward_and_step_that_fails_and_is_not_awaited(
 ) -> None:
     """It is logged, with the line of the program: nobody else is told that nothing was stepped."""
 
-    def lines() -> list[str]:
-        gc.collect()
-        return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+    lines = partial(unlooked_at, caplog)
 
     weight = aiorpc.remote("worker1", make, 0)
     optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0)

@@ -34,6 +34,7 @@ from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.transport.ends import Interruption, meanwhile
+from tests.unlooked import unlooked_at
 
 double = torch.float64
 MOST = 3000  # instructions: more than any of this takes
@@ -1430,9 +1431,7 @@ async def test_a_failure_that_nobody_looked_at_is_logged(
 ) -> None:
     """As that of a call is, with the line that began the pass: it is not awaited, so nobody else is told."""
 
-    def lines() -> list[str]:
-        gc.collect()
-        return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+    lines = partial(unlooked_at, caplog)
 
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", _broken, vector())

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ from aiorpc.runtime.links.distribution import LOOP_COPY
 from aiorpc.testing import Faults, cluster
 from tests.runtime.joining import unheard_of
 from tests.runtime.waiting import until, until_no_references
+from tests.unlooked import unlooked_at
 
 LONG = 30.0
 LARGE = 100_000  # bytes: stays with its producer
@@ -824,9 +826,7 @@ async def test_a_put_that_fails_and_that_nobody_awaits_is_logged(
     with pytest.raises(QueueFull):
         await mine.put_nowait(4)
 
-    def logged() -> list[str]:
-        gc.collect()
-        return [each.getMessage() for each in caplog.records if "nobody looked" in each.getMessage()]
+    logged = partial(unlooked_at, caplog)
 
     await until(lambda: len(logged()) == 2)
     for line, error in zip(sorted(logged()), ("QueueFull", "RpcTimeout"), strict=True):
@@ -1034,9 +1034,7 @@ async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.L
     await until(done.done)
     del done
 
-    def logged() -> list[str]:
-        gc.collect()
-        return [each.getMessage() for each in caplog.records if "nobody looked" in each.getMessage()]
+    logged = partial(unlooked_at, caplog)
 
     await until(logged)
     (line,) = logged()

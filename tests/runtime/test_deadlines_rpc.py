@@ -8,7 +8,8 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -297,27 +298,36 @@ VERBS: dict[str, Callable[[Worker, aiorpc.RRef[Any]], Any]] = {
 }
 
 
+@contextmanager
+def two_workers(runner: asyncio.Runner) -> Iterator[list[Worker]]:
+    """On that loop, which runs for their joining and leaving only, and where a test has it run."""
+    context = cluster(2)
+    workers = runner.run(context.__aenter__())
+    try:
+        yield workers
+    finally:
+        runner.run(context.__aexit__(None, None, None))
+
+
+def check_that_all_goes_on(runner: asyncio.Runner, workers: list[Worker]) -> None:
+    """Once the loop runs again: no call is under way, and another one is answered."""
+    runner.run(until(lambda: not workers[0].pending_calls()))
+    assert runner.run(awaited(workers[0].call("worker1", len, "abc"))) == 3
+    runner.run(until(workers[1].is_idle))
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_time_of_a_blocking_verb_passes_without_the_loop(loop_factory: LoopFactory, verb: str) -> None:
     """Where nobody runs the loop, the thread that waits ends the call itself, and says so; then all goes on."""
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        context = cluster(2)
-        workers = runner.run(context.__aenter__())
-        try:
-            rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
-            errors = blocking(VERBS[verb], workers[0], rref)
-            for error in errors:
-                assert isinstance(error, RpcTimeout) and (error.seconds, error.function != "") == (0.3, True), errors
-                assert error.worker in ("worker0", "worker1")
-                assert "set timeout (0.3 s)" in str(error) and "'worker0', which takes the answers, does not" in str(
-                    error
-                )
-            runner.run(until(lambda: not workers[0].pending_calls()))
-            assert runner.run(awaited(workers[0].call("worker1", len, "abc"))) == 3
-            runner.run(until(workers[1].is_idle))
-            del rref
-        finally:
-            runner.run(context.__aexit__(None, None, None))
+    with asyncio.Runner(loop_factory=loop_factory) as runner, two_workers(runner) as workers:
+        rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
+        errors = blocking(VERBS[verb], workers[0], rref)
+        for error in errors:
+            assert isinstance(error, RpcTimeout) and (error.seconds, error.function != "") == (0.3, True), errors
+            assert error.worker in ("worker0", "worker1")
+            assert "set timeout (0.3 s)" in str(error) and "'worker0', which takes the answers, does not" in str(error)
+        check_that_all_goes_on(runner, workers)
+        del rref
 
 
 async def confirmed(rref: aiorpc.RRef[Any]) -> aiorpc.RRef[Any]:
@@ -357,34 +367,27 @@ AWAITED: dict[str, Callable[[Worker, aiorpc.RRef[Any]], Any]] = {
 @pytest.mark.parametrize("verb", AWAITED)
 def test_the_time_of_a_call_passes_where_it_is_awaited_on_another_loop(loop_factory: LoopFactory, verb: str) -> None:
     """As a test does that is given workers of another loop, which nobody runs: it is told so, and does not hang."""
-    with asyncio.Runner(loop_factory=loop_factory) as runner, asyncio.Runner(loop_factory=loop_factory) as other:
-        context = cluster(2)
-        workers = runner.run(context.__aenter__())
 
-        async def use(rref: aiorpc.RRef[Any]) -> Any:
-            async with asyncio.timeout(LIMIT):
-                return await AWAITED[verb](workers[0], rref)
+    async def use(worker: Worker, rref: aiorpc.RRef[Any]) -> Any:
+        async with asyncio.timeout(LIMIT):
+            return await AWAITED[verb](worker, rref)
 
-        try:
-            rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
-            with pytest.raises((RpcTimeout, GroupError)) as caught:
-                other.run(use(rref))
-            for error in caught.value.exceptions if isinstance(caught.value, GroupError) else [caught.value]:
-                assert isinstance(error, RpcTimeout) and error.seconds == 0.3
-                assert "'worker0', which takes the answers, does not run" in str(error)
-            runner.run(until(lambda: not workers[0].pending_calls()))
-            assert runner.run(awaited(workers[0].call("worker1", len, "abc"))) == 3
-            runner.run(until(workers[1].is_idle))
-            del rref
-        finally:
-            runner.run(context.__aexit__(None, None, None))
+    runners = asyncio.Runner(loop_factory=loop_factory), asyncio.Runner(loop_factory=loop_factory)
+    with runners[0] as runner, runners[1] as other, two_workers(runner) as workers:
+        rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
+        with pytest.raises((RpcTimeout, GroupError)) as caught:
+            other.run(use(workers[0], rref))
+        for error in caught.value.exceptions if isinstance(caught.value, GroupError) else [caught.value]:
+            assert isinstance(error, RpcTimeout) and error.seconds == 0.3
+            assert "'worker0', which takes the answers, does not run" in str(error)
+        check_that_all_goes_on(runner, workers)
+        del rref
 
 
 def test_a_call_that_is_awaited_on_another_loop_is_answered_in_time(loop_factory: LoopFactory) -> None:
     """Where its own loop runs, in another thread, looking after the deadline changes nothing."""
-    with asyncio.Runner(loop_factory=loop_factory) as runner, asyncio.Runner(loop_factory=loop_factory) as other:
-        context = cluster(2)
-        workers = runner.run(context.__aenter__())
+    runners = asyncio.Runner(loop_factory=loop_factory), asyncio.Runner(loop_factory=loop_factory)
+    with runners[0] as runner, runners[1] as other, two_workers(runner) as workers:
         thread = threading.Thread(target=runner.get_loop().run_forever)
         thread.start()
         try:
@@ -395,7 +398,6 @@ def test_a_call_that_is_awaited_on_another_loop_is_answered_in_time(loop_factory
         finally:
             runner.get_loop().call_soon_threadsafe(runner.get_loop().stop)
             thread.join(LIMIT)
-            runner.run(context.__aexit__(None, None, None))
 
 
 async def test_the_time_of_a_blocking_verb_passes_while_the_loop_is_blocked(pair: list[Worker]) -> None:

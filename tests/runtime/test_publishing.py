@@ -33,6 +33,7 @@ from aiorpc.runtime.publication.shelf import MOST_HELD, Key, Shelf
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
+from tests.unlooked import unlooked_at
 
 LARGE = 1 << 16  # floats: more than stands in a message itself
 
@@ -527,9 +528,7 @@ async def test_what_no_reader_could_read_is_not_published() -> None:
 async def test_a_publish_that_fails_unseen_is_logged(pair: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
     """With the place that it was made at, as a call that fails; what somebody has looked at is not."""
 
-    def logged() -> list[str]:
-        gc.collect()
-        return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+    logged = partial(unlooked_at, caplog)
 
     await pair[0].publish("policy", weights(1))
     with caplog.at_level(logging.ERROR, "aiorpc"):

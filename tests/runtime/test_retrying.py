@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ from tests.limits import busy
 from tests.runtime.waiting import until
 from tests.scripts import run
 from tests.transport.ends import interrupted
+from tests.unlooked import unlooked_at
 
 QUICK = (0.001, 0.01)
 PAUSED = (10_000.0, 10_000.0)  # a test ends such a pause itself
@@ -454,9 +455,7 @@ async def test_a_failure_that_nobody_looked_at_is_logged_once(store: Store, capl
         await until(call.done)
         del call
 
-        def lines() -> list[str]:
-            gc.collect()
-            return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+        lines = partial(unlooked_at, caplog)
 
         await until(lines)
         (line,) = lines()

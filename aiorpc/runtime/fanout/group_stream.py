@@ -12,7 +12,7 @@ from ..calls.failures import came_from_afar
 from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
-from .turns import News, Turns
+from .turns import News, Turns, start
 
 
 class GroupStream(BlockingIterator[tuple[str, Any]]):
@@ -55,15 +55,7 @@ async def _merged(
 ) -> AsyncGenerator[tuple[str, Any] | News]:
     came: asyncio.Queue[_Item] = asyncio.Queue(len(streams))
     outcomes: list[Outcome | None] = [None] * len(streams)
-    tasks = [asyncio.ensure_future(_read(place, stream, came, news)) for place, (_, stream) in enumerate(streams)]
-    kept.update(tasks)
-
-    def let_go(task: asyncio.Task[None]) -> None:
-        kept.discard(task)
-        news.set()
-
-    for task in tasks:
-        task.add_done_callback(let_go)
+    tasks = [start(kept, _read(place, stream, came, news), news) for place, (_, stream) in enumerate(streams)]
     try:
         while None in outcomes:
             while came.empty():

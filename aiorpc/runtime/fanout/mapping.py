@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
-from .turns import News, Turns
+from .turns import News, Turns, start
 
 _Call = Callable[[Any], Future[Any]]
 _Ahead = Callable[[], int]
@@ -139,13 +139,7 @@ async def _awaited(
         else:
             begun.append(None)
 
-    def let_go(task: asyncio.Task[None]) -> None:
-        kept.discard(task)
-        news.set()
-
-    task = asyncio.ensure_future(begin())
-    kept.add(task)
-    task.add_done_callback(let_go)
+    task = start(kept, begin(), news)
     told: Future[Any] | None = None  # the last one that was asked to tell when it is done
     failure: BaseException | None = None
     try:

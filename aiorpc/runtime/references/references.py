@@ -29,7 +29,6 @@ from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, Worker
 from ...futures import Future
 from ...protocol import codec
 from ...protocol.frames import Kind
-from ...protocol.messages import Method
 from ...protocol.packing import pack
 from ...protocol.reference_messages import (
     LENT,
@@ -56,7 +55,7 @@ from ..engine.engine import Engine
 from ..engine.looking import Looking
 from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
-from .rref import PeerForRRef, PeersForReferences, RRef
+from .rref import HomeForRRef, PeerForRRef, PeersForReferences, RRef
 
 # When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
 # by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
@@ -69,25 +68,13 @@ _OFTEN = 0.002
 _new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
 
 
-class Home(Protocol):
-    """What the references of a worker need of it."""
+class Home(HomeForRRef, Protocol):
+    """What the references of a worker, and its handles, need of it."""
 
     engine: Engine
 
     @property
     def peers(self) -> PeersForReferences: ...
-
-    def open_stream(
-        self,
-        peer: Any,
-        function: Method,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-        *,
-        depth: int,
-        keeps: Any,
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
