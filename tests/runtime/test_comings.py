@@ -844,7 +844,7 @@ async def run(seed: int, changes: int = 10, **options: Any) -> None:
         if not world.wrong:
             names = {life.name for life in staying}
             for life in staying:
-                await until(lambda: {info.name for info in life.worker.worker_infos()} == names)  # noqa: B023
+                await until(lambda: {info.name for info in life.worker.worker_infos()} == names)  # noqa: B023  # as below
                 await drain(life)
             for life in staying:
                 try:
