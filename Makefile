@@ -8,7 +8,7 @@ DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture 
 TEST_ARGS ?=
 # Test files run side by side in so many processes, each of which imports torch and collects all tests: the long ones
 # wait more than they work.
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 LONG_JOBS ?= 3
 ARGS ?=
 SECONDS ?= 60

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, overload
 
 import torch
@@ -204,13 +206,16 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
 
 def _is_torch_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether what follows the function is torch's ``args``, ``kwargs`` and ``timeout``."""
-    kinds: dict[str, tuple[type, ...]] = {"args": (tuple, list), "kwargs": (dict,), "timeout": (int, float)}
+    kinds: dict[str, tuple[type, ...]] = {"args": (tuple, list), "kwargs": (dict,), "timeout": ()}
     if not (args or kwargs) or len(args) > len(kinds) or not kwargs.keys() <= set(list(kinds)[len(args) :]):
         return False
     given = {
         **dict(zip(kinds, args, strict=False)),
         **{key: value for key, value in kwargs.items() if value is not None},
     }
+    timeout = given.pop("timeout", 0)  # of all kinds that `options.seconds` takes
+    if isinstance(timeout, bool) or not isinstance(timeout, (numbers.Real, timedelta)):
+        return False
     return all(type(value) in kinds[key] for key, value in given.items())
 
 
@@ -243,9 +248,9 @@ def publish(name: str, value: Any) -> Future[Publication]:
     version.
     ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` says who has it.
 
-    value: a tensor, or a tree of tensors and whatever else may be sent; storages that tensors share stay shared, and
-    what lies on a device is copied to the host, on the current streams. All readers of a host read one copy in shared
-    memory, as long as ``options.shared_memory`` has room for it.
+    value: a tensor, or a tree of tensors and whatever else may be sent, but for references; storages that tensors share
+    stay shared, and what lies on a device is copied to the host, on the current streams. All readers of a host read one
+    copy in shared memory, as long as ``options.shared_memory`` has room for it.
     A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
     its name, and RendezvousError if the store of the group cannot be asked about that, the first time. Raised here:
     RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does

@@ -7,7 +7,6 @@ interrupted (`futures.py`, invariant 7): each is taken from the list by an atomi
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -15,6 +14,8 @@ from typing import Any, Protocol
 
 from . import foreign
 from .errors import WorkerClosed
+from .sites import spates
+from .threads import daemon
 
 logger = logging.getLogger("aiorpc")
 
@@ -59,12 +60,29 @@ class Executor(Protocol):
 block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
 
 
+class Served(Protocol):
+    """The call that the running code serves (`ServedCall`), as far as whoever blocks within it knows it."""
+
+    def enter_wait(self, wake: Callable[[], object]) -> None:
+        """This thread is about to wait, and is woken by that if the caller gives up before `exit_wait`. Any thread may
+        call it, once."""
+
+    def exit_wait(self) -> str:
+        """This thread waits no longer. The text of the RpcCancelled that it is to raise, if its caller has given up and
+        it has not heard so yet."""
+
+
+# The call that code serves (runtime/calls/current.py); None outside of handlers.
+served: ContextVar[Served | None] = ContextVar("aiorpc_call", default=None)
+
+
 # The id of the autograd context that code runs in (runtime/gradients/contexts.py); 0 or None if there is none.
 # Callbacks take it along.
 current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
 
 
-# In how many callbacks of users the running code is: each has settled the Future that the next one was registered at.
+# In how many callbacks of users, and of `collect_all`, the running code is: each has settled the Future that the next
+# one was registered at.
 nested: ContextVar[int] = ContextVar("aiorpc_nested", default=0)
 # So many at most, and then another thread goes on: chains of `then` may be longer than the stack of one is deep.
 DEEPEST = 32
@@ -105,10 +123,29 @@ class UserCallback:
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
             if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
                 raise
-            foreign.log_error(logger, logging.ERROR, error, "a callback of %s raised", future.describe())
+            raised = f"a callback of {future.describe()} raised"
+            more = spates.line(raised)
+            if more is not None:
+                foreign.log_error(logger, logging.ERROR, error, "%s%s", raised, more)
         finally:
             nested.reset(depth)
             current_autograd.reset(token)
+
+
+def settle_within(future: Settled, executor: Executor | None, settle: Callable[[Any], object]) -> None:
+    """Have an internal callback settle `future`: here, or in another thread, if this is deep within callbacks already.
+
+    For what the program may make as long chains of as it likes.
+    """
+    depth = nested.get()
+    if depth >= DEEPEST:
+        hand_over(future, [UserCallback(settle, executor)])
+        return
+    token = nested.set(depth + 1)
+    try:
+        settle(future)
+    finally:
+        nested.reset(token)
 
 
 def hand_over(future: Settled, callbacks: list[UserCallback]) -> None:
@@ -123,7 +160,7 @@ def hand_over(future: Settled, callbacks: list[UserCallback]) -> None:
             return
         except WorkerClosed:  # its worker has shut down, which may be what settled the Future
             pass
-    threading.Thread(target=_run_all, args=(callbacks, future), name="aiorpc-callback", daemon=True).start()
+    daemon(_run_all, callbacks, future, name="aiorpc-callback").start()
 
 
 def _run_all(callbacks: list[UserCallback], future: Settled) -> None:

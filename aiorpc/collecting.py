@@ -5,29 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from .callbacks import Repeatable
-from .futures import AnyFuture, Future, is_future, when_done
+from .callbacks import Again, settle_within
+from .futures import AnyFuture, Future, is_future, twin_of, when_done
 
 T = TypeVar("T")
 
 
-class _Counted(Repeatable):
-    """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
+class _Collection(Future[list[AnyFuture]]):
+    """Of the list of its Futures.
 
-    __slots__ = ("futures", "left", "place", "result")
+    torch's half has others in the place of those that failed: the error of one leads to the frames that it was raised
+    in, and these to whatever they had, which is this Future, as a rule. The garbage collector does not see through C++.
+    """
 
-    def __init__(
-        self, place: int, left: dict[int, None], futures: list[AnyFuture], result: Future[list[AnyFuture]]
-    ) -> None:
-        self.place = place
-        self.left = left
-        self.futures = futures
-        self.result = result
+    _twins = True
+    twins: list[AnyFuture] | None = None  # what torch's half has, if that is something else
 
-    def __call__(self, _: AnyFuture) -> None:
-        self.left.pop(self.place, None)
-        if not self.left:
-            self.result.settle(self.futures)
+    def _twin(self, value: list[AnyFuture]) -> list[AnyFuture]:
+        for each in value:  # most have none that failed, and they may be many: no function for each
+            if isinstance(each, _Collection) and each.twins is not None:
+                break
+            if isinstance(each, Future) and each._error is not None:
+                break
+        else:
+            return value
+        self.twins = [_twin_of(each) for each in value]
+        return self.twins
+
+
+def _twin_of(future: AnyFuture) -> AnyFuture:
+    """One that has ended in the same way; the Future itself if it leads to no error of a Future."""
+    if not isinstance(future, Future):
+        return future
+    twins = future.twins if isinstance(future, _Collection) else None
+    error = future._error
+    if twins is None and error is None:
+        return future
+    twin: Future[Any] = Future()
+    twin.subject = future.subject
+    twin.settle(twins, None if error is None else twin_of(error))
+    return twin
 
 
 def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
@@ -40,7 +57,7 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     for future in futures:
         if not is_future(future):
             raise TypeError(f"collect_all() takes torch Futures, not {type(future).__name__}")
-    result: Future[list[AnyFuture]] = Future()
+    result = _Collection()
     result.subject = f"collect_all of {len(futures)} Futures"
     for future in futures:
         if isinstance(future, Future):
@@ -51,8 +68,17 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     if not futures:
         result.settle(futures)
     for place, future in enumerate(futures):
-        when_done(future, _Counted(place, left, futures, result))
+        when_done(future, Again(_count, place, left, futures, result))
     return result
+
+
+def _count(
+    place: int, left: dict[int, None], futures: list[AnyFuture], result: Future[list[AnyFuture]], _: AnyFuture
+) -> None:
+    """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
+    left.pop(place, None)
+    if not left:
+        settle_within(result, result.executor, lambda _: result.settle(futures))
 
 
 def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:

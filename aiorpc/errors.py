@@ -83,7 +83,7 @@ class DeviceMapError(RendezvousError, ValueError):
 
 
 class StoreGone(RendezvousError):
-    """The store where the workers meet has gone: its process has ended, or its file was removed."""
+    """The store where the workers meet has gone: its process has ended, its file was removed, or it is not reached."""
 
 
 class UnknownObject(RpcError, LookupError):

@@ -32,7 +32,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
@@ -40,7 +40,7 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 import torch
 
 from . import foreign
-from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observer, hand_over, nested
+from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observer, hand_over, nested, served
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
 from .overseeing import LOOK, Watched, oversee
 from .sites import CallSite, Unobserved, describe_site
@@ -90,6 +90,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     subject: str = "a Future"  # what it stands for
     site: CallSite | None = None  # where it was made; a failure that nobody looks at is logged if that is known
     loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
+    home_thread: int | None = None  # the thread that made that loop, and is to run it; None if that is not known
     deadline: float | None = None  # when it settles at the latest, in `time.monotonic()` seconds; None: not known
     executor: Executor | None = None
     sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
@@ -100,13 +101,13 @@ class Future(torch.futures.Future[T], Generic[T]):
     _error: BaseException | None = None
     _trace: TracebackType | None = None  # what the error's traceback was when it came
     _unobserved: Unobserved | None = None
+    _seen: bool = False  # whether nobody is to be told of its error: see `mark_seen`
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
     _twins: bool = False  # whether torch's half gets a twin of the value: see `_twin`
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
-    _home_thread: int | None = None  # the thread that made `loop`, and is to run it; None if that is not known
     _parent: Callable[[], Future[Any] | None] = staticmethod(lambda: None)  # whose `then` has made it
-    _homes_beside: Sequence[Home] = ()  # loops that have to run besides `loop` and those of `sources`
+    _homes_beside: Collection[Home] = ()  # loops that have to run besides `loop` and those of `sources`
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         if devices:
@@ -126,7 +127,11 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._callbacks.remove(UNCLAIMED)
             except ValueError:
                 return False
-            if error is None and self.arrival is None and not (self._devices or self._twins):  # most calls
+            if (
+                error is None
+                and self.arrival is None
+                and not (self._devices or self._twins or issubclass(type(value), BaseException))
+            ):  # most calls
                 self._value = value
                 self._state = VALUE
                 _CFuture.set_result(self, value)
@@ -151,6 +156,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._trace = foreign.field(error, "__traceback__")
             if self.site is not None and self._unobserved is None:  # before anybody can look at it
                 self._unobserved = Unobserved(self.describe(), error)
+                if self._seen:
+                    self._unobserved.seen = True
             self._state = ERROR
         if _CFuture.done(self):
             return
@@ -164,6 +171,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._complete_on_devices(value)
         elif self._twins:
             _CFuture.set_result(self, self._twin(value))
+        elif foreign.is_a(value, BaseException):  # whoever raises it makes the cycle that `_Failure` tells of
+            twin = foreign.copy_of(value)
+            _CFuture.set_result(self, value if twin is None else twin)
         else:
             _CFuture.set_result(self, value)
 
@@ -190,9 +200,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     def set_result(self, result: T) -> None:
         """Complete with `result`. RpcUsageError if it is already complete."""
         if not self.settle(result):
-            raise RpcUsageError(
-                f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
-            )
+            raise self._already_complete()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch types result as T
         """Complete with an error, raised at whoever waits. RpcUsageError if it is already complete.
@@ -202,14 +210,18 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
         if not self.settle(None, result):
-            raise RpcUsageError(
-                f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
-            )
+            raise self._already_complete()
+
+    def _already_complete(self) -> RpcUsageError:
+        return RpcUsageError(
+            f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
+        )
 
     def cancel(self, msg: object = None) -> bool:
         """Give up on the answer. True if this call settled it; the callee is then told to stop.
 
-        A running ``async def`` handler is cancelled; a thread can ask ``aiorpc.cancelled()``; its result is dropped.
+        A running ``async def`` handler is cancelled; a thread hears of it in what it waits for, or can ask
+        ``aiorpc.cancelled()``; its result is dropped.
         """
         reason = f": {msg}" if msg else ""
         error = RpcCancelled(f"{self.describe()} was cancelled{reason}")
@@ -270,7 +282,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         return f"<aiorpc.Future {state}: {self.describe()}>"
 
     def mark_seen(self) -> None:
-        """Somebody has dealt with its error, so nothing is logged when it is collected."""
+        """Somebody has dealt with its error, which may be about to come, so nothing is logged when it is collected."""
+        self._seen = True
         if self._unobserved is not None:
             self._unobserved.seen = True
 
@@ -297,7 +310,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is
         untouched; RpcUsageError if negative. Refused with WouldBlockLoop on the thread that runs the loop which has to
         settle it, and after a second on one that is to run the loop of a call and does not. Ctrl-C interrupts it.
-        A call whose own deadline passes meanwhile ends with RpcTimeout, also if its loop does not run.
+        A call whose own deadline passes meanwhile ends with RpcTimeout, also if its loop does not run. In the thread of
+        a handler whose caller gives up RpcCancelled is raised, once, and not if that has asked ``aiorpc.cancelled()``;
+        what nobody else waits for is then cancelled.
         """
         if timeout is not None and not timeout >= 0:  # not a number is refused, too
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
@@ -330,8 +345,20 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
         """Do what this thread can do for it to settle, until `enough()`: read the answers that it waits for."""
-        for source in self.sources:
-            source._look_out(enough)
+        for one in self._awaited():
+            if type(one)._look_out is not Future._look_out:  # a call
+                one._look_out(enough)
+
+    def _awaited(self) -> Iterator[Future[Any]]:
+        """It, and what it waits for, as far as that has not settled."""
+        left: list[Future[Any]] = [self]  # not by recursion, and each once: `end_overdue` says why
+        seen: dict[int, Future[Any]] = {}
+        while left:
+            one = left.pop()
+            if one._state == PENDING and id(one) not in seen:
+                seen[id(one)] = one
+                yield one
+                left.extend(reversed(one.sources))
 
     def _sleep(self, timeout: float | None) -> None:
         # A Python lock, not torch's C++ wait: it can be interrupted by a signal on the main thread.
@@ -340,12 +367,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._callbacks.append(gate)
         if self._state != PENDING and self._remove_callback(gate):  # whoever settles it runs the others
             return
-        observer = block_observer.get()
+        observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
+        given_up = ""
         now = time.monotonic()
         until = _NEVER if timeout is None else now + timeout
         try:
+            if call is not None:
+                call.enter_wait(partial(self._let_go, gate))
             due = (self.end_overdue(now) if self.deadline is None else self.deadline) + GRACE
             while True:
                 woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, LOOK)))
@@ -354,7 +384,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 now = time.monotonic()
                 if now >= until:
                     break
-                self._refuse_idle_loop()
+                self.refuse_idle_loop(False)
                 due = self.end_overdue(now) + GRACE
         except BaseException:
             self._remove_callback(gate)
@@ -362,9 +392,21 @@ class Future(torch.futures.Future[T], Generic[T]):
         finally:
             if observer is not None:
                 observer.exit_blocked()
+            if call is not None:
+                given_up = call.exit_wait()
+        if given_up:  # as in `__await__`
+            self._remove_callback(gate)
+            if not self.waiters and not self.cancel():  # as there
+                self.mark_seen()
+            raise RpcCancelled(given_up)
         # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
         if not woken and self._remove_callback(gate) and self._state == PENDING:
             raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
+
+    def _let_go(self, gate: threading.Lock) -> None:
+        """The thread that waits there is to wait no longer. Whoever has taken the lock out of the list releases it."""
+        if self._remove_callback(gate):
+            gate.release()
 
     def end_overdue(self, now: float) -> float:
         """End the calls that it waits for and whose time was up a while ago, as their loop has not done so. Any thread.
@@ -372,7 +414,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         Returns the earliest deadline of the others, or infinity.
         """
         due = _NEVER
-        left: list[Future[Any]] = [self]  # not by recursion: chains of `then` may be as long as they like
+        # Not by recursion: chains of `then` may be as long as they like. Each once: ways may fork and meet again.
+        left: list[Future[Any]] = [self]
         seen: dict[int, Future[Any]] = {}
         while left:
             one = left.pop()
@@ -385,22 +428,26 @@ class Future(torch.futures.Future[T], Generic[T]):
                     left.append(each)
         return due
 
-    def _homes(self) -> Iterator[Home]:
+    def _homes(self) -> set[Home]:
         """The loops that have to run for it to settle."""
-        if self._state == PENDING:
-            yield self.loop, self._home_thread
-            yield from self._homes_beside
-            for source in self.sources:
-                yield from source._homes()
+        homes: set[Home] = set()
+        for one in self._awaited():
+            homes.add((one.loop, one.home_thread))
+            homes.update(one._homes_beside)
+        return homes
 
-    def _refuse_idle_loop(self) -> None:
-        """Raise WouldBlockLoop if a loop has to run that is this thread's, which waits."""
+    def refuse_idle_loop(self, awaited: bool) -> None:
+        """Raise WouldBlockLoop if a loop has to run that is this thread's, and does not.
+
+        awaited: whether this thread runs another one meanwhile; else it waits.
+        """
         here = threading.get_ident()
         for loop, thread in self._homes():
             if thread == here and loop is not None and not (loop.is_running() or loop.is_closed()):
                 raise WouldBlockLoop(
-                    f"wait() on {self.describe()} would never end: this thread is to run the loop that has to settle "
-                    "it, and waits; run `await future` on that loop, as `loop.run_until_complete(...)` does"
+                    f"{'to await' if awaited else 'wait() on'} {self.describe()} would never end: this thread is to "
+                    f"run the loop that has to settle it, and {'runs another one' if awaited else 'waits'}; run `await "
+                    "future` on that loop, as `loop.run_until_complete(...)` does"
                 )
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -416,12 +463,14 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if loop is not self.loop and (self.loop is not None or self.sources):
                     watched = oversee(self, loop, waiter)
                 yield from waiter
-            except (asyncio.CancelledError, GeneratorExit):  # the latter: the coroutine was dropped
+            except (asyncio.CancelledError, GeneratorExit, WouldBlockLoop):
+                # It was cancelled, its coroutine was dropped, or the overseer says that it would never settle here.
                 # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
-                if self._remove_callback(wake) and not self.waiters:
-                    self.cancel()
+                # If it has settled just now, or another thread is just settling it, with what does not matter any more.
+                if not self._remove_callback(wake) or not (self.waiters or self.cancel()):
+                    self.mark_seen()
                 raise
-            except BaseException:  # it will never settle here, says the overseer
+            except BaseException:  # this process was forked, says the overseer
                 self._remove_callback(wake)
                 raise
             finally:
@@ -432,6 +481,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             return value
         try:
             return self._outcome()
+        except asyncio.CancelledError as error:  # it has ended with that; nobody has cancelled the task that awaits it
+            raise RpcCancelled(f"{self.describe()} has ended with {foreign.said(error)}") from None
         finally:
             del self  # see _outcome
 
@@ -461,10 +512,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         child.subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {_shortened(self.subject)}"
         child.site = self.site  # what it fails with has been looked at by the callback alone
         child.loop, child.executor = self.loop, self.executor
-        child._home_thread = self._home_thread
+        child.home_thread = self.home_thread
         child._parent = weakref.ref(self)  # weak: chains of them would keep all values
-        if self.sources:
-            child._homes_beside = tuple(self._homes())
+        if self.sources or self._homes_beside:
+            child._homes_beside = self._homes()
 
         marks = self._marks
         child._marks = marks
@@ -518,7 +569,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                     if _running_loop() is not loop:
                         # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
                         with contextlib.suppress(RuntimeError):
-                            loop.call_soon_threadsafe(_wake, waiter)
+                            loop.call_soon_threadsafe(wake, waiter)
                     elif not waiter.done():
                         waiter.set_result(None)
                 elif kind is _LOCK:  # a thread that waits
@@ -548,7 +599,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             kind = type(callback)
             if kind is tuple:
                 with contextlib.suppress(RuntimeError):
-                    callback[0].call_soon_threadsafe(_wake, callback[1])
+                    callback[0].call_soon_threadsafe(wake, callback[1])
             elif kind is _LOCK:
                 with contextlib.suppress(RuntimeError):  # it has been released
                     callback.release()
@@ -577,11 +628,16 @@ class _Failure:
 
     def __init__(self, future: Future[Any], error: BaseException) -> None:
         self.future = weakref.ref(future)
-        twin = foreign.copy_of(error)
-        if twin is None:
-            twin = RpcError(foreign.said(error))
-            foreign.set_cause(twin, foreign.field(error, "__cause__"))
-        self.twin = twin
+        self.twin = twin_of(error)
+
+
+def twin_of(error: BaseException) -> BaseException:
+    """An equal error that has not been raised, so that it leads to no frames."""
+    twin = foreign.copy_of(error)
+    if twin is None:
+        twin = RpcError(foreign.said(error))
+        foreign.set_cause(twin, foreign.field(error, "__cause__"))
+    return twin
 
 
 def _raise(failure: _Failure) -> None:
@@ -600,7 +656,8 @@ def _shortened(subject: str) -> str:
     return subject if len(subject) <= 2 * _SHOWN else f"{subject[:_SHOWN]}...{subject[-_SHOWN:]}"
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
+def wake(waiter: asyncio.Future[None]) -> None:
+    """On the loop of a task that awaits: let it go on, if nobody has cancelled it."""
     if not waiter.done():
         waiter.set_result(None)
 
@@ -624,8 +681,11 @@ def is_future(value: object) -> TypeGuard[AnyFuture]:
 
 
 def outcome(future: AnyFuture) -> tuple[Any, BaseException | None]:
-    """Value and error of a completed torch Future; marks an error as seen."""
+    """Value and error of a completed torch Future; marks an error as seen. Raises what a signal handler raises."""
     try:
         return future.value(), None
     except BaseException as error:
+        own = future._error if isinstance(future, Future) else None
+        if foreign.from_signal(error) and (own is None or not foreign.from_signal(own)):
+            raise
         return None, error

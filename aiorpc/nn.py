@@ -41,7 +41,6 @@ __all__ = ["RemoteModule", "RemoteModuleError"]
 Tensor = torch.Tensor
 Module = torch.nn.Module
 _HERE = globals()
-_SETTLED = "its device is settled when it is made"
 _RANK = re.compile(r"rank:(\d+)")
 _ASSIGN = "assign_to_params_buffers"  # torch's own entry among the versions of a state
 
@@ -58,25 +57,13 @@ def _depth_of_user() -> int:
     return depth
 
 
-def _refused(hint: str = "") -> Any:
-    return _Refused(hint)
+def refused(name: str, hint: str) -> Callable[..., NoReturn]:
+    """A method of torch.nn.Module that a RemoteModule does not have. hint: what the error ends with."""
 
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RemoteModuleError(f"Method ``{name}`` not supported for RemoteModule{hint}")
 
-class _Refused:
-    """A method of torch.nn.Module that a RemoteModule does not have."""
-
-    def __init__(self, hint: str) -> None:
-        self._hint = hint or "run a function that does it on the module's owner, with get_module_rref()"
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: object, owner: type) -> Callable[..., NoReturn]:
-        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise RemoteModuleError(f"Method ``{self._name}`` not supported for RemoteModule: {self._hint}")
-
-        return refuse
+    return refuse
 
 
 @register_safe
@@ -284,7 +271,7 @@ class RemoteModule(Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Future[Any]:
         """`load_state_dict` as a Future."""
-        return self._ask(load_state, _plain(state_dict), strict, assign)
+        return self._ask(load_state, _each_tensor(state_dict, Tensor.detach), strict, assign)
 
     def _load_from_state_dict(
         self,
@@ -318,42 +305,6 @@ class RemoteModule(Module):
     def extra_repr(self) -> str:
         """Where it is."""
         return f"{self.on!r}, device={self.device!r}"
-
-    # --- others' ------------------------------------------------------------------------------------------------------
-
-    parameters = _refused("they live on its owner; use remote_parameters()")
-    named_parameters = _refused("they live on its owner; use remote_parameters(), or state_dict() for copies by name")
-    buffers = _refused("they live on its owner; use state_dict() for copies")
-    named_buffers = _refused("they live on its owner; use state_dict() for copies")
-    get_parameter = _refused()
-    get_buffer = _refused()
-    get_submodule = _refused()
-    register_buffer = _refused()
-    register_parameter = _refused()
-    register_module = _refused()
-    add_module = _refused()
-    apply = _refused()
-    requires_grad_ = _refused()
-    zero_grad = _refused()
-    share_memory = _refused()
-    compile = _refused()
-    to = _refused(_SETTLED)
-    to_empty = _refused(_SETTLED)
-    cpu = _refused(_SETTLED)
-    cuda = _refused(_SETTLED)
-    ipu = _refused(_SETTLED)
-    xpu = _refused(_SETTLED)
-    mtia = _refused(_SETTLED)
-    type = _refused()
-    float = _refused()
-    double = _refused()
-    half = _refused()
-    bfloat16 = _refused()
-    register_forward_pre_hook = _refused()
-    register_forward_hook = _refused()
-    register_backward_hook = _refused()
-    register_full_backward_hook = _refused()
-    register_full_backward_pre_hook = _refused()
 
     # --- travelling ---------------------------------------------------------------------------------------------------
 
@@ -438,11 +389,6 @@ def _metadata_of(state: Any) -> Mapping[str, Any]:
     return getattr(state, "_metadata", {})
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """To be sent: without the graphs of its tensors."""
-    return _each_tensor(state, Tensor.detach)
-
-
 def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The same state with other tensors; of the type that torch gives and loads, with the versions of its modules.
 
@@ -459,6 +405,22 @@ def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -
     setattr(made, "_metadata", OrderedDict(_metadata_of(state)))  # noqa: B010  # an attribute that only torch knows of
     return made
 
+
+#: What a RemoteModule does not have, by what the error says of it.
+_REFUSED = {
+    "they live on its owner; use remote_parameters()": "parameters",
+    "they live on its owner; use remote_parameters(), or state_dict() for copies by name": "named_parameters",
+    "they live on its owner; use state_dict() for copies": "buffers named_buffers",
+    "its device is settled when it is made": "to to_empty cpu cuda ipu xpu mtia",
+    "run a function that does it on the module's owner, with get_module_rref()": (
+        "get_parameter get_buffer get_submodule register_buffer register_parameter register_module add_module apply "
+        "requires_grad_ zero_grad share_memory compile type float double half bfloat16 register_forward_pre_hook "
+        "register_forward_hook register_backward_hook register_full_backward_hook register_full_backward_pre_hook"
+    ),
+}
+for _hint, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(RemoteModule, _name, refused(_name, f": {_hint}"))
 
 # What `load_state_dict` returns.
 register_safe(torch.nn.modules.module._IncompatibleKeys)

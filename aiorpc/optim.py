@@ -29,11 +29,13 @@ import torch
 
 from . import foreign
 from .autograd.contexts import make_pass
-from .autograd.parts import Closing, Part, pack_reference
+from .autograd.parts import Closing, Part
 from .autograd.passes import Last
+from .autograd.wire import pack_reference
 from .callbacks import Again, block_observer
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from .futures import Future
+from .locks import Lock
 from .protocol.registered import register_safe
 from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
@@ -313,7 +315,8 @@ class _Gathered(Future[T]):
         """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
         reads the last answer, and maybe again."""
         super().__init__()
-        self.loop, self.executor, self.subject = node.engine.loop, node.engine.pool, what
+        self.subject, engine = what, node.engine
+        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
         self.site = call_site(outside(__name__))
         self._finish = finish
         self._starts: dict[str, Callable[[], Future[Any]]] = {}
@@ -377,20 +380,12 @@ class _Turns:
     def __init__(self) -> None:
         # The lock is taken by itself, and not by way of the condition: that is code of Python's, in which a signal
         # handler of a main thread that goes backward and steps may raise. Nobody would step any more after that.
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._changed = threading.Condition(self._lock)
         self._claims: list[_Claim] = []
 
-    def take(self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None) -> _Claim:
-        """Within it nobody else has any of them.
-
-        seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
-        caller of a handler gave up meanwhile, or if the part of a backward pass that it is for has ended.
-        """
-        return _Claim(self, parameters, seconds, part)
-
     def enter(self, claim: _Claim) -> None:
-        """Wait for the turn."""
+        """Wait for the turn. Raises what entering the claim raises."""
         try:
             with self._lock:
                 self._claims.append(claim)
@@ -438,26 +433,27 @@ class _Turns:
         return True
 
 
-class _Claim:
-    """Of one step; a context manager."""
+# Of the process, as parameters are: workers that share one in a process step the same memory.
+_turns = _Turns()
 
-    def __init__(
-        self, turns: _Turns, parameters: Sequence[Tensor], seconds: float | None, part: Part | None = None
-    ) -> None:
+
+class _Claim:
+    """Of one step; a context manager, within which nobody else has any of the parameters.
+
+    seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
+    caller of a handler gave up meanwhile, or if the part of a backward pass that it is for has ended.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None) -> None:
         self.parameters = frozenset(map(id, parameters))
         self.seconds = seconds
         self.part = part
-        self._turns = turns
 
     def __enter__(self) -> None:
-        self._turns.enter(self)
+        _turns.enter(self)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._turns.leave(self)
-
-
-# Of the process, as parameters are: workers that share one in a process step the same memory.
-_turns = _Turns()
+        _turns.leave(self)
 
 
 class LocalOptimizer(Closing):
@@ -475,15 +471,15 @@ class LocalOptimizer(Closing):
 
     def step(self, context_id: int) -> int:
         """Handler: step with the gradients of a context; for how many parameters there was one."""
-        return self.step_on(_serving_node(), context_id)
+        return self.step_on(serving()[0], context_id)
 
     def step_on(self, node: Node, context_id: int, seconds: float | None = None, part: Part | None = None) -> int:
-        """The same, on that worker. seconds, part: as of `_Turns.take`."""
+        """The same, on that worker. seconds, part: as of `_Claim`."""
         context = node.gradients.find(context_id)
         own = [] if context is None else context.gradients_of(self._parameters)
         count = len(own) - sum(map(operator.is_, own, itertools.repeat(None)))  # `own.count` would compare in torch
         if count:
-            with _turns.take(self._parameters, seconds, part), _Gradients(self._parameters, own):
+            with _Claim(self._parameters, seconds, part), _Gradients(self._parameters, own):
                 self.optimizer.step()
                 self._finish(node)
         return count
@@ -508,16 +504,16 @@ class LocalOptimizer(Closing):
 
     def state_dict(self) -> State:
         """The optimizer's, with tensors copied to the host's memory."""
-        with _turns.take(self._parameters):
+        with _Claim(self._parameters):
             state: State = _copied(self.optimizer.state_dict())
         return state
 
     def load_state_dict(self, state: State) -> None:
         """The same in reverse. The optimizer keeps tensors of its own."""
         own = _copied(state)
-        with _turns.take(self._parameters):
+        with _Claim(self._parameters):
             self.optimizer.load_state_dict(own)
-            self._finish(_serving_node())
+            self._finish(serving()[0])
 
 
 def new_optimizer(
@@ -531,11 +527,6 @@ def new_optimizer(
     if rights is not None:
         rights.check_callable(optimizer_class)
     return RRef(LocalOptimizer(optimizer_class, [rref.local_value() for rref in params_rref], args, kwargs))
-
-
-def _serving_node() -> Node:
-    node, _ = serving()
-    return node
 
 
 class _Gradients:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
+import inspect
 import math
 import numbers
 import os
@@ -149,9 +151,10 @@ class RpcBackendOptions:
     bind_address: the local address the TCP listener binds; that of the interface that reaches the rendezvous if None.
     port_range: first and last TCP port to listen on; any free port if None.
     max_pending_calls: calls one peer may owe us before ``Overloaded`` is raised here.
-    max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``.
-    max_call_rate: calls a second that one caller may make here, before it is answered ``Overloaded``; after a second
-        without calls twice as many at once. None: any number.
+    max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``; and as
+        many that wait at one queue for an item or for room.
+    max_call_rate: calls a second that one caller may make here, before it is answered ``Overloaded``. As many at once,
+        if it has made none for a second, and so up to twice as many within one second. None: any number.
     max_frame_bytes: longest message body taken from a peer, tensors apart.
     max_tensor_bytes: longest single tensor taken from a peer.
     stream_window: items of a stream that may be under way before its producer waits.
@@ -163,8 +166,11 @@ class RpcBackendOptions:
     max_unsent_bytes: bytes of answers and of items of streams that may wait here until one caller reads them; from half
         of it on no more of its calls are started, and none are read; past it results are dropped, and ``Overloaded`` is
         answered; a quarter of the machine's memory by default.
-    max_references: references to values of this worker that one other worker may hold or ask for, before its connection
-        ends; each costs about 1 KiB, and the value that it keeps.
+    max_references: references to values of this worker that one other worker may have made or been passed, or may ask
+        for, before its connection ends; each costs about 1 KiB, and the value that it keeps. Those that this worker has
+        given it, as results or arguments, do not count.
+    max_contexts: autograd contexts that calls of one caller may have brought here, and that have not ended, before its
+        calls in further ones are answered ``Overloaded``.
     max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
         is answered ``Overloaded``, unless a call has next to none; a quarter of the machine's memory by default.
     max_remembered_answers: answers of idempotent calls that are remembered for one caller, to be given again; the
@@ -187,7 +193,8 @@ class RpcBackendOptions:
     newcomer_grace: seconds for which calls to a name that was never seen in a group without a size wait for a worker of
         that name, from the first of them on; 0: they do not wait.
     reconnect_grace: seconds in which a TCP connection that has broken is made again, and goes on where it was, before
-        its worker counts as lost; 0, at either end, turns it off.
+        its worker counts as lost; 0, at either end, turns it off. For so long a store is tried as well to which the
+        connection has broken; with 0 once.
     max_unacknowledged_bytes: bytes that were sent over one TCP connection, and are kept until the other end has them;
         no more is sent then. At least 4 MiB.
     transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
@@ -238,6 +245,7 @@ class RpcBackendOptions:
     max_incoming_bytes: int = field(default_factory=_memory)
     max_unsent_bytes: int = field(default_factory=_part_of_memory)
     max_references: int = 1 << 20
+    max_contexts: int = 65_536
     max_queued_bytes: int = field(default_factory=_part_of_memory)
     max_remembered_answers: int = 1024
     max_remembered_bytes: int = 16 << 20
@@ -263,6 +271,19 @@ class RpcBackendOptions:
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
     device_buffer: int = 64 << 20
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an option. RpcUsageError for what is none: it would be taken, and change nothing.
+
+        A subclass that has more of them says so, as this class does.
+        """
+        if not name.startswith("_") and not hasattr(self, name):
+            known = [each for made in type(self).__mro__ for each in inspect.get_annotations(made)]
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                raise RpcUsageError(f"there is no option {_shown(name)}{meant}")
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         self._check_device_types()
@@ -310,6 +331,7 @@ class RpcBackendOptions:
             "max_incoming_bytes",
             "max_unsent_bytes",
             "max_references",
+            "max_contexts",
             "max_queued_bytes",
             "max_unacknowledged_bytes",
             "max_remembered_answers",

@@ -17,6 +17,8 @@ class Overseen(Protocol):
 
     def end_overdue(self, now: float) -> float: ...
 
+    def refuse_idle_loop(self, awaited: bool) -> None: ...
+
 
 #: What is awaited on a loop, by what waits for it there.
 Watched: TypeAlias = dict[asyncio.Future[Any], Overseen]
@@ -47,7 +49,8 @@ class _Overseer:
         for waiter, future in list(self.watched.items()):
             try:
                 future.end_overdue(now)
-            except Exception as error:  # this process was forked, and gets no answers
+                future.refuse_idle_loop(True)
+            except Exception as error:  # it never comes: this thread is to run that loop, or the process was forked
                 if not waiter.done():
                     waiter.set_exception(error)
         if self.watched:

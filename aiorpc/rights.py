@@ -102,13 +102,10 @@ class Rights:
     def __init__(self, serve: object = None) -> None:
         """serve: as the option. Raises RpcUsageError for what is no rule."""
         rules = frozen(serve)
-        self._others = _Rule(None)
-        self._rules: dict[str, _Rule] = {}
-        if isinstance(rules, dict):
-            self._rules = {role: _Rule(rule) for role, rule in rules.items() if role != EVERYTHING}
-            self._others = _Rule(rules.get(EVERYTHING, ()))
-        elif rules is not None:
-            self._others = _Rule(rules)
+        if not isinstance(rules, dict):
+            rules = {EVERYTHING: rules}
+        self._rules = {role: _Rule(rule) for role, rule in rules.items() if role != EVERYTHING}
+        self._others = _Rule(rules.get(EVERYTHING, ()))
 
     def limited(self, role: str) -> bool:
         """Whether there is anything that callers of that role may not have run."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import time
 from types import CodeType, FrameType
 
 from . import foreign
 from .errors import RpcCancelled, WorkerClosed
 
 logger = logging.getLogger("aiorpc")
+
+# Of the same thing so many failures are logged in so many seconds: one line of a program may make ten thousand calls,
+# which fail at once when their worker dies. Of so many things it is known how often that was, the latest ones.
+LINES, LINES_EVERY, _THINGS = 10, 60.0, 1024
 
 # Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
 CallSite = tuple[CodeType, int]
@@ -40,6 +46,35 @@ def outside(package: str) -> FrameType:
     return frame
 
 
+class Spates:
+    """Keeps what fails again and again from filling the log. Any thread, also one that collects garbage: no locks.
+
+    Threads that ask at once may have one line more or less.
+    """
+
+    def __init__(self) -> None:
+        self._logged: dict[str, tuple[float, int]] = {}  # since when, and how often; what failed last is last
+
+    def line(self, what: str) -> str | None:
+        """What to put behind a line of the log that says that this has failed; None if there is to be no such line."""
+        now = time.monotonic()
+        since, count = self._logged.pop(what, (now, 0))
+        if now - since >= LINES_EVERY:
+            since, count = now, 0
+        count += 1
+        self._logged[what] = since, count
+        if len(self._logged) > _THINGS:
+            with contextlib.suppress(KeyError, RuntimeError):  # another thread has done so
+                del self._logged[next(iter(self._logged))]
+        if count > LINES:
+            return None
+        return f". So have others; more are not logged within {LINES_EVERY:g} s" if count == LINES else ""
+
+
+#: What of this process is in the log.
+spates = Spates()
+
+
 class Unobserved:
     """Logs a failure when it is collected before anybody looked at it. what: has failed. seen: set by who looks."""
 
@@ -54,4 +89,6 @@ class Unobserved:
         # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen
         # nothing at all if a signal handler has raised before it was made.
         if not getattr(self, "seen", True) and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
-            logger.error("%s failed and nobody looked: %s", self.what, foreign.said(self.error))
+            more = spates.line(self.what)
+            if more is not None:
+                logger.error("%s failed and nobody looked: %s%s", self.what, foreign.said(self.error), more)

@@ -67,7 +67,7 @@ def host(worker: Worker) -> None:
     if running:
         raise _already(running[0].engine.name)
     while True:
-        former: Any = registry.host(worker)
+        former = registry.host(worker)
         if former is None:
             break
         if former.state not in _ENDING or former.thread is None:  # the latter: another thread has it join
@@ -79,14 +79,24 @@ def host(worker: Worker) -> None:
         thread = LoopThread(worker.name)
         thread.on_end = worker.loop_ended
         try:
+            thread.start()
             thread.run(worker.start())
+            worker.hosted_by = thread
         except BaseException:
-            thread.close()
+            _abandon(worker, thread)
             raise
     except BaseException:
         registry.unhost(worker)
         raise
-    worker.hosted_by = thread
+
+
+def _abandon(worker: Worker, thread: LoopThread) -> None:
+    """Starting it has failed, or was interrupted: let go of what there is, which may be all of it."""
+    try:
+        if worker.state is WorkerState.RUNNING:
+            thread.run(worker.shutdown(graceful=False))
+    finally:
+        thread.close()
 
 
 def _already(name: str) -> RpcUsageError:

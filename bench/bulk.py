@@ -9,12 +9,11 @@ from typing import Any
 
 from . import awaited, bulk_clients, functions
 from .cohort import Cohort
-from .sides import SideName
-from .stage import PAIR, Figures, Stage, column, progress
+from .sides import CLIENT, PAIR, SIDES, SideName
+from .stage import Figures, Stage, column, progress
 from .stats import Row
 
 KB, MB = 1 << 10, 1 << 20
-SIDES: tuple[SideName, SideName] = ("aiorpc", "torch")
 Places = Mapping[SideName, Callable[[], Cohort]]
 
 #: Bytes of a tensor, and how many times faster than torch it must be sent and echoed.
@@ -85,7 +84,7 @@ def _transfers(
     """Sends and echoes of that size, by direction and side. first: rounds that do not count."""
     progress(f"         {label(size)}")
     for place in places.values():
-        place().run("client", bulk_clients.warm_up, size=size, **warm_up)
+        place().run(CLIENT, bulk_clients.warm_up, size=size, **warm_up)
     cases: dict[str, Callable[[], Figures]] = {}
     for direction, function in DIRECTIONS:
         for side, place in places.items():
@@ -108,25 +107,21 @@ def _box(stage: Stage) -> dict[str, Any]:
 
 
 def _in_client(place: Callable[[], Cohort], measure: Callable[..., Any], /, **kwargs: Any) -> Figures:
-    found: Figures = place().run("client", measure, **kwargs)
+    found: Figures = place().run(CLIENT, measure, **kwargs)
     return found
 
 
 def first_transfer(stage: Stage) -> list[Row]:
     """The first tensor of each size between two new processes, small ones first; nothing is warm but the connection."""
-    cases: dict[str, Callable[[], Figures]] = {side: partial(_first, stage, side) for side in SIDES}
-    results = stage.alternate_anew(cases, stage.plan.first_rounds)
+    results = stage.alternate_anew(
+        {side: partial(stage.new_client, side, bulk_clients.first_sends, sizes=FIRST_SIZES) for side in SIDES},
+        stage.plan.first_rounds,
+    )
     rows: list[Row] = []
     for size in FIRST_SIZES:
         ours, theirs = (column(results[side], str(size)) for side in SIDES)
         rows.append(Row("first_transfer", "send", "µs", "lower", ours, theirs, 1.0, label(size), payload=size))
     return rows
-
-
-def _first(stage: Stage, side: SideName) -> Figures:
-    with stage.start(side, PAIR) as cohort:
-        figures: Figures = cohort.run("client", bulk_clients.first_sends, sizes=FIRST_SIZES)
-    return figures
 
 
 def concurrent(stage: Stage) -> list[Row]:
@@ -144,10 +139,7 @@ def state_dict(stage: Stage) -> list[Row]:
 
 
 def _in_pairs(stage: Stage, function: Callable[..., Any], **kwargs: Any) -> dict[str, list[Figures]]:
-    cases: dict[str, Callable[[], Figures]] = {
-        side: partial(stage.client, side, function, **kwargs, **_box(stage)) for side in SIDES
-    }
-    return stage.alternate(cases)
+    return stage.alternate({side: partial(stage.client, side, function, **kwargs, **_box(stage)) for side in SIDES})
 
 
 def loop_lag(stage: Stage) -> list[Row]:
@@ -157,7 +149,9 @@ def loop_lag(stage: Stage) -> list[Row]:
     warm = stage.alternate(
         {"aiorpc": partial(stage.client, "aiorpc awaited", awaited.loop_lag, size=LARGEST, **_box(stage))}
     )
-    first = stage.alternate_anew({"aiorpc": partial(_first_lag, stage)}, stage.plan.first_rounds)
+    once = {"size": LARGEST, "seconds": 0.0, "least": 1, "warm_up": 0}
+    anew = partial(stage.new_client, "aiorpc", awaited.loop_lag, style="awaited", **once)
+    first = stage.alternate_anew({"aiorpc": anew}, stage.plan.first_rounds)
     note = label(LARGEST)
     return [
         _lag_row(warm["aiorpc"], "caller", note),
@@ -166,12 +160,6 @@ def loop_lag(stage: Stage) -> list[Row]:
         _lag_row(first["aiorpc"], "caller", f"first {note}"),
         _lag_row(first["aiorpc"], "callee", f"first {note}"),
     ]
-
-
-def _first_lag(stage: Stage) -> Figures:
-    with stage.start("aiorpc", PAIR, "awaited") as cohort:
-        figures: Figures = cohort.run("client", awaited.loop_lag, size=LARGEST, seconds=0.0, least=1, warm_up=0)
-    return figures
 
 
 def _lag_row(results: Sequence[Figures], end: str, note: str, limit: float | None = LARGEST_LAG) -> Row:
@@ -183,7 +171,8 @@ def burst(stage: Stage) -> list[Row]:
     """Memory of the arena before, during and after a burst of large tensors, from new processes each time."""
     if stage.null:
         return []
-    found = stage.alternate_anew({"aiorpc": partial(_burst, stage)})["aiorpc"]
+    anew = partial(stage.new_client, "aiorpc", bulk_clients.burst, size=BURST_SIZE, ways=BURST)
+    found = stage.alternate_anew({"aiorpc": anew})["aiorpc"]
     note = f"{BURST} x {label(BURST_SIZE)} at once"
     sizes = [
         Row("burst", f"arena, {moment}", "MB", "lower", column(found, moment), note=note)
@@ -193,9 +182,3 @@ def burst(stage: Stage) -> list[Row]:
     most = Row("burst", "lent, most", "MB", "lower", column(found, "lent most"), note=note)
     left = Row("burst", "lent, after", "bytes", "lower", column(found, "lent after"), note=note, limit=0.0)
     return [*sizes, used, most, left]
-
-
-def _burst(stage: Stage) -> Figures:
-    with stage.start("aiorpc", PAIR) as cohort:
-        figures: Figures = cohort.run("client", bulk_clients.burst, size=BURST_SIZE, ways=BURST)
-    return figures

@@ -14,7 +14,7 @@ import torch
 
 from . import functions
 from .clients import check_echo
-from .sides import RpcModule
+from .sides import SERVER, RpcModule
 from .stats import BenchError, summary
 
 WARM_UP_SECONDS = 0.5
@@ -40,29 +40,25 @@ def resnet50() -> dict[str, torch.Tensor]:
     return _resnet.resnet("resnet50", num_classes=1000).state_dict()
 
 
-def warm_up(
-    rpc: RpcModule, size: int, seconds: float = WARM_UP_SECONDS, least: int = WARM_UP_CALLS, to: str = "server"
-) -> None:
+def warm_up(rpc: RpcModule, size: int, seconds: float = WARM_UP_SECONDS, least: int = WARM_UP_CALLS) -> None:
     """Send and echo until memory and connections of both ends have carried such tensors, and look at what comes back.
 
     That takes so many seconds, and `least` calls of either kind.
     """
     args = payloads(size)
-    check_echo(functions.echo, args, rpc.rpc_sync(to, functions.echo, args=args))
+    check_echo(functions.echo, args, rpc.rpc_sync(SERVER, functions.echo, args=args))
     end = time.perf_counter() + seconds
     calls = 0
     while calls < least or time.perf_counter() < end:
         for function in (functions.sink, functions.echo):
-            rpc.rpc_sync(to, function, args=args)
+            rpc.rpc_sync(SERVER, function, args=args)
         calls += 1
 
 
-def latency(
-    rpc: RpcModule, function: Callable[..., Any], size: int, seconds: float, least: int, to: str = "server"
-) -> dict[str, float]:
+def latency(rpc: RpcModule, function: Callable[..., Any], size: int, seconds: float, least: int) -> dict[str, float]:
     """Microseconds of one blocking call with a tensor after another. The pair is warm (`warm_up`)."""
     args = payloads(size)
-    return summary(timed(lambda: rpc.rpc_sync(to, function, args=args), seconds, least))
+    return summary(timed(lambda: rpc.rpc_sync(SERVER, function, args=args), seconds, least))
 
 
 def timed(call: Callable[[], object], seconds: float, least: int) -> list[int]:
@@ -82,52 +78,50 @@ def timed(call: Callable[[], object], seconds: float, least: int) -> list[int]:
     return samples
 
 
-def first_sends(rpc: RpcModule, sizes: Sequence[int], to: str = "server") -> dict[str, float]:
+def first_sends(rpc: RpcModule, sizes: Sequence[int]) -> dict[str, float]:
     """Microseconds of the first tensor of each size, by its bytes as text."""
     tensors = [torch.arange(size // 4, dtype=torch.float32) for size in sizes]  # their own pages are there beforehand
     for _ in range(FIRST_NOOPS):
-        rpc.rpc_sync(to, functions.noop)
+        rpc.rpc_sync(SERVER, functions.noop)
     taken: dict[str, float] = {}
     for size, tensor in zip(sizes, tensors, strict=True):
         before = time.perf_counter_ns()
-        elements = rpc.rpc_sync(to, functions.sink, args=(tensor,))
+        elements = rpc.rpc_sync(SERVER, functions.sink, args=(tensor,))
         taken[str(size)] = (time.perf_counter_ns() - before) / 1e3
         if elements != tensor.numel():
             raise BenchError(f"{elements} of {tensor.numel()} elements arrived")
     return taken
 
 
-def concurrent(
-    rpc: RpcModule, size: int, ways: int, seconds: float, least: int, to: str = "server"
-) -> dict[str, float]:
+def concurrent(rpc: RpcModule, size: int, ways: int, seconds: float, least: int) -> dict[str, float]:
     """GB/s (10^9) of so many different tensors sent at once, all waited for, again and again: by the median time."""
     tensors = payloads(size, ways)
 
     def send_all() -> None:
-        for future in [rpc.rpc_async(to, functions.sink, args=(tensor,)) for tensor in tensors]:
+        for future in [rpc.rpc_async(SERVER, functions.sink, args=(tensor,)) for tensor in tensors]:
             future.wait()
 
     found = summary(timed(send_all, seconds, least))
     return {"rate": size * ways / found["p50"] / 1e3, "samples": found["samples"]}
 
 
-def state_dict(rpc: RpcModule, seconds: float, least: int, to: str = "server") -> dict[str, float]:
+def state_dict(rpc: RpcModule, seconds: float, least: int) -> dict[str, float]:
     """State_dicts per second, one blocking call after another, by the median time."""
     weights = resnet50()
-    if rpc.rpc_sync(to, functions.checksum, args=(weights,)) != functions.checksum(weights):
+    if rpc.rpc_sync(SERVER, functions.checksum, args=(weights,)) != functions.checksum(weights):
         raise BenchError("the state_dict arrived different")
-    found = summary(timed(lambda: rpc.rpc_sync(to, functions.sink_state_dict, args=(weights,)), seconds, least))
+    found = summary(timed(lambda: rpc.rpc_sync(SERVER, functions.sink_state_dict, args=(weights,)), seconds, least))
     return {"rate": 1e6 / found["p50"], "samples": found["samples"]}
 
 
-def burst(rpc: Any, size: int, ways: int, to: str = "server") -> dict[str, float]:
+def burst(rpc: Any, size: int, ways: int) -> dict[str, float]:
     """The arena of this worker of aiorpc, in MB (2^20): new; then, warm, before, during and after a burst of sends."""
     tensors = payloads(size, ways)
-    rpc.rpc_sync(to, functions.noop)
+    rpc.rpc_sync(SERVER, functions.noop)
     new = rpc.current().statistics().shared_size
-    _until_warm(rpc, tensors[0], to)
+    _until_warm(rpc, tensors[0])
     before = rpc.current().statistics().shared_size
-    futures = [rpc.rpc_async(to, functions.sink, args=(tensor,)) for tensor in tensors]
+    futures = [rpc.rpc_async(SERVER, functions.sink, args=(tensor,)) for tensor in tensors]
     during, lent = _watch(rpc, futures)
     for future in futures:
         future.wait()
@@ -144,11 +138,11 @@ def burst(rpc: Any, size: int, ways: int, to: str = "server") -> dict[str, float
     }
 
 
-def _until_warm(rpc: Any, tensor: torch.Tensor, to: str) -> None:
+def _until_warm(rpc: Any, tensor: torch.Tensor) -> None:
     end = time.monotonic() + WARM_UP_SECONDS
     calls = 0
     while calls < WARM_UP_CALLS or time.monotonic() < end:
-        rpc.rpc_sync(to, functions.sink, args=(tensor,))
+        rpc.rpc_sync(SERVER, functions.sink, args=(tensor,))
         calls += 1
     _until_released(rpc)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import functions
-from .sides import RpcFuture, RpcModule
+from .sides import SERVER, RpcFuture, RpcModule
 from .stats import BenchError, summary
 
 WARM_UP_CALLS = 50
@@ -33,13 +33,13 @@ def arguments(elements: int | None) -> tuple[torch.Tensor, ...]:
 
 
 def latency(
-    rpc: RpcModule, function: Callable[..., Any], seconds: float, to: str = "server", elements: int | None = None
+    rpc: RpcModule, function: Callable[..., Any], seconds: float, elements: int | None = None
 ) -> dict[str, float]:
     """Microseconds of one blocking call after another."""
     args = arguments(elements)
     for _ in range(WARM_UP_CALLS):
-        check_echo(function, args, rpc.rpc_sync(to, function, args=args))
-    return summary(_timed_calls(rpc, to, function, args, seconds))
+        check_echo(function, args, rpc.rpc_sync(SERVER, function, args=args))
+    return summary(_timed_calls(rpc, function, args, seconds))
 
 
 def check_echo(function: Callable[..., Any], args: Sequence[torch.Tensor], answer: object) -> None:
@@ -48,32 +48,28 @@ def check_echo(function: Callable[..., Any], args: Sequence[torch.Tensor], answe
         raise BenchError(f"echo of {tuple(args[0].shape)} came back different")
 
 
-def _timed_calls(
-    rpc: RpcModule, to: str, function: Callable[..., Any], args: Sequence[Any], seconds: float
-) -> list[int]:
+def _timed_calls(rpc: RpcModule, function: Callable[..., Any], args: Sequence[Any], seconds: float) -> list[int]:
     clock, call = time.perf_counter_ns, rpc.rpc_sync
     samples: list[int] = []
     end = clock() + int(seconds * 1e9)
     after = 0
     while after < end:
         before = clock()
-        call(to, function, args=args)
+        call(SERVER, function, args=args)
         after = clock()
         samples.append(after - before)
     return samples
 
 
-def in_flight(
-    rpc: RpcModule, function: Callable[..., Any], seconds: float, window: int, to: str = "server"
-) -> dict[str, float]:
+def in_flight(rpc: RpcModule, function: Callable[..., Any], seconds: float, window: int) -> dict[str, float]:
     """Calls per second with ``window`` calls always under way; the oldest is waited for before the next is sent."""
-    pending: deque[RpcFuture] = deque(rpc.rpc_async(to, function) for _ in range(window))
+    pending: deque[RpcFuture] = deque(rpc.rpc_async(SERVER, function) for _ in range(window))
     begin = time.perf_counter()
     end = begin + seconds
     calls = 0
     while time.perf_counter() < end:
         pending.popleft().wait()
-        pending.append(rpc.rpc_async(to, function))
+        pending.append(rpc.rpc_async(SERVER, function))
         calls += 1
     elapsed = time.perf_counter() - begin
     for future in pending:
@@ -81,17 +77,17 @@ def in_flight(
     return {"rate": calls / elapsed, "samples": float(calls)}
 
 
-def beside_compute(rpc: RpcModule, seconds: float, to: str = "server") -> dict[str, float]:
+def beside_compute(rpc: RpcModule, seconds: float) -> dict[str, float]:
     """Microseconds of blocking no-op calls while another handler thread of the server computes in pure Python.
 
     turns: of its loop, for each second of it.
     """
-    computing = rpc.rpc_async(to, functions.burn, args=(seconds + BURN_MARGIN,))
+    computing = rpc.rpc_async(SERVER, functions.burn, args=(seconds + BURN_MARGIN,))
     deadline = time.monotonic() + BURN_MARGIN
-    while not rpc.rpc_sync(to, functions.burning):
+    while not rpc.rpc_sync(SERVER, functions.burning):
         if time.monotonic() > deadline:
             raise BenchError("the computing handler did not start in time")
-    samples = _timed_calls(rpc, to, functions.noop, (), seconds)
+    samples = _timed_calls(rpc, functions.noop, (), seconds)
     if computing.done():
         samples.pop()  # the last call may have outlived the computation
     turns = computing.wait() / (seconds + BURN_MARGIN)

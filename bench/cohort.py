@@ -9,11 +9,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .hosts import Hosts
@@ -53,6 +52,21 @@ def fork_server() -> ForkServerContext:
     first.start()
     first.join(START_SECONDS)
     return context
+
+
+@contextlib.contextmanager
+def process_of(target: Callable[[Connection], object], name: str) -> Iterator[Connection]:
+    """The pipe to a process of the fork server that runs `target` with its own end; both end with the block."""
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs,), name=name, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(JOIN_SECONDS)
 
 
 def free_address() -> str:
@@ -142,9 +156,7 @@ class Cohort:
 
     def run(self, name: str, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """Run ``function(rpc, **kwargs)`` in the named worker and return its result."""
-        rank = self.names.index(name)
-        self._pipes[rank].send(Command(function, kwargs))
-        return self._receive(rank, COMMAND_SECONDS)
+        return self.run_many([name], function, **kwargs)[0]
 
     def run_many(self, names: Sequence[str], function: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
         """Run the same in several workers at once; results in the order of the names."""
@@ -172,15 +184,16 @@ class Cohort:
             process.join(0.1)
         ended = [each for each in self._processes if not each.is_alive()]
         dead = [f"{each.name} (pid {each.pid}, exit {each.exitcode})" for each in ended]
-        told = [text for rank in range(len(self._pipes)) if (text := self._last_words(rank))]
-        return "\n".join([f"died: {', '.join(dead) or 'a pipe closed'}", *told])
+        return "\n".join([f"died: {', '.join(dead) or 'a pipe closed'}", *self._last_words()])
 
-    def _last_words(self, rank: int) -> str:
-        with contextlib.suppress(EOFError, OSError):
-            if self._pipes[rank].poll():
-                said = self._pipes[rank].recv()
-                return f"{self._processes[rank].name}:\n{said.traceback}" if isinstance(said, Failed) else ""
-        return ""
+    def _last_words(self) -> list[str]:
+        """Of the workers that have failed, and said so."""
+        found = []
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            with contextlib.suppress(EOFError, OSError):
+                if pipe.poll() and isinstance(said := pipe.recv(), Failed):
+                    found.append(f"{process.name}:\n{said.traceback}")
+        return found
 
     def _who_hangs(self, rank: int, timeout: float) -> str:
         process = self._processes[rank]
@@ -192,9 +205,7 @@ class Cohort:
     def __enter__(self) -> Cohort:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         self.kill()
@@ -216,7 +227,7 @@ class Cohort:
             process.join(max(0.0, end - time.monotonic()))
         wrong = [f"{each.name} (exit {each.exitcode})" for each in self._processes if each.exitcode != 0]
         if wrong:
-            told = [text for rank in range(len(self._pipes)) if (text := self._last_words(rank))]
+            told = self._last_words()
             self.kill()
             raise BenchError("\n".join([f"did not leave well: {', '.join(wrong)}", *told]))
 

@@ -15,8 +15,8 @@ import aiorpc
 
 from . import counter, gradient_clients
 from .functions import async_noop, echo, noop
+from .sides import SERVER
 
-TO = "server"
 WINDOW = 512
 WIDTH, BATCH, LEARNING_RATE = 16, 8, 0.01  # of the layer in `dropin`
 WARM_UP = 5  # steps of a model
@@ -37,7 +37,7 @@ def awaited() -> AwaitedRun:
     async def run(times: int) -> None:
         call, function = aiorpc.call, async_noop
         for _ in range(times):
-            await call(TO, function)
+            await call(SERVER, function)
 
     return run
 
@@ -48,7 +48,7 @@ def in_flight() -> AwaitedRun:
     async def run(times: int) -> None:
         call, function = aiorpc.call, async_noop
         for _ in range(times):
-            for future in [call(TO, function) for _ in range(WINDOW)]:
+            for future in [call(SERVER, function) for _ in range(WINDOW)]:
                 await future
 
     return run
@@ -73,7 +73,7 @@ def _blocking(function: Callable[..., Any], *args: Any) -> Run:
     def run(times: int) -> None:
         call = aiorpc.rpc_sync
         for _ in range(times):
-            call(TO, function, args)
+            call(SERVER, function, args)
 
     return run
 
@@ -96,7 +96,7 @@ class Layer(nn.Module):
 
 def training() -> Run:
     """Training steps of ``dropin_program``: forward, backward and optimizer of a layer that the server has."""
-    layer = aiorpc.remote(TO, Layer)
+    layer = aiorpc.remote(SERVER, Layer)
     parameters = layer.rpc_sync().parameter_rrefs()
     optimizer = aiorpc.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LEARNING_RATE)
     inputs, targets = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
@@ -113,7 +113,7 @@ def training() -> Run:
 
 def two_layers() -> Run:
     """Training steps of `gradients`, with narrower layers: one here, one on the server, parameters of both."""
-    model = gradient_clients.training(aiorpc, WIDTH, BATCH, TO, WARM_UP)
+    model = gradient_clients.training(aiorpc, WIDTH, BATCH, WARM_UP)
 
     def run(times: int) -> None:
         for _ in range(times):
@@ -124,7 +124,7 @@ def two_layers() -> Run:
 
 def two_layers_at_once() -> Run:
     """The same with backward and step in one verb."""
-    model = gradient_clients.training(aiorpc, WIDTH, BATCH, TO, WARM_UP)
+    model = gradient_clients.training(aiorpc, WIDTH, BATCH, WARM_UP)
 
     def run(times: int) -> None:
         for _ in range(times):
@@ -143,7 +143,7 @@ def chain() -> Run:
             with aiorpc.autograd.context() as context_id:
                 y = x
                 for _ in range(CHAIN):
-                    y = call(TO, torch.add, (y, ones))
+                    y = call(SERVER, torch.add, (y, ones))
                 aiorpc.autograd.backward(context_id, [y.sum()])
 
     return run
@@ -168,11 +168,11 @@ def count_blocking(rpc: Any, make: Callable[[], Run], times: int, batches: int) 
     for _ in range(batches):
         for each in (0, times):
             counter.mark()
-            rpc.rpc_sync(TO, counter.mark)
+            rpc.rpc_sync(SERVER, counter.mark)
             run(each)
-            rpc.rpc_sync(TO, counter.mark)
+            rpc.rpc_sync(SERVER, counter.mark)
             counter.mark()
-    return {"caller": counter.between_marks(), "callee": rpc.rpc_sync(TO, counter.between_marks)}
+    return {"caller": counter.between_marks(), "callee": rpc.rpc_sync(SERVER, counter.between_marks)}
 
 
 async def count_awaited(rpc: Any, make: Callable[[], AwaitedRun], times: int, batches: int) -> Counts:
@@ -185,12 +185,12 @@ async def count_awaited(rpc: Any, make: Callable[[], AwaitedRun], times: int, ba
     for _ in range(batches):
         for each in (0, times):
             await asyncio.create_task(_awaited_batch(rpc, run, each))
-    return {"caller": counter.between_marks(), "callee": await rpc.call(TO, counter.between_marks)}
+    return {"caller": counter.between_marks(), "callee": await rpc.call(SERVER, counter.between_marks)}
 
 
 async def _awaited_batch(rpc: Any, run: AwaitedRun, times: int) -> None:
     counter.mark()
-    await rpc.call(TO, counter.async_mark)
+    await rpc.call(SERVER, counter.async_mark)
     await asyncio.create_task(run(times))
-    await rpc.call(TO, counter.async_mark)
+    await rpc.call(SERVER, counter.async_mark)
     counter.mark()

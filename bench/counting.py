@@ -12,10 +12,9 @@ processes on the same cores a few depend on who comes first to read a call, the 
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +22,8 @@ from typing import Any
 from . import count_clients, functions
 from .cohort import Cohort
 from .memory import ENDS, pend
-from .sides import Style
-from .stage import PAIR, Figures, Plan, Stage, column
+from .sides import CLIENT, PAIR, Style
+from .stage import Figures, Plan, Stage, column
 from .stats import BenchError, Row
 
 OPTIONS = {"busy_wait": 0.0, "lag_warning": 0.0}
@@ -149,13 +148,9 @@ def _over_tcp(stage: Stage) -> list[Row]:
     return rows
 
 
-@contextlib.contextmanager
-def pair(
-    stage: Stage, style: Style, options: Mapping[str, Any] | None = None, *, counted: bool = True
-) -> Iterator[Cohort]:
-    """Two workers that count. options: further ones. counted: whether they count functions."""
-    with stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=counted) as cohort:
-        yield cohort
+def pair(stage: Stage, style: Style, options: Mapping[str, Any] | None = None, *, counted: bool = True) -> Cohort:
+    """Two workers. options: beside those for all that is counted. counted: whether they count functions."""
+    return stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=counted)
 
 
 def totals(cohort: Cohort, operation: Operation, plan: Plan) -> list[float]:
@@ -169,7 +164,7 @@ def count(cohort: Cohort, operation: Operation, plan: Plan) -> list[dict[str, di
     turns = operation.turns(plan)
     found = []
     for _ in range(plan.rounds):
-        counts = cohort.run("client", measure, make=operation.make, times=turns, batches=BATCHES)
+        counts = cohort.run(CLIENT, measure, make=operation.make, times=turns, batches=BATCHES)
         ends = [differences(counts[end], turns * operation.calls) for end in ENDS]
         found += [dict(zip(ENDS, batch, strict=True)) for batch in zip(*ends, strict=True)]
     return found
@@ -197,7 +192,7 @@ def in_rounds(batches: Sequence[float]) -> list[float]:
 def blocks_alive(cohort: Cohort) -> Figures:
     """Memory blocks of Python's allocator at both ends for each call that waits for its answer."""
     handler = f"{functions.__name__}:{functions.wait_for_release.__name__}"
-    figures = cohort.run("client", pend, handler=handler, calls=PENDING_CALLS, gauge=functions.allocated_blocks)
+    figures = cohort.run(CLIENT, pend, handler=handler, calls=PENDING_CALLS, gauge=functions.allocated_blocks)
     if figures["pending"]:
         raise BenchError("calls were left pending")
     return {end: figures[end] / PENDING_CALLS for end in ENDS}

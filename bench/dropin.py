@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from .sides import SideName
+from .sides import SIDES, SideName
 from .stage import Figures, Stage, column
 from .stats import BenchError, Row
 
@@ -32,10 +32,9 @@ _LOOPS: dict[str, tuple[str, float, str]] = {
 def dropin(stage: Stage) -> list[Row]:
     """Whole programs in turn; each measures its own loops."""
     stage.pause()
-    cases: dict[str, Callable[[], Figures]] = {
-        side: partial(run, stage.side(side), stage.plan.seconds) for side in ("aiorpc", "torch")
-    }
-    results = stage.alternate_anew(cases, stage.plan.program_rounds)
+    results = stage.alternate_anew(
+        {side: partial(run, stage.side(side), stage.plan.seconds) for side in SIDES}, stage.plan.program_rounds
+    )
     return [_row(loop, results) for loop in _LOOPS]
 
 
@@ -86,5 +85,5 @@ def _finished(command: list[str], variables: dict[str, str], limit: float) -> tu
 
 def _row(loop: str, results: dict[str, list[Figures]]) -> Row:
     quantity, target, note = _LOOPS[loop]
-    ours, theirs = (column(results[side], loop) for side in ("aiorpc", "torch"))
+    ours, theirs = (column(results[side], loop) for side in SIDES)
     return Row("dropin", quantity, "1/s", "higher", ours, theirs, target, note)

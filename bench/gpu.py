@@ -31,9 +31,9 @@ import torch
 from . import functions, gpu_clients, gradient_clients, hardware, machine, report
 from .bulk import KB, MB, label
 from .cohort import Cohort
-from .picture import OURS, THEIRS
-from .sides import SideName
-from .stage import PAIR, Figures, Plan, Stage, column, progress
+from .picture import OURS, THEIRS, page
+from .sides import CLIENT, PAIR, SideName
+from .stage import Figures, Plan, Stage, column, progress
 from .stats import BenchError, Failure, Row, Spread
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,7 +69,7 @@ WAYS = (
     Way(AIORPC, "aiorpc"),
     Way(STAGING, "aiorpc", options={"device_channel": "staging"}),
     Way(TORCH, "torch"),
-    Way(COPY, "aiorpc", workers=("client",)),
+    Way(COPY, "aiorpc", workers=(CLIENT,)),
 )
 
 
@@ -205,7 +205,7 @@ class Run:
 
     def _in_client(self, way: str, measure: Callable[..., Any], /, **kwargs: Any) -> Any:
         try:
-            return self._stage.activate(self._cohorts[way]).run("client", measure, **kwargs)
+            return self._stage.activate(self._cohorts[way]).run(CLIENT, measure, **kwargs)
         except BenchError as error:
             raise _WayFailed(way, error) from error
 
@@ -266,10 +266,7 @@ def default_out(device: str, devices: tuple[str, str]) -> Path:
 def table(rows: Sequence[GpuRow]) -> str:
     """The figures in plain text, columns aligned: medians of the rounds with [minimum..maximum]."""
     headings = ("size", "quantity", *(way.name for way in WAYS), *(f"{other} / {way}" for way, other in RATIOS))
-    lines = [headings, *(_cells(row) for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(headings))]
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    return report.aligned([headings, *(_cells(row) for row in rows)])
 
 
 def _cells(row: GpuRow) -> tuple[str, ...]:
@@ -314,17 +311,11 @@ _STYLES = {AIORPC: ("-", OURS), STAGING: ("--", OURS), TORCH: ("-", THEIRS), COP
 
 def draw(found: Found, path: Path) -> None:
     """Write a PNG of time against size, a panel for each quantity; ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(QUANTITIES), squeeze=False, sharey=True)[0]
-    for axes, quantity in zip(panels, QUANTITIES, strict=True):
-        _draw_panel(axes, quantity, [row for row in found.rows if row.quantity == quantity])
-    figure.suptitle(f"{found.facts['sides']}\n{line(found.facts)}", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with page(path, 15, 5.5) as figure:
+        panels = figure.subplots(1, len(QUANTITIES), squeeze=False, sharey=True)[0]
+        for axes, quantity in zip(panels, QUANTITIES, strict=True):
+            _draw_panel(axes, quantity, [row for row in found.rows if row.quantity == quantity])
+        figure.suptitle(f"{found.facts['sides']}\n{line(found.facts)}", fontsize=9)
 
 
 def _draw_panel(axes: Any, quantity: str, rows: Sequence[GpuRow]) -> None:

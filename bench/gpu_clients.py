@@ -17,7 +17,7 @@ import torch
 
 from . import bulk_clients, functions
 from .clients import check_echo
-from .sides import RpcModule
+from .sides import SERVER, RpcModule
 from .stats import summary
 
 WARM_UP_CALLS = 3
@@ -44,13 +44,13 @@ def payload(size: int, device: str) -> torch.Tensor:
     return made
 
 
-def warm_up(rpc: RpcModule, size: int, device: str, to: str = "server") -> dict[str, float]:
+def warm_up(rpc: RpcModule, size: int, device: str) -> dict[str, float]:
     """Send and echo a few times, and look at what comes back."""
     args = (payload(size, device),)
     for _ in range(WARM_UP_CALLS):
         for function in (functions.sink, receive):
-            rpc.rpc_sync(to, function, args=args)
-        check_echo(functions.echo, args, rpc.rpc_sync(to, functions.echo, args=args))
+            rpc.rpc_sync(SERVER, function, args=args)
+        check_echo(functions.echo, args, rpc.rpc_sync(SERVER, functions.echo, args=args))
     return {}
 
 
@@ -61,7 +61,6 @@ def calls(
     devices: tuple[str, str],
     seconds: float,
     least: int,
-    to: str = "server",
 ) -> dict[str, float]:
     """Microseconds of one blocking call with a tensor, both devices at rest. A tensor that comes back is waited for.
 
@@ -70,14 +69,14 @@ def calls(
     args = (payload(size, devices[0]),)
 
     def call() -> object:
-        answer = rpc.rpc_sync(to, function, args=args)
+        answer = rpc.rpc_sync(SERVER, function, args=args)
         if isinstance(answer, torch.Tensor):
             synchronize(answer.device)
         return answer
 
     def rest() -> None:
         synchronize(devices[0])
-        rpc.rpc_sync(to, synchronize, args=(devices[1],))
+        rpc.rpc_sync(SERVER, synchronize, args=(devices[1],))
 
     return summary(timed_at_rest(call, rest, seconds, least))
 

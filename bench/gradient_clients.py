@@ -18,6 +18,7 @@ import torch
 from .bulk_clients import AGAIN_CALLS
 from .functions import resident_bytes
 from .gpu_clients import synchronize
+from .sides import SERVER
 from .stats import BenchError, percentile
 
 Tensor = torch.Tensor
@@ -156,18 +157,18 @@ class Training:
     devices: of the layer here, and of the one there.
     """
 
-    def __init__(self, rpc: Any, width: int, batch: int, to: str, devices: tuple[str, str] = CPU) -> None:
-        self._side, self._to, self._here = side_of(rpc), to, devices[0]
+    def __init__(self, rpc: Any, width: int, batch: int, devices: tuple[str, str] = CPU) -> None:
+        self._side, self._here = side_of(rpc), devices[0]
         self._inputs, self._goal = examples(width, batch, devices[0])
         self.first = layer(width, FIRST, devices[0])
-        self.second = rpc.remote(to, layer, args=(width, SECOND, devices[1]))
+        self.second = rpc.remote(SERVER, layer, args=(width, SECOND, devices[1]))
         rrefs = [rpc.RRef(parameter) for parameter in self.first.parameters()]
-        rrefs += rpc.rpc_sync(to, parameter_rrefs, args=(self.second, rpc.__name__))
+        rrefs += rpc.rpc_sync(SERVER, parameter_rrefs, args=(self.second, rpc.__name__))
         self._optimizer = self._side.optim.DistributedOptimizer(torch.optim.SGD, rrefs, lr=LEARNING_RATE)
 
     def _loss(self) -> Tensor:
         hidden = torch.relu(self.first(self._inputs))
-        result = self._side.rpc.rpc_sync(self._to, apply_layer, args=(self.second, hidden))
+        result = self._side.rpc.rpc_sync(SERVER, apply_layer, args=(self.second, hidden))
         return torch.nn.functional.mse_loss(result, self._goal)
 
     def _backward(self, context_id: int) -> None:
@@ -199,7 +200,7 @@ class Training:
     def parameters(self) -> list[Tensor]:
         """All parameters as they are now."""
         here = [parameter.detach() for parameter in self.first.parameters()]
-        return here + list(self._side.rpc.rpc_sync(self._to, parameters, args=(self.second,)))
+        return here + list(self._side.rpc.rpc_sync(SERVER, parameters, args=(self.second,)))
 
 
 def trained(width: int, batch: int, steps: int, device: str = "cpu") -> list[Tensor]:
@@ -214,9 +215,9 @@ def trained(width: int, batch: int, steps: int, device: str = "cpu") -> list[Ten
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def training(rpc: Any, width: int, batch: int, to: str, warm_up: int, devices: tuple[str, str] = CPU) -> Training:
+def training(rpc: Any, width: int, batch: int, warm_up: int, devices: tuple[str, str] = CPU) -> Training:
     """A model that was found right, and has taken so many steps."""
-    found = Training(rpc, width, batch, to, devices)
+    found = Training(rpc, width, batch, devices)
     for _ in range(CHECKED_STEPS):
         found.step()
     check("parameters after some steps", found.parameters(), trained(width, batch, CHECKED_STEPS, devices[0]))
@@ -232,11 +233,10 @@ def steps(
     warm_up: int,
     seconds: float,
     least: int,
-    to: str = "server",
     devices: tuple[str, str] = CPU,
 ) -> dict[str, float]:
     """Steps per second, also with backward and step in one verb, and passes without a step; by the median time."""
-    model = training(rpc, width, batch, to, warm_up, devices)
+    model = training(rpc, width, batch, warm_up, devices)
     cases = {"step": model.step, "at once": model.step_at_once, "pass": model.pass_}
     found = interleaved(cases, seconds, least)
     return {name: 1e6 / microseconds for name, microseconds in found.items()}
@@ -248,28 +248,27 @@ def growth(
     batch: int,
     warm_up: int,
     iterations: int,
-    to: str = "server",
     patience: float = LEAVE_SECONDS,
 ) -> dict[str, float]:
     """MB (2^20) by which both processes grew in so many steps, and the autograd contexts that are left in them.
 
     patience: how many seconds the last context has for being left everywhere.
     """
-    model = training(rpc, width, batch, to, warm_up)
-    before = resident_bytes(), rpc.rpc_sync(to, resident_bytes)
+    model = training(rpc, width, batch, warm_up)
+    before = resident_bytes(), rpc.rpc_sync(SERVER, resident_bytes)
     for _ in range(iterations):
         model.step()
-    after = resident_bytes(), rpc.rpc_sync(to, resident_bytes)
-    left = _contexts_left(rpc, to, patience)
+    after = resident_bytes(), rpc.rpc_sync(SERVER, resident_bytes)
+    left = _contexts_left(rpc, patience)
     sizes = {end: max(0, after[at] - before[at]) / MB for at, end in enumerate(("caller", "callee"))}
     return sizes | {"contexts, caller": float(left[0]), "contexts, callee": float(left[1])}
 
 
-def _contexts_left(rpc: Any, to: str, patience: float) -> tuple[int, int]:
+def _contexts_left(rpc: Any, patience: float) -> tuple[int, int]:
     """Those that are there after a while: torch does not wait until the others have left a context."""
     end = time.monotonic() + patience
     while True:
-        left = open_contexts(rpc.__name__), rpc.rpc_sync(to, open_contexts, args=(rpc.__name__,))
+        left = open_contexts(rpc.__name__), rpc.rpc_sync(SERVER, open_contexts, args=(rpc.__name__,))
         if not any(left) or time.monotonic() > end:
             return left
         time.sleep(0.005)
@@ -281,11 +280,11 @@ def _contexts_left(rpc: Any, to: str, patience: float) -> tuple[int, int]:
 class Shards:
     """Two layers, their outputs summed up. alone: the same model in this process; to be trained by nobody."""
 
-    def __init__(self, rpc: Any, size: int, batch: int, to: str) -> None:
-        self._side, self._to = side_of(rpc), to
+    def __init__(self, rpc: Any, size: int, batch: int) -> None:
+        self._side = side_of(rpc)
         self._inputs, _ = examples(size, batch)
         self.first = layer(size, FIRST)
-        self.second = rpc.remote(to, layer, args=(size, SECOND))
+        self.second = rpc.remote(SERVER, layer, args=(size, SECOND))
         self.alone = torch.nn.Sequential(layer(size, FIRST), layer(size, SECOND))
 
     def _backward(self, context_id: int) -> None:
@@ -304,7 +303,7 @@ class Shards:
     def copies(self) -> None:
         """As many bytes both ways as a pass sends: activations there and back, and their gradients back and there."""
         for _ in ("forward", "backward"):
-            self._side.rpc.rpc_sync(self._to, exchange, args=(self._inputs,))
+            self._side.rpc.rpc_sync(SERVER, exchange, args=(self._inputs,))
 
     def check(self) -> None:
         """BenchError if gradients are not right."""
@@ -313,13 +312,13 @@ class Shards:
             self._backward(context_id)
             found = side.autograd.get_gradients(context_id)
             here = [found[parameter] for parameter in self.first.parameters()]
-            there = side.rpc.rpc_sync(self._to, gradients, args=(self.second, context_id, side.rpc.__name__))
+            there = side.rpc.rpc_sync(SERVER, gradients, args=(self.second, context_id, side.rpc.__name__))
             check("gradients", [*here, *there], self.compute())
 
 
-def shards(rpc: Any, size: int, batch: int, seconds: float, least: int, to: str = "server") -> dict[str, float]:
+def shards(rpc: Any, size: int, batch: int, seconds: float, least: int) -> dict[str, float]:
     """Milliseconds of a pass, of its computation alone, and of its copies alone; `times`: how many times both."""
-    model = Shards(rpc, size, batch, to)
+    model = Shards(rpc, size, batch)
     model.check()
     found = interleaved({"pass": model.pass_, "compute": model.compute, "copies": model.copies}, seconds, least)
     times = found["pass"] / (found["compute"] + found["copies"])
@@ -329,27 +328,23 @@ def shards(rpc: Any, size: int, batch: int, seconds: float, least: int, to: str 
 # --- chains -----------------------------------------------------------------------------------------------------------
 
 
-def _chain(side: Side, x: Tensor, length: int, to: str) -> tuple[Tensor, Tensor]:
+def _chain(side: Side, x: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """A tensor through so many round trips and back: what came out, and the gradient."""
     with side.autograd.context() as context_id:
         y = x
         for _ in range(length):
-            y = side.rpc.rpc_sync(to, one_more, args=(y,))
+            y = side.rpc.rpc_sync(SERVER, one_more, args=(y,))
         side.autograd.backward(context_id, [y.sum()])
         return y.detach(), side.autograd.get_gradients(context_id)[x]
 
 
-def chains(rpc: Any, lengths: Sequence[int], seconds: float, least: int, to: str = "server") -> dict[str, float]:
+def chains(rpc: Any, lengths: Sequence[int], seconds: float, least: int) -> dict[str, float]:
     """Microseconds of chains by their length as text, forward and backward, and `slope`: of one more round trip."""
     side, x = side_of(rpc), torch.zeros(2, 2, requires_grad=True)
     for length in lengths:
         for _ in range(WARM_UP_CHAINS):
-            check(
-                "a chain's results", _chain(side, x, length, to), (torch.full((2, 2), float(length)), torch.ones(2, 2))
-            )
-    found = interleaved(
-        {str(length): functools.partial(_chain, side, x, length, to) for length in lengths}, seconds, least
-    )
+            check("a chain's results", _chain(side, x, length), (torch.full((2, 2), float(length)), torch.ones(2, 2)))
+    found = interleaved({str(length): functools.partial(_chain, side, x, length) for length in lengths}, seconds, least)
     return found | {"slope": slope(lengths, [found[str(length)] for length in lengths])}
 
 

@@ -7,12 +7,10 @@ from functools import partial
 from typing import Any
 
 from . import gradient_clients
-from .sides import SideName
-from .stage import PAIR, Figures, Stage, column
+from .memory import ENDS
+from .sides import SIDES
+from .stage import Figures, Stage, column
 from .stats import Better, Row
-
-SIDES: tuple[SideName, SideName] = ("aiorpc", "torch")
-ENDS = ("caller", "callee")
 
 #: The model whose steps are counted: width of both layers, and rows of a batch.
 WIDTH, BATCH = 256, 32
@@ -89,16 +87,7 @@ def memory(stage: Stage) -> list[Row]:
 
 
 def _anew(stage: Stage, function: Callable[..., Any], **kwargs: Any) -> dict[str, list[Figures]]:
-    cases: dict[str, Callable[[], Figures]] = {
-        side: partial(_in_new_pair, stage, side, function=function, **kwargs) for side in SIDES
-    }
-    return stage.alternate_anew(cases)
-
-
-def _in_new_pair(stage: Stage, side: SideName, function: Callable[..., Any], **kwargs: Any) -> Figures:
-    with stage.start(side, PAIR) as cohort:
-        figures: Figures = cohort.run("client", function, **kwargs)
-    return figures
+    return stage.alternate_anew({side: partial(stage.new_client, side, function, **kwargs) for side in SIDES})
 
 
 def _row(

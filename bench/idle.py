@@ -6,21 +6,21 @@ import time
 from functools import partial
 
 from . import clients
-from .stage import PAIR, Figures, Key, Stage, column
+from .sides import CLIENT, PAIR, SERVER, SIDES, SideName
+from .stage import Figures, Stage, column
 from .stats import Row
 
 
 def idle(stage: Stage) -> list[Row]:
     """Server and client, connected and quiet."""
-    keys: tuple[Key, Key] = ("aiorpc", "torch")
-    results = stage.alternate({key: partial(_share, stage, key) for key in keys})
-    ours, theirs = (column(results[key], "share") for key in keys)
+    results = stage.alternate({side: partial(_share, stage, side) for side in SIDES})
+    ours, theirs = (column(results[side], "share") for side in SIDES)
     return [Row("idle", "processor time per idle worker", "s/s", "lower", ours, theirs)]
 
 
-def _share(stage: Stage, key: Key) -> Figures:
-    cohort = stage.pair(key)
-    cohort.run("client", clients.touch, names=["server"])
+def _share(stage: Stage, side: SideName) -> Figures:
+    cohort = stage.pair(side)
+    cohort.run(CLIENT, clients.touch, names=[SERVER])
     before, begin = cohort.processor_seconds(), time.monotonic()
     time.sleep(stage.plan.idle)
     return {"share": (cohort.processor_seconds() - before) / (time.monotonic() - begin) / len(PAIR)}

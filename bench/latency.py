@@ -7,26 +7,19 @@ from functools import partial
 from typing import Any
 
 from . import awaited, clients, functions
-from .stage import Figures, Key, Stage, column, style_of
+from .sides import SIDES
+from .stage import Figures, Stage, column, style_of
 from .stats import Row
 
 
-def _case(stage: Stage, key: Key, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
+def _case(stage: Stage, key: str, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
     measure = awaited.latency if style_of(key) == "awaited" else clients.latency
-    return partial(
-        stage.client,
-        key,
-        measure,
-        function=function,
-        seconds=stage.plan.seconds,
-        elements=elements,
-    )
+    return partial(stage.client, key, measure, function=function, seconds=stage.plan.seconds, elements=elements)
 
 
 def noop_blocking(stage: Stage) -> list[Row]:
     """A Python function that does nothing, through a handler thread, by ``rpc_sync``."""
-    cases = {key: _case(stage, key, functions.noop) for key in ("aiorpc", "torch")}
-    results = stage.alternate(cases)
+    results = stage.alternate({side: _case(stage, side, functions.noop) for side in SIDES})
     return [_row("noop_blocking", quantity, results, target) for quantity, target in (("p50", 3.0), ("p99", None))]
 
 
@@ -69,7 +62,7 @@ def noop_awaited(stage: Stage) -> list[Row]:
 
 def tensor_2x2(stage: Stage) -> list[Row]:
     """A 2x2 tensor sent and sent back, blocking and awaited."""
-    cases = {key: _case(stage, key, functions.echo, 4) for key in ("aiorpc", "torch")}
+    cases: dict[str, Callable[[], Figures]] = {side: _case(stage, side, functions.echo, 4) for side in SIDES}
     if not stage.null:
         cases["awaited"] = _case(stage, "aiorpc awaited", functions.async_echo, 4)
     results = stage.alternate(cases)
@@ -82,11 +75,9 @@ def tensor_2x2(stage: Stage) -> list[Row]:
 
 def beside_compute(stage: Stage) -> list[Row]:
     """Blocking no-ops while another handler thread of the server computes in pure Python without a pause."""
-    keys: tuple[Key, ...] = ("aiorpc", "torch") if stage.null else ("aiorpc", "torch", "aiorpc patient")
-    cases: dict[str, Callable[[], Figures]] = {
-        key: partial(stage.client, key, clients.beside_compute, seconds=stage.plan.beside) for key in keys
-    }
-    results = stage.alternate(cases)
+    keys = SIDES if stage.null else (*SIDES, "aiorpc patient")
+    measure = clients.beside_compute
+    results = stage.alternate({key: partial(stage.client, key, measure, seconds=stage.plan.beside) for key in keys})
     rows = _beside(results, "")
     if "aiorpc patient" in results:
         patient = {"aiorpc": results["aiorpc patient"], "torch": results["torch"]}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
-from .cohort import JOIN_SECONDS, fork_server
+from .cohort import process_of
 from .stats import BenchError
 
 TURNS = 100_000
@@ -80,17 +80,9 @@ def wake_up() -> float:
 
     Idle cores may halt meanwhile, as nothing keeps them awake.
     """
-    context = fork_server()
-    ours, theirs = context.Pipe()
-    other = context.Process(target=answer, args=(theirs,), name="who is woken", daemon=True)
-    other.start()
-    theirs.close()
-    try:
-        round_trips(ours)  # until it has started
-        return _median(lambda: round_trips(ours)) / 2
-    finally:
-        ours.close()  # which ends it
-        other.join(JOIN_SECONDS)
+    with process_of(answer, "who is woken") as pipe:
+        round_trips(pipe)  # until it has started
+        return _median(lambda: round_trips(pipe)) / 2
 
 
 def round_trips(pipe: Connection) -> float:

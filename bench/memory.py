@@ -10,7 +10,7 @@ from typing import Any
 
 from . import clients, functions
 from .cohort import Cohort
-from .sides import RpcModule, SideName
+from .sides import CLIENT, PAIR, SERVER, SIDES, RpcModule, SideName
 from .stage import Figures, Stage, column
 from .stats import BenchError, Row
 
@@ -22,8 +22,7 @@ SETTLE_SECONDS = 30.0
 
 def memory(stage: Stage) -> list[Row]:
     """Fresh cohorts in every round, the sides in turn."""
-    sides: tuple[SideName, SideName] = ("aiorpc", "torch")
-    connections = stage.alternate_anew({side: partial(_connections, stage, side) for side in sides})
+    connections = stage.alternate_anew({side: partial(_connections, stage, side) for side in SIDES})
     pending = stage.alternate_anew(_pending_cases(stage))
     note = "callee returned an unset Future"
     return [
@@ -36,7 +35,7 @@ def memory(stage: Stage) -> list[Row]:
 def _pending_cases(stage: Stage) -> dict[str, Callable[[], Figures]]:
     cases: dict[str, Callable[[], Figures]] = {
         side: partial(_pending, stage, side, f"bench.{stage.side(side)}_functions:hold", stage.plan.pending_calls)
-        for side in ("aiorpc", "torch")
+        for side in SIDES
     }
     if not stage.null:
         awaiting = "bench.functions:wait_for_release"
@@ -53,7 +52,7 @@ def _coroutine_rows(pending: dict[str, list[Figures]]) -> list[Row]:
 
 
 def _row(quantity: str, results: dict[str, list[Figures]], end: str, note: str = "") -> Row:
-    ours, theirs = (column(results[side], end) for side in ("aiorpc", "torch"))
+    ours, theirs = (column(results[side], end) for side in SIDES)
     return Row("memory", quantity, "bytes", "lower", ours, theirs, None, note)
 
 
@@ -78,12 +77,12 @@ def _growth(cohort: Cohort, name: str, act: Callable[[], object]) -> float:
 
 
 def _pending(stage: Stage, side: SideName, handler: str, calls: int) -> Figures:
-    with stage.start(side, ["server", "client"]) as cohort:
-        warm = cohort.run("client", pend, handler=handler, calls=WARM_UP_CALLS)
+    with stage.start(side, PAIR) as cohort:
+        warm = cohort.run(CLIENT, pend, handler=handler, calls=WARM_UP_CALLS)
         if warm["pending"]:
             raise BenchError(f"{side}: warm-up calls were left pending")
-        figures: Figures = cohort.run("client", pend, handler=handler, calls=calls)
-    return {end: figures[end] / calls for end in ("caller", "callee")}
+        figures: Figures = cohort.run(CLIENT, pend, handler=handler, calls=calls)
+    return {end: figures[end] / calls for end in ENDS}
 
 
 def pend(rpc: RpcModule, handler: str, calls: int, gauge: Callable[[], int] = functions.resident_bytes) -> Figures:
@@ -94,18 +93,18 @@ def pend(rpc: RpcModule, handler: str, calls: int, gauge: Callable[[], int] = fu
     """
     module, _, name = handler.partition(":")
     hold = getattr(importlib.import_module(module), name)
-    before = (gauge(), rpc.rpc_sync("server", gauge))
-    futures = [rpc.rpc_async("server", hold) for _ in range(calls)]
+    before = (gauge(), rpc.rpc_sync(SERVER, gauge))
+    futures = [rpc.rpc_async(SERVER, hold) for _ in range(calls)]
     _await_held(rpc, calls)
-    after = (gauge(), rpc.rpc_sync("server", gauge))
+    after = (gauge(), rpc.rpc_sync(SERVER, gauge))
     _release(rpc, name, futures)
-    left = rpc.rpc_sync("server", functions.held_count)
+    left = rpc.rpc_sync(SERVER, functions.held_count)
     return {"caller": float(after[0] - before[0]), "callee": float(after[1] - before[1]), "pending": float(left)}
 
 
 def _await_held(rpc: RpcModule, calls: int) -> None:
     end = time.monotonic() + SETTLE_SECONDS
-    while (held := rpc.rpc_sync("server", functions.held_count)) < calls:
+    while (held := rpc.rpc_sync(SERVER, functions.held_count)) < calls:
         if time.monotonic() > end:
             raise BenchError(f"only {held} of {calls} calls are pending at the server after {SETTLE_SECONDS:g} s")
         time.sleep(0.01)
@@ -113,6 +112,6 @@ def _await_held(rpc: RpcModule, calls: int) -> None:
 
 def _release(rpc: RpcModule, name: str, futures: Sequence[Any]) -> None:
     ended = functions.release_waiting if name == functions.wait_for_release.__name__ else functions.release_held
-    rpc.rpc_sync("server", ended)
+    rpc.rpc_sync(SERVER, ended)
     for future in futures:
         future.wait()

@@ -17,7 +17,8 @@ from aiorpc.runtime.caller.future import CallFuture
 from aiorpc.runtime.calls.current import ServedCall
 from aiorpc.runtime.engine.observing import Passage
 
-from .count_clients import TO, Counts, Run
+from .count_clients import Counts, Run
+from .sides import SERVER
 
 ALL = "all"  # the name under which a worker's own number stands
 REST_SECONDS = 0.05  # after a batch: what nobody waits for is sent by then
@@ -81,16 +82,16 @@ def count_messages(rpc: Any, make: Callable[[], Run], times: int, batches: int, 
     """
     if watched:
         begin_to_watch()
-        rpc.rpc_sync(TO, begin_to_watch)
+        rpc.rpc_sync(SERVER, begin_to_watch)
     run = make()
     run(times)  # to warm up
     found: Counts = {"caller": [], "callee": []}
     for _ in range(batches):
         for each in (0, times):
-            before = sent(), rpc.rpc_sync(TO, sent)
+            before = sent(), rpc.rpc_sync(SERVER, sent)
             run(each)
             time.sleep(REST_SECONDS)
-            after = sent(), rpc.rpc_sync(TO, sent)
+            after = sent(), rpc.rpc_sync(SERVER, sent)
             for counts, earlier, later in zip(found.values(), before, after, strict=True):
                 counts.append(later - earlier)
     return found

@@ -12,6 +12,7 @@ from .cohort import Cohort
 from .counting import BATCHES, Operation
 from .memory import ENDS
 from .message_clients import ALL, count_messages
+from .sides import CLIENT
 from .stage import Plan, Stage
 from .stats import Row
 
@@ -32,7 +33,7 @@ def count(cohort: Cohort, operation: Operation, plan: Plan, *, watched: bool = F
     """By end, what it sent for one operation in each batch, under `ALL` the number; BATCHES in each of the rounds."""
     turns = operation.turns(plan)
     share = {"make": operation.make, "times": turns, "batches": plan.rounds * BATCHES, "watched": watched}
-    counts = cohort.run("client", count_messages, **share)
+    counts = cohort.run(CLIENT, count_messages, **share)
     return {end: counting.differences(counts[end], turns * operation.calls) for end in ENDS}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,33 @@ from .stats import Outcome, Row, Spread
 OURS, THEIRS = "tab:blue", "tab:orange"
 
 
+@contextlib.contextmanager
+def page(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, which the end of the block writes as a PNG; ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def draw(outcome: Outcome, path: Path) -> None:
     """Write a PNG; ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     compared = [row for row in outcome.rows if row.ratio is not None and row.size is None]
     curves = _curves(outcome.rows)
     height = max(3.0, 1.2 + 0.34 * len(compared))
-    figure = pyplot.figure(figsize=(13, height + (4 if curves else 0)), layout="constrained")
-    parts: Any = figure.subfigures(2, 1, height_ratios=[height, 4]) if curves else [figure]
-    if compared:
-        _draw_ratios(parts[0].subplots(), compared)
-    if curves:
-        places = parts[1].subplots(1, len(curves), squeeze=False)[0]
-        for axes, (title, rows) in zip(places, curves.items(), strict=True):
-            _draw_curve(axes, title, rows)
-    _say_where(figure, outcome)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with page(path, 13, height + (4 if curves else 0)) as figure:
+        parts = figure.subfigures(2, 1, height_ratios=[height, 4]) if curves else [figure]
+        if compared:
+            _draw_ratios(parts[0].subplots(), compared)
+        if curves:
+            places = parts[1].subplots(1, len(curves), squeeze=False)[0]
+            for axes, (title, rows) in zip(places, curves.items(), strict=True):
+                _draw_curve(axes, title, rows)
+        _say_where(figure, outcome)
 
 
 def _say_where(figure: Any, outcome: Outcome) -> None:
@@ -101,25 +107,17 @@ _SIZE_STYLES = {
 
 def draw_sizes(outcome: Outcome, path: Path) -> bool:
     """Write a PNG of time against size, both axes logarithmic; false where nothing was measured of that."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels: dict[str, list[Row]] = {}
     for row in outcome.rows:
         if row.payload is not None and row.measurement in _SIZE_STYLES:
             panels.setdefault(row.quantity.split()[0], []).append(row)
     if not panels:
         return False
-    figure = pyplot.figure(figsize=(13, 6), layout="constrained")
-    places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, (title, rows) in zip(places, panels.items(), strict=True):
-        _draw_sizes(axes, title, rows)
-    _say_where(figure, outcome)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with page(path, 13, 6) as figure:
+        places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, (title, rows) in zip(places, panels.items(), strict=True):
+            _draw_sizes(axes, title, rows)
+        _say_where(figure, outcome)
     return True
 
 

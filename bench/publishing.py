@@ -8,7 +8,7 @@ from typing import Any
 
 from . import publishing_clients as clients
 from . import ray_side
-from .sides import SideName
+from .sides import SIDES, SideName
 from .stage import Figures, Stage, column
 from .stats import Row
 
@@ -29,14 +29,13 @@ def publish(stage: Stage) -> list[Row]:
     """Fresh cohorts in every round, the sides in turn."""
     if stage.null:
         return []
-    sides: tuple[SideName, SideName] = ("aiorpc", "torch")
-    cases: dict[str, Callable[[], Figures]] = {side: partial(_send, stage, side, READERS) for side in sides}
+    cases: dict[str, Callable[[], Figures]] = {side: partial(_send, stage, side, READERS) for side in SIDES}
     ways = RAY_WAYS if ray_side.installed("its side") else {}
     many = stage.alternate_anew(cases | {way: partial(_ray, stage, set_) for way, set_ in ways.items()})
     one = stage.alternate_anew({"one": partial(_send, stage, "aiorpc", 1)})["one"]
     rest = stage.alternate_anew({"rest": partial(_rest, stage)})["rest"]
     note = f"{SIZE // MB} MB"
-    ours, theirs = (column(many[side], "ms") for side in sides)
+    ours, theirs = (column(many[side], "ms") for side in SIDES)
     alone = column(one, "ms")
     growth = tuple(together / single for together, single in zip(ours, alone, strict=False))
     paced = f"{SMALL_SIZE // MB} MB every {1e3 * PERIOD:g} ms"

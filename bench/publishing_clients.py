@@ -154,7 +154,7 @@ def send(rpc: RpcModule, readers: Sequence[str], size: int, times: int) -> float
             each.wait()
         return 1e3 * (time.perf_counter() - begun)
 
-    return median([once() for _ in range(1 + times)][1:] if times == 1 else [once() for _ in range(WARM_UP + times)])
+    return median([once() for _ in range(times + (1 if times == 1 else WARM_UP))])
 
 
 def median(values: list[float]) -> float:

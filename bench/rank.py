@@ -42,13 +42,10 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Ready:
-    """Sent once the worker has joined. at: ``time.monotonic()`` then; warm: torch came with the fork.
-
-    threads: native threads of this process once joined."""
+    """Sent once the worker has joined. at: ``time.monotonic()`` then; warm: torch came with the fork."""
 
     at: float
     warm: bool
-    threads: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _fork_server_has_torch() -> bool:
 
 def _announce(pipe: Connection) -> None:
     """Tell the parent when this worker had joined."""
-    pipe.send(Ready(time.monotonic(), _fork_server_has_torch(), len(os.listdir("/proc/self/task"))))
+    pipe.send(Ready(time.monotonic(), _fork_server_has_torch()))
 
 
 def settle(rpc: object) -> None:
@@ -136,12 +133,12 @@ async def _awaited(spec: RankSpec, pipe: Connection) -> None:
     )
     async with joining:
         _announce(pipe)
-        while (command := await _receive(pipe)) is not None:
+        while (command := await receive(pipe)) is not None:
             pipe.send(await _attempt_awaited(aiorpc, command))
 
 
-async def _receive(pipe: Connection) -> Any:
-    """The next command, without a thread that would wait for it."""
+async def receive(pipe: Connection) -> Any:
+    """What the parent says next, without a thread that would wait for it."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(pipe.fileno(), readable.set)

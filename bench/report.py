@@ -53,17 +53,15 @@ def _number(value: float) -> str:
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """The table in plain text, columns aligned."""
-    lines = [HEADINGS, *(cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    """The table in plain text."""
+    return aligned([HEADINGS, *(cells(row) for row in rows)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of as many cells each as text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """The table for a README or a note."""
-    lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(cells(row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def closing_lines(outcome: Outcome) -> list[str]:

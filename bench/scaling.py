@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
 from . import clients, functions
-from .cohort import JOIN_SECONDS, Cohort, fork_server
+from .cohort import JOIN_SECONDS, Cohort, process_of
 from .rank import settle
-from .sides import SideName
+from .sides import SIDES, SideName
 from .stage import Figures, Stage, column, progress
 from .stats import BenchError, Better, Row
 
-SIDES: tuple[SideName, SideName] = ("aiorpc", "torch")
 MB = 1 << 20
 
 
@@ -98,10 +97,7 @@ def _measured(
     for side, cohort in cohorts.items():
         found[START_UP][side] = (*starts[side], cohort.start_up)
     for curve, measure in ((LATENCY, _one_to_all), (RATE, _all_to_one)):
-        cases: dict[str, Callable[[], Figures]] = {
-            side: partial(measure, stage, cohort) for side, cohort in cohorts.items()
-        }
-        results = stage.alternate(cases)
+        results = stage.alternate({side: partial(measure, stage, cohort) for side, cohort in cohorts.items()})
         for side in cohorts:
             found[curve][side] = column(results[side], "figure")
     for side, cohort in cohorts.items():  # by now all are connected with the first
@@ -126,19 +122,11 @@ def _all_to_one(stage: Stage, cohort: Cohort) -> Figures:
 
 def _bare_process() -> int:
     """What a process of the same fork server has for itself that is no worker, but was treated like one."""
-    context = fork_server()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tell_size, args=(theirs,), name="process without a worker", daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(JOIN_SECONDS):
+    with process_of(_tell_size, "process without a worker") as pipe:
+        if not pipe.poll(JOIN_SECONDS):
             raise BenchError("a process without a worker did not say how large it is")
-        size: int = ours.recv()
+        size: int = pipe.recv()
         return size
-    finally:
-        ours.close()
-        process.join(JOIN_SECONDS)
 
 
 def _tell_size(pipe: Connection) -> None:

@@ -10,6 +10,9 @@ from typing import Any, Literal, Protocol, cast
 SideName = Literal["aiorpc", "torch"]
 Style = Literal["blocking", "awaited"]
 
+SIDES: tuple[SideName, SideName] = ("aiorpc", "torch")
+SERVER, CLIENT = PAIR = ("server", "client")
+
 _MODULES: dict[SideName, str] = {"aiorpc": "aiorpc", "torch": "torch.distributed.rpc"}
 
 

@@ -8,25 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from .cohort import Cohort
 from .hosts import Hosts
-from .sides import SideName, Style
+from .sides import CLIENT, PAIR, SideName, Style
 
-Key = Literal[
-    "aiorpc",
-    "aiorpc awaited",
-    "aiorpc awaited, sleepy",
-    "aiorpc dedicated",
-    "aiorpc patient",
-    "aiorpc sleepy",
-    "torch",
-]
 Figures = dict[str, float]
-
-PAIR = ("server", "client")
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,8 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_SETUPS: dict[Key, Setup] = {
+#: By the names that measurements ask for.
+_SETUPS: dict[str, Setup] = {
     "aiorpc": Setup("aiorpc"),
     "aiorpc awaited": Setup("aiorpc", "awaited"),
     "aiorpc awaited, sleepy": Setup("aiorpc", "awaited", {"busy_wait": 0}),
@@ -87,7 +76,7 @@ _SETUPS: dict[Key, Setup] = {
 }
 
 
-def style_of(key: Key) -> Style:
+def style_of(key: str) -> Style:
     """Whether a pair of that kind blocks or awaits."""
     return _SETUPS[key].style
 
@@ -101,7 +90,7 @@ class Stage:
     def __init__(self, plan: Plan, *, null: bool = False) -> None:
         self.plan = plan
         self.null = null
-        self._pairs: dict[Key, Cohort] = {}
+        self._pairs: dict[str, Cohort] = {}
         self._active: Cohort | None = None
         self.due = math.inf  # on `time.monotonic`: from then on no further rounds
         self.cut = False  # whether rounds were left out since `due` was set
@@ -110,7 +99,7 @@ class Stage:
         """The side to really use: torch in the place of aiorpc in an A/A run."""
         return "torch" if self.null else side
 
-    def pair(self, key: Key) -> Cohort:
+    def pair(self, key: str) -> Cohort:
         """The running pair of that kind."""
         if key not in self._pairs:
             setup = _SETUPS[key]
@@ -147,9 +136,17 @@ class Stage:
             self._active.pause()
             self._active = None
 
-    def client(self, key: Key, function: Callable[..., Any], /, **kwargs: Any) -> Figures:
+    def client(self, key: str, function: Callable[..., Any], /, **kwargs: Any) -> Figures:
         """Run a measurement in the client of a pair."""
-        figures: Figures = self.pair(key).run("client", function, **kwargs)
+        figures: Figures = self.pair(key).run(CLIENT, function, **kwargs)
+        return figures
+
+    def new_client(
+        self, side: SideName, function: Callable[..., Any], /, style: Style = "blocking", **kwargs: Any
+    ) -> Figures:
+        """The same in a pair that is made for this."""
+        with self.start(side, PAIR, style) as cohort:
+            figures: Figures = cohort.run(CLIENT, function, **kwargs)
         return figures
 
     def alternate(
@@ -193,9 +190,7 @@ class Stage:
     def __enter__(self) -> Stage:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self.reset)
             if kind is None:

@@ -16,8 +16,8 @@ from typing import Any
 from . import awaited, bulk_clients, clients, counting, functions
 from .bulk import LARGEST, LARGEST_LAG, MB, TCP_OPTIONS, TCP_WARM_UP, label
 from .cohort import Cohort
-from .sides import Style
-from .stage import PAIR, Figures, Stage, column, progress
+from .sides import CLIENT, PAIR, Style
+from .stage import Figures, Stage, column, progress
 from .stats import Row
 
 #: Bytes of a tensor, and how many times as long it may take.
@@ -57,7 +57,7 @@ def tls(stage: Stage) -> list[Row]:
         for size, limit in LIMITS.items():
             progress(f"         {label(size)}")
             for cohort in blocking.values():
-                stage.activate(cohort).run("client", bulk_clients.warm_up, size=size, **TCP_WARM_UP)
+                stage.activate(cohort).run(CLIENT, bulk_clients.warm_up, size=size, **TCP_WARM_UP)
             for direction, function in (("send", functions.sink), ("echo", functions.echo)):
                 share = {"function": function, "size": size, "seconds": seconds, "least": stage.plan.transfers}
                 found = _in_turn(stage, blocking, bulk_clients.latency, **share)
@@ -102,7 +102,7 @@ def _in_turn(stage: Stage, cohorts: dict[str, Cohort], measure: Callable[..., An
 
 def _run(stage: Stage, cohort: Cohort, measure: Callable[..., Any], /, **share: Any) -> Figures:
     before = stage.activate(cohort).processor_seconds()
-    figures: Figures = cohort.run("client", measure, **share)
+    figures: Figures = cohort.run(CLIENT, measure, **share)
     # The system counts it in ticks: at least one, as it is divided by. One call before the samples is no sample.
     used = max(cohort.processor_seconds() - before, TICK)
     return {**figures, "processor": used * 1e6 / (figures["samples"] + bulk_clients.AGAIN_CALLS)}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from .cohort import fork_server
-from .sides import SideName
+from .sides import SIDES, SideName
 from .stage import Figures, Plan, Stage, column, progress
 from .stats import BenchError, Row
 
@@ -21,25 +21,19 @@ _BACKENDS_PS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_ps", "torc
 def batch_rl(stage: Stage) -> list[Row]:
     """Whole trainings, started anew in every round; the first episode of each, which warms it up, does not count."""
     stage.pause()
-    cases: dict[str, Callable[[], Figures]] = {
-        side: partial(_train, stage.side(side), stage.plan) for side in ("aiorpc", "torch")
-    }
-    results = stage.alternate_anew(cases)
-    rates = {side: column(results[side], "rate") for side in ("aiorpc", "torch")}
+    results = stage.alternate_anew({side: partial(_train, stage.side(side), stage.plan) for side in SIDES})
+    ours, theirs = (column(results[side], "rate") for side in SIDES)
     note = f"{WORLD_SIZE - 1} observers, batched"
-    return [Row("batch_rl", "steps/s", "1/s", "higher", rates["aiorpc"], rates["torch"], 3.0, note)]
+    return [Row("batch_rl", "steps/s", "1/s", "higher", ours, theirs, 3.0, note)]
 
 
 def batch_ps(stage: Stage) -> list[Row]:
     """Whole trainings of ResNet-50 on tiny images: 100 MB of gradients and of parameters for each few images."""
     stage.pause()
-    cases: dict[str, Callable[[], Figures]] = {
-        side: partial(_train_ps, stage.side(side)) for side in ("aiorpc", "torch")
-    }
-    results = stage.alternate_anew(cases)
-    rates = {side: column(results[side], "rate") for side in ("aiorpc", "torch")}
+    results = stage.alternate_anew({side: partial(_train_ps, stage.side(side)) for side in SIDES})
+    ours, theirs = (column(results[side], "rate") for side in SIDES)
     note = f"ResNet-50, {PS_WORLD_SIZE - 1} trainers, 2 images of 32x32 a step"
-    return [Row("batch_ps", "images/s", "1/s", "higher", rates["aiorpc"], rates["torch"], None, note)]
+    return [Row("batch_ps", "images/s", "1/s", "higher", ours, theirs, None, note)]
 
 
 def _result(side: SideName, role: Callable[..., Any], settings: Any, names: list[str]) -> dict[str, Any]:

@@ -67,21 +67,13 @@ def loop_factory(request: pytest.FixtureRequest) -> LoopFactory:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    with time_limit(limit_of(item)):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Each phase of a test has its limit."""
     with time_limit(limit_of(item)):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    with time_limit(limit_of(item)):
-        return (yield)
+pytest_runtest_setup = pytest_runtest_teardown = pytest_runtest_call
 
 
 @pytest.hookimpl(wrapper=True)

@@ -86,18 +86,13 @@ def section(table: AnyTable) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def states_text(tables: Sequence[AnyTable] = TABLES) -> str:
-    """All that stands between the markers, with them."""
-    head = f"Made from `aiorpc/protocol/states/` by `{COMMAND}`."
-    return "\n\n".join((BEGIN, head, *map(section, tables), END))
-
-
 def renewed(text: str, tables: Sequence[AnyTable] = TABLES) -> str:
     """The document with the part between the markers made anew. ValueError if it does not have each marker once."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"{DESIGN.name} must have {BEGIN} and, behind it, {END}, each of them once")
     before, rest = text.split(BEGIN)
-    return before + states_text(tables) + rest.split(END)[1]
+    head = f"Made from `aiorpc/protocol/states/` by `{COMMAND}`."
+    return before + "\n\n".join((BEGIN, head, *map(section, tables), END)) + rest.split(END)[1]
 
 
 def differences(text: str, tables: Sequence[AnyTable] = TABLES) -> str:

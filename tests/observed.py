@@ -45,8 +45,8 @@ class Observed(Generic[S, E]):
 
 
 @contextlib.contextmanager
-def observe(table: Table[S, E], cls: type[Any], attribute: str = "state") -> Iterator[Observed[S, E]]:
-    """See each state that an attribute gets in all objects of a class; checks them at the end of the block.
+def observe(table: Table[S, E], cls: type[Any]) -> Iterator[Observed[S, E]]:
+    """See each value that `state` gets in all objects of a class; checks them at the end of the block.
 
     Members of another Enum than the table's are taken for those of the table with the same names.
     """
@@ -55,22 +55,22 @@ def observe(table: Table[S, E], cls: type[Any], attribute: str = "state") -> Ite
 
     def get(self: Any) -> Any:
         try:
-            return self.__dict__[attribute]
+            return self.__dict__["state"]
         except KeyError:
-            raise AttributeError(attribute) from None
+            raise AttributeError("state") from None
 
     def put(self: Any, value: Enum) -> None:
-        before = self.__dict__.get(attribute)
-        self.__dict__[attribute] = value
+        before = self.__dict__.get("state")
+        self.__dict__["state"] = value
         if before is None:
             observed.begun(states[value.name])
         else:
             observed.moved(states[before.name], states[value.name])
 
-    assert attribute not in cls.__dict__, "two observers of one class"
-    setattr(cls, attribute, property(get, put))
+    assert "state" not in cls.__dict__, "two observers of one class"
+    cls.state = property(get, put)
     try:
         yield observed
     finally:
-        delattr(cls, attribute)
+        del cls.state
     observed.check()

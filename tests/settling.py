@@ -28,11 +28,21 @@ def pending(loop: asyncio.AbstractEventLoop | None = None) -> Future[Any]:
 
 def settled(value: Any = None, error: Exception | None = None) -> Future[Any]:
     future: Future[Any] = Future()
+    _complete(future, value, error)
+    return future
+
+
+def torch_future(value: Any = None, error: Exception | None = None) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    _complete(future, value, error)
+    return future
+
+
+def _complete(future: torch.futures.Future[Any], value: Any, error: Exception | None) -> None:
     if error is None:
         future.set_result(value)
     else:
         future.set_exception(error)
-    return future
 
 
 def see(future: Future[Any]) -> tuple[str, object]:
@@ -89,15 +99,6 @@ def all_at_once(*jobs: Callable[[], object]) -> list[Any]:
 
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [done.result(LONG) for done in [pool.submit(run, job) for job in jobs]]
-
-
-def torch_future(value: Any = None, error: Exception | None = None) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-    return future
 
 
 def made_here() -> Future[Any]:

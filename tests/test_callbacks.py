@@ -47,6 +47,24 @@ def test_callbacks_run_in_order() -> None:
     assert ran[-1] == (99, 0)
 
 
+def test_a_callback_that_raises_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each line has a traceback: of what one line of the program makes some are logged, and the last says so."""
+    raised: list[Future[Any]] = []
+
+    def broken(done: Future[Any]) -> None:
+        raised.append(done)
+        raise ValueError("callback")
+
+    for _ in range(100):
+        future: Future[int] = Future()
+        future.site = (test_a_callback_that_raises_again_and_again_does_not_fill_the_log.__code__, 0)
+        future.add_done_callback(broken)
+        future.set_result(1)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(raised) == 100 and len(said) == sites.LINES
+    assert ["not logged" in each for each in said] == [False] * (sites.LINES - 1) + [True]
+
+
 @pytest.mark.parametrize("error", [ValueError("callback"), SystemExit(3), asyncio.CancelledError()])
 def test_raising_callback_is_logged_and_stops_nobody(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     """What a callback raises is logged; the settler and the other callbacks go on."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import tracemalloc
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +14,9 @@ import pytest
 import torch
 
 from aiorpc.collecting import collect_all, wait_all
-from aiorpc.futures import outcome, when_done
+from aiorpc.compat.torch.futures import collect_all as collect_as_torch
+from aiorpc.errors import RpcTimeout
+from aiorpc.futures import Future, outcome, when_done
 from tests.settling import (
     LONG,
     all_at_once,
@@ -83,3 +90,82 @@ def test_collect_all_leaves_the_joining_to_its_members() -> None:
     assert one.threads + two.threads == []
     assert members[1].value() == 2
     assert (len(one.threads), len(two.threads)) == (0, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_collections_of_collections_may_be_longer_than_a_stack_is_deep(fails: bool) -> None:
+    """Whoever waits for the last one is told, and whoever settles the first one does not suffer."""
+    first = last = pending()
+    for _ in range(3000):
+        last = collect_all([last])
+    with running(last.wait, LONG) as result:
+        wait_until(lambda: last.waiters == 1)
+        assert first.settle(None, ValueError("no") if fails else None)
+    assert result == [[last.value()[0]]]
+    assert first.done()
+
+
+def test_a_wait_is_judged_soon_however_many_ways_lead_to_what_it_waits_for() -> None:
+    """A Future that is in two collections, which are in two others each, and so on: it is looked at once."""
+
+    async def main() -> None:
+        last = pending()
+        for _ in range(60):
+            last = collect_all([last, last])
+        for _ in range(3000):
+            last = collect_all([last])
+        with pytest.raises(RpcTimeout):
+            last.wait(0)
+
+    asyncio.run(main())
+
+
+def test_what_is_gathered_step_by_step_takes_memory_for_each_step_alone() -> None:
+    """A running total of many Futures: no step repeats what the steps before it wait for."""
+    total = pending()
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            total = collect_all([total, pending()]).then(lambda both: both.value())
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+
+
+class Failed(Exception):
+    """Of nothing else."""
+
+
+def collect_twice(futures: list[Future[Any]]) -> Future[Any]:
+    """A collection of a collection."""
+    return collect_all([collect_all(futures)])
+
+
+@pytest.mark.parametrize("collect", [collect_all, collect_twice, collect_as_torch])
+def test_whoever_raises_an_error_of_a_collection_keeps_nothing_of_it(collect: Callable[..., Any]) -> None:
+    """The frames that an error was raised in have the collection, as a rule: the garbage collector takes all of it."""
+
+    def look() -> weakref.ref[Failed]:
+        both = collect([settled(1), settled(error=Failed("no"))])
+        try:
+            for each in both.wait(LONG) if collect is collect_all else wait_all(both.wait(LONG))[0]:
+                each.wait(LONG)
+        except Failed as error:
+            return weakref.ref(error)
+        raise AssertionError
+
+    kept = look()
+    gc.collect()
+    assert kept() is None
+
+
+def test_helpers_of_torch_see_what_has_become_of_each() -> None:
+    """Also where nobody has the collection itself any more."""
+    last = pending()
+    of_torch = torch.futures.collect_all([collect_all([settled(1), last, settled(error=Failed("too"))])])
+    last.set_exception(Failed("no"))
+    first, second, third = of_torch.wait()[0].wait()
+    assert first.wait(LONG) == 1
+    for each, text in ((second, "no"), (third, "too")):
+        with pytest.raises(Failed, match=text):
+            each.wait(LONG)

@@ -366,6 +366,7 @@ def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: L
                 collect_all(several).wait,
                 collect_all([collect_all(several)]).wait,
                 collect_all(several).then(lambda done: done.value()).wait,
+                collect_all(several).then(lambda done: done.value()).then(lambda done: done.value()).wait,
             ):
                 with pytest.raises(WouldBlockLoop):
                     refused()
@@ -502,6 +503,52 @@ async def test_failed_await_is_freed_without_the_collector() -> None:
         assert kept[0]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("state", ["value", "error"])
+def test_what_a_signal_handler_raises_is_no_outcome(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on to the program, and is not taken for the error of the Future that was being looked at."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    future = settled(3) if state == "value" else settled(error=ValueError("no"))
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Future, "value", ring)  # it comes in the midst of that
+            with pytest.raises(TimeoutError):
+                futures_module.outcome(future)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    value, error = futures_module.outcome(future)
+    assert (value, str(error)) == ((3, "None") if state == "value" else (None, "no"))
+
+
+@pytest.mark.parametrize("raised", ["before", "after"])
+def test_an_error_that_is_a_value_and_is_raised_keeps_no_frames(raised: str) -> None:
+    """The garbage collector frees what raises the value of a Future, and frames that have that Future."""
+
+    class Large:
+        pass
+
+    def use() -> weakref.ref[Large]:
+        large, future, error = Large(), pending(), ValueError("no")
+        if raised == "after":
+            future.set_result(error)
+        with pytest.raises(ValueError, match="no"):
+            raise error
+        if raised == "before":
+            future.set_result(error)
+        assert future.value() is error
+        (seen,) = torch.futures.wait_all([future])
+        assert isinstance(seen, ValueError)
+        assert seen.args == ("no",)
+        return weakref.ref(large)
+
+    kept = use()
+    gc.collect()
+    assert kept() is None
 
 
 def test_failed_child_is_freed_without_the_collector() -> None:
@@ -673,6 +720,21 @@ async def test_awaiter_sees_cancelled_error_only_for_its_own_task() -> None:
     with pytest.raises(RpcCancelled):
         await task
     assert not task.cancelled()
+
+
+async def test_whoever_awaits_what_has_ended_with_a_cancelled_error_is_not_cancelled() -> None:
+    """As where a callback has raised it; by a thread that waits it is raised as it is."""
+
+    def fails(_: Future[Any]) -> None:
+        raise asyncio.CancelledError("its own")
+
+    child = settled(1).then(fails)
+    task = asyncio.ensure_future(child)
+    with pytest.raises(RpcCancelled, match="has ended with CancelledError: its own"):
+        await task
+    assert not task.cancelled()
+    with pytest.raises(asyncio.CancelledError, match="its own"):
+        await asyncio.to_thread(child.wait)
 
 
 async def test_cancelling_racing_with_an_answer() -> None:
@@ -857,3 +919,17 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
             assert type(got) is type(error)
         else:
             pytest.fail("it has a value")
+
+
+async def test_an_error_that_is_just_coming_as_its_last_waiter_goes_is_not_told_of() -> None:
+    """Another thread is in the midst of settling it: that it comes too late for whoever cared is nobody's fault."""
+    future: Future[int] = Future()
+    future.site = sys._getframe().f_code, 0
+    task = asyncio.ensure_future(future)
+    await asyncio.sleep(0)
+    future._callbacks.remove(futures_module.UNCLAIMED)  # as that thread does first
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    future._publish_outcome(None, RpcTimeout("late", seconds=0.1))
+    assert future._unobserved is not None and future._unobserved.seen

@@ -241,6 +241,7 @@ async def test_clean():
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_checks_are_wired_into_every_test(tmp_path: Path) -> None:
     """In a real run leaking tests end in an error that says what was left, a hanging one fails, clean ones pass."""

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiorpc import Worker
+from aiorpc.compat.torch.rpc.options import TensorPipeRpcBackendOptions
 from aiorpc.devices import DeviceClaims, check_device_maps
 from aiorpc.errors import DeviceMapError, RpcUsageError
 from aiorpc.options import RpcBackendOptions, Tls, seconds
@@ -33,6 +34,7 @@ COUNTS = [
     "max_incoming_bytes",
     "max_unsent_bytes",
     "max_references",
+    "max_contexts",
     "max_queued_bytes",
     "max_unacknowledged_bytes",
     "max_remembered_answers",
@@ -111,6 +113,28 @@ def test_every_option_refuses_what_it_cannot_be(name: str) -> None:
         with pytest.raises(RpcUsageError) as again:
             Worker("worker", options=options)
         assert str(again.value).startswith(name), kind
+
+
+@pytest.mark.parametrize("kind", [RpcBackendOptions, TensorPipeRpcBackendOptions])
+def test_what_is_set_and_is_no_option_is_refused(kind: type[RpcBackendOptions]) -> None:
+    """With the name that was meant, if one is near; a subclass may have more of them, and what is hidden is its own."""
+    options: Any = kind()
+    with pytest.raises(RpcUsageError, match=r"no option 'max_quued_bytes'; did you mean 'max_queued_bytes'\?"):
+        options.max_quued_bytes = 1
+    with pytest.raises(RpcUsageError, match=r"there is no option 'colour'$"):
+        options.colour = "red"
+
+    class Painted(kind):  # type: ignore[valid-type,misc]  # a class that is given, of which mypy knows no more
+        colour: str
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.colour = "red"
+            self._shade = 1
+
+    options = Painted()
+    options.max_queued_bytes = 5
+    assert (options.copy().colour, options.copy()._shade, options.copy().max_queued_bytes) == ("red", 1, 5)
 
 
 @pytest.mark.parametrize("value", [5, "tcp", {"transports": ("tcp",)}, 0, False])

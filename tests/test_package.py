@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import busy
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "aiorpc"
 
@@ -53,7 +55,7 @@ def run_python(*arguments: str, cwd: Path, path: Path) -> str:
     """Standard output of a Python that finds packages in ``path`` first."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=50 * busy())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -106,7 +108,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from the sources here."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50 * busy())
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")
     return built

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from aiorpc import sites
 from aiorpc.collecting import wait_all
 from aiorpc.futures import Future, outcome
-from aiorpc.sites import outside
+from aiorpc.sites import LINES, Unobserved, outside
 from tests import settling
 from tests.runtime import hostile
 from tests.settling import (
@@ -33,6 +34,37 @@ def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFi
     assert f"{settling.__file__}:" in message
     assert "in made_here" in message
     assert "ValueError: lost in space" in message
+
+
+def test_what_fails_again_and_again_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one line of the program some failures are logged, and the last of them says so; those of others are, too."""
+
+    def lines(what: str, times: int) -> list[str]:
+        caplog.clear()
+        for _ in range(times):
+            Unobserved(what, ValueError("lost in space"))
+        return [record.getMessage() for record in caplog.records]
+
+    many = lines("what fails a lot", 100 * LINES)
+    assert len(many) == LINES
+    assert ["not logged" in each for each in many] == [False] * (LINES - 1) + [True]
+    assert len(lines("something else", 1)) == 1
+    assert not lines("what fails a lot", 1)
+    monkeypatch.setattr(sites, "LINES_EVERY", 0.0)
+    assert len(lines("what fails a lot", 1)) == 1
+
+
+def test_what_is_known_of_the_log_is_bounded() -> None:
+    """However many different things fail; of the latest it is known."""
+    spates = sites.Spates()
+    for _ in range(LINES):
+        for each in range(5000):
+            assert spates.line(f"call {each}") is not None
+    for _ in range(LINES):
+        assert spates.line("call") is not None
+    assert spates.line("call") is None
 
 
 def test_the_frame_of_the_program_is_the_nearest_outside() -> None:

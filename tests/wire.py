@@ -44,8 +44,10 @@ def whole() -> str:
         ),
         "## Handshake",
         prose(
-            "The body of a PROOF and of a WELCOME is the proof itself, and that of a REFUSED the reason as text, of "
-            "500 bytes at most. That of a HELLO:"
+            "The body of a PROOF and of a WELCOME is a number of 64 bits, and the proof itself, which is made over "
+            "that, too. The number says how many bytes of tensors of one message this side takes "
+            "(`max_incoming_bytes`); where a connection goes on, how many of its frames it has received. The body of "
+            "a REFUSED is the reason as text, of 500 bytes at most. That of a HELLO:"
         ),
         *map(section, (handshake.Hello, handshake.Introduction, handshake.Challenge)),
         "## Messages",

@@ -15,17 +15,17 @@ import struct
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
+from ..callbacks import Again
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.registered import register_safe
 from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import brief
-from ..runtime.gradients.contexts import current_autograd
+from ..runtime.gradients.contexts import current_autograd, opener_of
 from ..runtime.node import Node, registry, serving
 from ..sites import call_site
 from .passes import Last, Pass
@@ -121,7 +121,28 @@ class context:
 
     def _leave(self) -> list[Future[bytes]]:
         """It has ended: here, and on all workers that know of it. Returns what to wait for."""
-        id, self._id = self._id, 0
+        gradients, id, known = self._node.gradients, self._id, set[Any]()
+        try:
+            found = gradients.find(id)
+            known = known if found is None else found.known
+            self._forget_here(id)
+            return _Farewell(self._node, id, gradients.leave(id)).tell(later=True)
+        except RpcError:
+            raise
+        except BaseException:  # a signal handler has raised it, and nobody else would tell the others
+            self._id = 0
+            self._node.engine.call_on_loop(self._leave_again, id, known)
+            raise
+
+    def _leave_again(self, id: int, known: Iterable[Any]) -> None:
+        """On the loop. known: workers that took part."""
+        self._node.gradients.leave(id)
+        with contextlib.suppress(RpcError):  # we leave
+            _Farewell(self._node, id, known).tell_all()
+
+    def _forget_here(self, id: int) -> None:
+        """What is done from now on is not done in it."""
+        self._id = 0
         # Else somebody is in another one, which was entered behind it and goes on, as where two generators take turns.
         if current_autograd.get() == id:
             try:
@@ -131,7 +152,6 @@ class context:
                 # that has stopped early. The variable of the one who entered it stays: it names a context that is open
                 # nowhere.
                 current_autograd.set(None)
-        return _Farewell(self._node, id, self._node.gradients.leave(id)).tell(later=True)
 
 
 async def _ended(call: Future[Any]) -> None:
@@ -160,24 +180,33 @@ class _Farewell:
         while self._newcomers:
             peer = self._newcomers.pop()
             # Behind the calls that wait, as they say that they belong to the context.
-            self._forget_at(peer).when_settled(partial(self._came, peer))
-        new = self._todo - self._told
-        if not new:
-            return []
-        self._told |= new
+            self._forget_at(peer).when_settled(Again(self._came, peer))
         last, earlier = self._node.gradients.farewells, []
-        for worker_id in new:
+        for worker_id in self._todo - self._told:
             before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
             trailing = later and before is None  # else the one before may be waiting for a message to leave with
             try:
+                self._told.add(worker_id)
                 call = last[worker_id] = self._forget_at(peer, trailing)
+                call.when_settled(Again(self._answered, worker_id))
+            except BaseException:  # a signal handler has raised it, and what this one says may be heard by nobody
+                self._told.discard(worker_id)
+                self._todo.update(self._everybody())
+                raise
             finally:  # also if a signal handler raises in it: it may be queued by then
                 if trailing:
                     self._node.gradients.trailing.add(peer)
             if before is not None:
                 earlier.append(before)
-            call.when_settled(partial(self._answered, worker_id))
         return earlier
+
+    def tell_all(self) -> None:
+        """Tell all members, as some of those that took part may have been told, and not have been heard. Any thread."""
+        self._todo.update(self._everybody())
+        self.tell()
+
+    def _everybody(self) -> list[int]:
+        return [record.id for record in self._node.group.live()]
 
     def _forget_at(self, peer: Any, later: bool = False) -> Future[bytes]:
         """Tell that worker (`Peer`), in no call: nobody is to forget because of a deadline that he had to forget."""
@@ -189,7 +218,7 @@ class _Farewell:
             current_call.reset(serving)
 
     def _came(self, peer: Any, call: Future[bytes]) -> None:
-        """A worker that was not there has answered, or never came."""
+        """A worker that was not there has answered, or never came. It may run twice, as `_answered` may."""
         if peer.record is not None:
             self._told.add(peer.record.id)
             self._answered(peer.record.id, call)
@@ -200,22 +229,63 @@ class _Farewell:
         last = self._node.gradients.farewells
         if last.get(worker_id) is call:
             last.pop(worker_id, None)
-        if call.exception() is None:
-            self._todo.update(*struct.iter_unpack("<q", call.value()))  # in place: several threads may
+        said = call.value() if call.exception() is None else None
+        if type(said) is bytes and not len(said) % 8:
+            new = {each for (each,) in struct.iter_unpack("<q", said)} - self._told
+            # In place: several threads may. Members alone: whoever invents others must not have them all called.
+            self._todo.update(new and new.intersection(self._everybody()))
         else:  # it is gone, and with it what it knew of others
-            self._todo.update([record.id for record in self._node.group.live()])
+            self._todo.update(self._everybody())
         with contextlib.suppress(RpcError):  # we leave
             self.tell()
 
 
 @brief
 def forget(context_id: int) -> bytes:
-    """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids."""
-    node, _ = serving()
+    """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids.
+
+    Of the one who has opened it that is believed. Others say so as well, of what they had called before that worker was
+    told of them: then it is asked, so that nobody ends the contexts of others.
+    """
+    node, call = serving()
+    opener = opener_of(context_id)
+    if call.caller_id != opener:
+        _doubt(node, context_id, opener)
+        return b""
     newcomers, known = _apart(node.gradients.leave(context_id))
     if newcomers:  # which others cannot tell
         _Farewell(node, context_id, newcomers).tell()
     return struct.pack(f"<{len(known)}q", *known)
+
+
+def _doubt(node: Node, context_id: int, opener: int) -> None:
+    """Somebody else says of that context that it has ended: it has if the worker that has opened it says so."""
+    doubted = node.gradients.doubted
+    if opener == node.engine.id or context_id in doubted or node.gradients.find(context_id) is None:
+        return
+    doubted.add(context_id)
+    serving = current_call.set(None)  # as in `_Farewell`
+    try:
+        call: Future[bool] = node.peers.by_id(opener).call(has_ended, (context_id,), None, 0.0, system=True)
+    except BaseException:
+        doubted.discard(context_id)
+        raise
+    finally:
+        current_call.reset(serving)
+
+    def answered(call: Future[bool]) -> None:
+        doubted.discard(context_id)
+        if call.exception() is None and call.value() is True:  # else it goes with that worker
+            _Farewell(node, context_id, node.gradients.leave(context_id)).tell()
+
+    call.when_settled(Again(answered))
+
+
+@brief
+def has_ended(context_id: int) -> bool:
+    """Handler: whether a context of this worker was left. One that was not opened yet may be soon."""
+    node, _ = serving()
+    return node.gradients.has_ended(context_id)
 
 
 def _apart(known: Iterable[Any]) -> tuple[list[Any], set[int]]:

@@ -18,44 +18,33 @@ from __future__ import annotations
 
 import itertools
 import operator
-import struct
-import sys
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
-from .. import foreign
+from ..callbacks import Again
 from ..channels.landing import Arrival
-from ..channels.layout import EMBEDDED_SIZE
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
-from ..protocol.reference_messages import ReferenceId
+from ..locks import Lock
 from ..runtime.calls.current import current_call, permits
 from ..runtime.calls.functions import async_execution, brief, intrinsic
-from ..runtime.calls.values import Results
-from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
-from ..runtime.gradients.reach import FOREIGN, Leaf, ReceivedTensor, SentName, Target
+from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd, opener_of
+from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
 from ..runtime.node import Node, serving
+from .awaited import Awaited
+from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_what_changed, say_where, unshared
+from .resent import Entry, Resent, mask_of
+from .wire import MORE, NOT_CLOSED, Gradients, Wire, from_wire, to_wire, unpack_names, unpack_reference
 
 Tensor = torch.Tensor
-# On the wire: the names of entries, packed, and then the gradient of each; None: nothing flows there.
-Wire = Results
-Gradients = dict[SentName, Tensor | None]
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
-_LEAF, _GRADIENT, _EDGE = operator.itemgetter(0), operator.itemgetter(1), operator.attrgetter("edge")
-
-
-class Entry(NamedTuple):
-    """Where a gradient comes in. mask: of the targets that it leads to."""
-
-    edge: GradientEdge
-    mask: int
+_LEAF, _GRADIENT = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Closing(ABC):
@@ -115,11 +104,13 @@ class Part:
         self._node = node
         self._context = context
         self._number = number
-        self._lock = threading.Lock()
-        self._entries: dict[SentName, Entry] | None = None  # None: the plan has not come
+        self._lock = Lock()
+        self._entries: dict[SentName, Entry] = {}
+        self._awaited: Awaited | None = None  # None: the plan has not come
         self._gradients: Gradients = {}  # that have come
         self._arrivals: list[Arrival] = []
         self._left = 0  # bits of targets that were not evaluated
+        self._resent = Resent()
         self._retain = False
         self._root = -1  # who runs the pass
         self._until: float | None = None
@@ -128,7 +119,8 @@ class Part:
         self._ended = False  # somebody has found that nothing is left to do
         self._ready_to_end = False  # and has done what comes last
         self._sink: LeafSink | None = None  # that has taken gradients of leaves
-        self._delivering = 0
+        self._delivering: dict[int, None] = {}  # the numbers of calls that bring gradients to others, unanswered
+        self._deliveries = itertools.count()
         self._home: Gradients = {}  # that came out for who runs the pass, and were not told yet
         self._question: Future[Wire] | None = None  # of who runs the pass, which is open
 
@@ -138,14 +130,21 @@ class Part:
         """The plan. retain: keep the graph for another one. until: as of `ask`. closing: what is to be done last."""
         with self._lock:
             self._retain, self._until, self._closing = retain, until, closing
-            for entry in entries.values():
-                self._left |= entry.mask
-            self._entries = entries
+            awaited = Awaited(list(entries), list(map(mask_of, entries.values())))
+            awaited.came(self._gradients)
+            self._entries, self._left = entries, awaited.targets
+            self._awaited = awaited
+            if self._node.accelerators.accelerator is None:  # else sums would have to wait for streams
+                self._resent = Resent.of(entries, self._context.received)
+                self._resent.came(self._gradients)
 
     def take(self, gradients: Mapping[SentName, Tensor | None], arrival: Arrival | None = None) -> None:
         """Gradients of some entries. arrival: of those on devices."""
         with self._lock:
             self._gradients.update(gradients)
+            if self._awaited is not None:
+                self._awaited.came(gradients)
+                self._resent.came(gradients)
             if arrival is not None:
                 self._arrivals.append(arrival)
 
@@ -201,46 +200,61 @@ class Part:
         """Run what is ready, here and now; whatever then is ready, too."""
         while not self.over:
             with self._lock:
-                if self._running or self._entries is None:
+                awaited = self._awaited
+                if self._running or awaited is None:
                     return
-                ready, waiting = self._ready(self._entries)
-                if not ready:
+                resent = self._resent
+                ready = self._left & ~awaited.blocked
+                begin = self._left & ~ready & resent.ready
+                if not (ready or begin):
                     break
                 self._running = True
-                last = ready == self._left and not waiting
-                used = []
-                for name, entry in self._entries.items():
-                    if not entry.mask & ready:
+                complete = resent.summed(ready, self._gradients)
+                resent.ready &= ~begin
+                resent.begun |= begin
+                targets = begin | (ready & ~resent.begun)
+                left, used, spent = self._left & ~ready & ~resent.begun, [], []
+                for name in awaited.leading_to(targets):
+                    edge, mask = self._entries[name]
+                    if mask & begin and name in resent.names:
                         continue
-                    used.append((entry.edge, self._gradients[name]))
+                    # Those whose targets are all done then. What others have in common with them leads to one of these.
+                    if not mask & left:
+                        spent.append(name)
+                    used.append((edge, self._gradients[name]))
+                again = len(spent) < len(used)
                 arrivals, self._arrivals = self._arrivals, []
             try:
-                deliveries = self._run(used, ready, self._retain or not last, arrivals)
+                deliveries = self._run(used, targets, begin, self._retain or again, arrivals)
+                for received, gradient in complete:
+                    deliveries.setdefault(received.sender, {})[received.name] = gradient
             except BaseException as error:
-                _say_where(error, self._node.engine.name)
+                say_where(error, self._node.engine.name)
                 self._running = False
                 self.fail(error)
                 return
-            self._hand_on(ready, deliveries)
+            used.clear()
+            complete.clear()
+            self._hand_on(ready, spent, deliveries)
+            deliveries.clear()
         self._finish()
 
-    def _ready(self, entries: Mapping[SentName, Entry]) -> tuple[int, bool]:
-        """Targets for which no gradient is missing, and whether any is missing."""
-        blocked, waiting = 0, False
-        for name, entry in entries.items():
-            if name not in self._gradients:
-                blocked |= entry.mask
-                waiting = True
-        return self._left & ~blocked, waiting
-
     def _run(
-        self, used: Sequence[tuple[GradientEdge, Tensor | None]], ready: int, retain: bool, arrivals: Sequence[Arrival]
+        self,
+        used: Sequence[tuple[GradientEdge, Tensor | None]],
+        bits: int,
+        begin: int,
+        retain: bool,
+        arrivals: Sequence[Arrival],
     ) -> dict[int, Gradients]:
-        """Evaluate some targets: gradients for tensors that other workers have sent, by worker."""
+        """Evaluate some targets: gradients for tensors that other workers have sent, by worker.
+
+        bits: of the targets. begin: of those among them whose gradients `Resent` is to complete.
+        """
         for arrival in arrivals:
             arrival.join()
-        targets = self._context.reach.targets_of(ready)
-        if any(map(_IS_FOREIGN, targets)):  # `in` would compare each target with it
+        targets = self._context.reach.targets_of(bits)
+        if any(map(IS_FOREIGN, targets)):  # `in` would compare each target with it
             raise RpcUsageError(
                 "the graph goes on in a tensor that was received in another autograd context. Contexts do not mix: "
                 "call again in this one; a @batched function must not gather calls of several contexts that go backward"
@@ -250,23 +264,26 @@ class Part:
         for edge, gradient in used:
             if gradient is not None:
                 given.append((edge, gradient))
-                taken.add(_memory_of(gradient))
+                taken.add(memory_of(gradient))
         try:
-            results = _evaluate(given, targets, retain)
+            results = evaluate(given, targets, retain)
         except BaseException as error:
-            _say_what_changed(error, targets)
+            say_what_changed(error, targets)
             raise
-        holders = _references(results)
+        holders = references_to(results)
         deliveries: dict[int, Gradients] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
-        for target, gradient in zip(targets, results, strict=True):
+        for bit, target, gradient in zip(bits_of(bits), targets, results, strict=True):
             if isinstance(target, ReceivedTensor):
+                taken.add(memory_of(gradient))
+                if begin >> bit & 1:
+                    self._resent.parts[bit] = gradient
+                    continue
                 deliveries.setdefault(target.sender, {})[target.name] = gradient
-                taken.add(_memory_of(gradient))
         for target, gradient, count in zip(targets, results, holders, strict=True):
             # A leaf that was frozen since the graph was made gets none: its own node would not accumulate any either.
             if gradient is not None and isinstance(target, Leaf) and target.tensor.requires_grad:
-                leaves.append((target, gradient.clone() if count > _ALONE else _own(gradient, taken)))
+                leaves.append((target, gradient.clone() if count > ALONE else unshared(gradient, taken)))
         if self.over:  # it has failed or was given up meanwhile
             return {}
         if leaves:
@@ -304,24 +321,30 @@ class Part:
         self._context.accumulate(())  # this thread's streams wait for what `take` has begun on devices
         return sink.finish(self._context, failed)
 
-    def _hand_on(self, ready: int, deliveries: dict[int, Gradients]) -> None:
-        """Some targets are done: their gradients go to whoever has sent them."""
+    def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Gradients]) -> None:
+        """Some targets are done: their gradients go to whoever has sent them. spent: entries that lead to no others."""
         with self._lock:
-            assert self._entries is not None, "it runs"
-            self._gradients.update(deliveries.pop(self._node.engine.id, {}))
+            assert self._awaited is not None, "it runs"
+            own = deliveries.pop(self._node.engine.id, None)
+            if own:
+                self._gradients.update(own)
+                self._awaited.came(own)
+                self._resent.came(own)
             self._left &= ~ready
+            self._gradients.update(dict.fromkeys(spent))  # not kept until the pass ends, which may be long
             self._running = False
             self._home.update(deliveries.pop(self._root, {}))
             if self.held is not None:
                 for worker_id, gradients in deliveries.items():
                     self.held.setdefault(worker_id, {}).update(gradients)
                 return
+            numbers = list(itertools.islice(self._deliveries, len(deliveries)))
             if self._runs is None:
-                self._delivering += len(deliveries)
-        for worker_id, gradients in deliveries.items():
-            self._deliver(worker_id, gradients)
+                self._delivering.update(dict.fromkeys(numbers))
+        for number, (worker_id, gradients) in zip(numbers, deliveries.items(), strict=True):
+            self._deliver(number, worker_id, gradients)
 
-    def _deliver(self, worker_id: int, gradients: Gradients) -> None:
+    def _deliver(self, number: int, worker_id: int, gradients: Gradients) -> None:
         try:
             if self._runs is not None:
                 self._runs.hand_on(worker_id, gradients)
@@ -331,15 +354,19 @@ class Part:
         except BaseException as error:
             self.fail(error)
             return
-        call.when_settled(self._delivered)
+        call.when_settled(Again(self._delivered, number))
 
-    def _delivered(self, call: Future[Any]) -> None:
+    def _delivered(self, number: int, call: Future[Any]) -> None:
+        """That call has its answer. It may run twice: whoever has read the answer may be interrupted."""
+        self._node.engine.apart_from_signals(self._was_delivered, number, call)
+
+    def _was_delivered(self, number: int, call: Future[Any]) -> None:
         error = call.exception()
         if error is not None:
             self.fail(error)
             return
         with self._lock:
-            self._delivering -= 1
+            self._delivering.pop(number, None)
         self._finish()
 
     def _finish(self) -> None:
@@ -348,9 +375,9 @@ class Part:
             self._kept(failed=True)
             return
         with self._lock:
-            if self._entries is None or self._running:
+            if self._awaited is None or self._running:
                 return
-            done = not (self._left or self._delivering) and self._entries.keys() <= self._gradients.keys()
+            done = not (self._left or self._delivering or self._awaited.missing)
             first = done and not self._ended
             if first:
                 self._ended = True
@@ -397,115 +424,12 @@ class Part:
             asked.settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else b""))
 
 
-# What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
-MORE = b"+"  # others will follow it
-NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last had nothing to do
-
-
-def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
-    """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`."""
-    return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
-
-
-def _short(gradient: Tensor | None) -> Tensor | None:
-    """A dense copy of a short gradient that was expanded, as that of a sum is: strides cost more than its elements."""
-    if gradient is None or not gradient.is_cpu or gradient.layout is not torch.strided or gradient.is_contiguous():
-        return gradient
-    return gradient.contiguous() if gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride() else gradient
-
-
-def said_of_part(names: bytes) -> bytes:
-    """What an answer with these packed names says of the part: MORE, NOT_CLOSED or nothing."""
-    return names[len(names) // 8 * 8 :]
-
-
-def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
-    """What `to_wire` was given."""
-    return dict(zip(unpack_names(names), gradients, strict=True))
-
-
-def pack_names(names: Collection[SentName]) -> bytes:
-    """Names of entries, in their order."""
-    return struct.pack(f"<{2 * len(names)}q", *itertools.chain.from_iterable(names))
-
-
-def unpack_names(packed: bytes) -> list[SentName]:
-    """What `pack_names` was given."""
-    numbers = iter(struct.unpack_from(f"<{len(packed) // 8}q", packed))
-    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
-
-
 def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
     """What users of these wait for, if any are on a device. kept: it has them, and keeps them for who joins it."""
     if node.accelerators.accelerator is None:
         return None
     on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
     return node.accelerators.arrival(gradients if kept else None) if on_device else None
-
-
-def _evaluate(
-    entries: Sequence[tuple[GradientEdge, Tensor]], targets: Sequence[Target], retain: bool
-) -> Sequence[Tensor | None]:
-    if not entries:
-        return [None] * len(targets)
-    outputs, gradients = zip(*entries, strict=True)
-    inputs = tuple(map(_EDGE, targets))
-    # What `torch.autograd.grad` comes to for edges, with a quarter of its functions: the engine compares shapes and
-    # types of the gradients by itself.
-    results: Sequence[Tensor | None] = _engine_run_backward(
-        outputs, gradients, retain, False, inputs, allow_unreachable=True, accumulate_grad=False
-    )
-    return results
-
-
-def _own(gradient: Tensor, taken: set[int]) -> Tensor:
-    """A gradient that shares memory with no other one: the engine gives one tensor, or views of one, to several inputs,
-    and may hand through what it was given."""
-    memory = _memory_of(gradient)
-    if memory in taken or (gradient.layout is torch.strided and 0 in gradient.stride()):
-        return gradient.clone(memory_format=torch.contiguous_format)
-    taken.add(memory)
-    return gradient
-
-
-def _memory_of(tensor: Tensor | None) -> int:
-    """Equal for tensors that share it; of what has no storage of its own, the object's."""
-    if tensor is None or tensor.layout is not torch.strided:
-        return id(tensor)
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
-
-
-def _references(tensors: Sequence[Tensor | None]) -> list[int]:
-    return list(map(sys.getrefcount, tensors))
-
-
-_IS_FOREIGN = partial(operator.is_, FOREIGN)
-# What it counts for a tensor that nobody else has: a custom Function may have kept what it returned.
-_ALONE = _references((torch.empty(0),))[0]
-
-
-def _say_what_changed(error: BaseException, targets: Sequence[Target]) -> None:
-    """Note each leaf that has changed since the forward pass: what a node has saved of it does not fit then."""
-    for target in targets:
-        change = target.change() if isinstance(target, Leaf) else None
-        if change is not None:
-            foreign.add_note(error, change)
-
-
-def _say_where(error: BaseException, worker: str) -> None:
-    """Note worker and node, which the error itself says nothing of."""
-    node = None
-    traceback = foreign.field(error, "__traceback__")
-    while traceback is not None:
-        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
-        first = names.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
-        if isinstance(first, torch.autograd.graph.Node):
-            node = first.name()
-        traceback = traceback.tb_next
-    foreign.add_note(error, f"in the backward pass on worker {worker!r}" + (f", at node {node}" if node else ""))
 
 
 # --- calls between workers --------------------------------------------------------------------------------------------
@@ -542,15 +466,31 @@ def part_of(node: Node, context: AutogradContext, number: int, runs: RunsPass | 
         return part
 
 
+def _runs(number: int) -> int:
+    """In a handler: the id of its caller, which runs that pass. RpcError if another worker does."""
+    call = current_call.get()
+    assert call is not None, "it is served"
+    if opener_of(number) != call.caller_id:
+        raise RpcError(f"worker {call.caller_id} does not run this backward pass: worker {opener_of(number)} does")
+    return call.caller_id
+
+
+# The tensors that entries of a worker lead to, as (bit, worker, message, place), and of each entry, as (message,
+# place), the bits of those: where each leads to all that came before it, to name them for each would be too much.
+Table = tuple[list[tuple[int, int, int, int]], list[tuple[int, int, bytes]]]
+
+
 @intrinsic
-def gather(context_id: int) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-    """Handler: for each entry of this worker, as (message, place), the tensors it leads to, as (worker, ..)."""
+def gather(context_id: int) -> Table:
+    """Handler: for each entry of this worker the tensors it leads to."""
     _, context = _here(context_id)
-    table = []
+    reach, entries, every = context.reach, [], 0
     for name, edge in list(context.sent.items()):
-        received = context.reach.received_of(context.reach.of(edge.node))
-        table.append((*name, [(each.sender, *each.name) for each in received]))
-    return table
+        mask = reach.received_in(reach.of(edge.node))
+        every |= mask
+        entries.append((*name, mask.to_bytes(mask.bit_length() // 8 + 1, "little")))
+    received = zip(bits_of(every), reach.received_of(every), strict=True)
+    return [(bit, each.sender, *each.name) for bit, each in received], entries
 
 
 @intrinsic
@@ -570,10 +510,9 @@ def plan(
     last: the reference to a `Closing` of this worker, packed; empty: nothing is to be done at the end.
     """
     node, context = _here(context_id)
-    call = current_call.get()
-    assert call is not None, "it is served"
+    root = _runs(number)
     part = part_of(node, context, number)
-    asked = part.question(call.caller_id)
+    asked = part.question(root)
     try:
         entries = {}
         for name in unpack_names(names):
@@ -592,18 +531,10 @@ def plan(
     return asked
 
 
-_REFERENCE = struct.Struct("<qqQ")
-
-
-def pack_reference(rref: ReferenceId) -> bytes:
-    """The reference to a `Closing`, for a plan."""
-    return _REFERENCE.pack(*rref)
-
-
 def _closing(node: Node, packed: bytes, until: float | None) -> Closing:
     """What is to be done at the end. NotAllowed if the worker that asks may not have it done."""
     seconds = None if until is None else max(0.0, until - time.monotonic())
-    found = node.references.value(*_REFERENCE.unpack(packed)).wait(seconds)
+    found = node.references.value(*unpack_reference(packed)).wait(seconds)
     if not isinstance(found, Closing):
         raise RpcError(f"a backward pass cannot end with a step of a {type(found).__qualname__}")
     rights = permits()
@@ -617,8 +548,7 @@ def _closing(node: Node, packed: bytes, until: float | None) -> Closing:
 def go_on(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> Future[Wire]:
     """Handler: gradients of entries of this worker, from the one that runs the pass, with its next question."""
     node, context = _here(context_id)
-    call = current_call.get()
-    assert call is not None, "it is served"
+    root = _runs(number)
     given = from_wire(names, *gradients)
     part = context.parts.get(number)
     if part is None and number in context.passed:  # a later question has overtaken it, or none was open at a failure
@@ -626,7 +556,7 @@ def go_on(context_id: int, number: int, names: bytes, *gradients: Tensor | None)
         over.settle(to_wire({}, MORE), context.passed[number])
         return over
     part = part or part_of(node, context, number)
-    asked = part.question(call.caller_id)
+    asked = part.question(root)
     part.take(given, arrival_of(node, gradients, kept=True))
     part.advance()
     return asked
@@ -645,5 +575,6 @@ def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) 
 def abort(context_id: int, number: int, reason: str) -> None:
     """Handler: that pass has failed elsewhere."""
     node, context = _here(context_id)
+    _runs(number)
     if number not in context.passed:
         part_of(node, context, number).fail(RpcError(f"the backward pass has failed: {reason}"))

@@ -16,6 +16,8 @@ Invariants
 1. A target is evaluated when all entries of the plan that lead to it have their gradients, and once in a pass. All
    targets that are ready share one run of torch's engine, from those entries. So a node only ever sees complete
    gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
+   A received tensor that was sent on as it came needs no engine for what comes back for it: that is added to what the
+   graph has given, which so need not wait for it (`resent.py`).
 2. Entries that no root leads to are in no plan: nobody waits for a gradient that does not come.
 3. Whoever fails (an exception, a lost worker, the deadline) ends the pass on all workers, and so does who cancels it.
    What was accumulated by then stays in the context.
@@ -31,7 +33,6 @@ and waits for those that the loss does not use.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
@@ -44,31 +45,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import foreign
 from ..callbacks import Again
-from ..errors import RpcError, RpcUsageError
+from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future
+from ..locks import Lock
+from ..runtime.calls.failures import without_frames
 from ..runtime.gradients.contexts import AutogradContext
-from ..runtime.gradients.reach import SentName
+from ..runtime.gradients.reach import SentName, bits_of
 from ..runtime.node import Node
-from .parts import (
-    MORE,
-    NOT_CLOSED,
-    Closing,
-    Entry,
-    Gradients,
-    Part,
-    Wire,
-    abort,
-    arrival_of,
-    ask,
-    from_wire,
-    gather,
-    go_on,
-    pack_names,
-    part_of,
-    plan,
-    said_of_part,
-    to_wire,
-)
+from .parts import Closing, Part, abort, arrival_of, ask, gather, go_on, part_of, plan
+from .resent import Entry
+from .wire import MORE, NOT_CLOSED, Gradients, Wire, from_wire, pack_names, said_of_part, to_wire
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
@@ -104,6 +90,25 @@ class Last(NamedTuple):
     idle: Callable[[], RpcError]
 
 
+class _Table:
+    """What a worker has said of its entries (`gather`)."""
+
+    def __init__(
+        self, received: Sequence[tuple[int, int, int, int]], entries: Iterable[tuple[int, int, bytes]]
+    ) -> None:
+        self._received = {bit: (sender, SentName(message, place)) for bit, sender, message, place in received}
+        self._masks = {SentName(message, place): int.from_bytes(mask, "little") for message, place, mask in entries}
+        self._told = 0  # bits
+
+    def behind(self, names: Iterable[SentName]) -> list[tuple[int, SentName]]:
+        """The tensors that these entries lead to and that were not told before, with their senders."""
+        mask = 0
+        for name in names:
+            mask |= self._masks.get(name, 0)
+        new, self._told = mask & ~self._told, self._told | mask
+        return [self._received[bit] for bit in bits_of(new)]
+
+
 class Done(Future[None]):
     """Of a pass: who cancels it ends the pass. of: the pass, which is not kept by whoever keeps this."""
 
@@ -131,10 +136,12 @@ class Pass:
         self.done = Done()
         self.done.of = weakref.ref(self)
         self.done.subject = f"the backward pass of autograd context {context.id}"
-        self.done.loop, self.done.executor = node.engine.loop, node.engine.pool
+        engine = node.engine
+        self.done.loop, self.done.home_thread, self.done.executor = engine.loop, engine.thread, engine.pool
         self._node = node
         self._context = context
         self._until = until
+        self._seconds = 0.0 if until is None else round(until - time.monotonic(), 3)
         self._retain = retain
         self._last = last
         self._closed = False  # whether a worker had anything to do at the end
@@ -147,7 +154,7 @@ class Pass:
         self._answers = 0  # that are missing, of all of them
         self._over: set[int] = set()  # workers whose parts are done
         self._calls: set[Future[Wire | bytes]] = set()  # questions whose answers were not used
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gate: Future[None] | None = None  # of the thread that drives it
         self._driven = False
@@ -210,25 +217,25 @@ class Pass:
     def _gather_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The same, by asking: a round trip for each hop of the graph of workers, however often tensors crossed it."""
         reach = self._context.reach
-        tables: dict[int, dict[SentName, list[tuple[int, SentName]]]] = {}
-        plans: dict[int, list[SentName]] = {}
-        seen: set[tuple[int, SentName]] = set()
-        todo = [(each.sender, each.name) for edge in roots for each in reach.received_of(reach.of(edge.node))]
+        tables: dict[int, _Table] = {}
+        plans: dict[int, dict[SentName, None]] = {}
+        todo: dict[int, set[SentName]] = {}
+        for edge in roots:
+            for each in reach.received_of(reach.of(edge.node)):
+                todo.setdefault(each.sender, set()).add(each.name)
         while todo:
-            unknown = {worker_id for worker_id, _ in todo} - tables.keys()
+            unknown = todo.keys() - tables.keys()
             calls = {each: ask(self._node, each, gather, self._context.id, until=self._until) for each in unknown}
             for worker_id, call in calls.items():
-                tables[worker_id] = {
-                    SentName(message, place): [(sender, SentName(*name)) for sender, *name in received]
-                    for message, place, received in call.wait()
-                }
-            current, todo = todo, []
-            for worker_id, name in current:
-                if (worker_id, name) not in seen:
-                    seen.add((worker_id, name))
-                    plans.setdefault(worker_id, []).append(name)
-                    todo += tables[worker_id].get(name, ())
-        return plans
+                tables[worker_id] = _Table(*call.wait())
+            current, todo = todo, {}
+            for worker_id, names in current.items():
+                known = plans.setdefault(worker_id, {})
+                new = [name for name in names if name not in known]
+                known.update(dict.fromkeys(new))
+                for sender, name in tables[worker_id].behind(new):
+                    todo.setdefault(sender, set()).add(name)
+        return {worker_id: list(names) for worker_id, names in plans.items()}
 
     # --- what follows from the answers --------------------------------------------------------------------------------
 
@@ -236,9 +243,23 @@ class Pass:
         """It runs again where a signal handler has raised in it, in a thread that reads answers of others as well."""
         error = call.exception()
         if error is not None:
-            self._fail(error)
+            self._fail(self._worded(worker_id, error))
         else:
             self._do(partial(self._use, worker_id, call))
+
+    def _worded(self, worker_id: int, error: BaseException) -> BaseException:
+        """The error of a question: where the time of the pass is up, of that, not of what was left for the question."""
+        if not isinstance(error, RpcTimeout) or self._until is None or time.monotonic() < self._until:
+            return error
+        name = self._node.peers.by_id(worker_id).name
+        text = (
+            f"{self.done.subject} was not done after {self._seconds:g} s (rpc_timeout, or what a handler had left): "
+            f"worker {name!r} was asked for its part, and has not answered"
+        )
+        late = RpcTimeout(text, worker=name, function="autograd.backward", seconds=self._seconds)
+        late.late = error.late
+        late.__cause__ = without_frames(error)
+        return late
 
     def _use(self, worker_id: int, call: Future[Wire | bytes]) -> None:
         """Not on a loop: a worker says what came out of its part; a lone result comes by itself."""

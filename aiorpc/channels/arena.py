@@ -9,9 +9,9 @@ Invariants
 3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it. What is done
    under it by the main thread, where a signal handler may raise between any two instructions, is done or undone whole.
 4. No mapping is taken away under somebody who uses it: mappings are dropped, and go with their last user.
-5. Free room is warm: its pages are there. What the system gives or gets back is cold, and no room until `grow`,
-   `allocate` with grow or `allocate_cold` takes it: a page that is touched for the first time costs more than to send
-   its bytes. It costs half as much if it is not touched but written (`write_cold`).
+5. Free room is warm: its pages are there. What the system gives or gets back is cold, and no room until `grow` or
+   `allocate_cold` takes it: a page that is touched for the first time costs more than to send its bytes. It costs half
+   as much if it is not touched but written (`write_cold`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from ..locks import Lock
 from ..protocol.frames import Buffer
 from .copying import Assist, together, write_cold
 from .segments import HEADER, Bytes, Segment, create_segment, punch
@@ -115,8 +116,8 @@ class Arena:
         self._closed = False
         self._retry_at = 0.0
         self._failure = ""
-        self._lock = threading.Lock()
-        self._growth = threading.Lock()  # taken before the other
+        self._lock = Lock()
+        self._growth = Lock()  # taken before the other
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -146,11 +147,8 @@ class Arena:
         """Whether `close` or `close_in_child` was called."""
         return self._closed
 
-    def allocate(self, size: int, *, grow: bool = True) -> Block | None:
-        """A block of `size` bytes, or None when there is none to be had (`last_refusal`).
-
-        grow: take cold memory if need be, whose pages then cost their first touch.
-        """
+    def allocate(self, size: int) -> Block | None:
+        """A block of `size` bytes, or None when there is no warm room for it (`last_refusal`)."""
         if size <= 0:
             self.last_refusal = "empty"
             return None
@@ -158,20 +156,9 @@ class Arena:
         try:
             with self._lock:
                 block = self._carve(size) if threading.get_ident() != _MAIN else self._carve_whole(size)
-                if block is None and not grow:
+                if block is None:
                     self.last_refusal = self._why_none(size)
-            if block is not None or not grow:
-                return block
-            with self._growth:
-                while True:  # each turn the arena grows, and it is bounded
-                    with self._lock:
-                        block = self._carve_whole(size)
-                    if block is not None:
-                        return block
-                    extent = self._take_cold(size)
-                    if extent is None:
-                        return None
-                    self._give_room(extent)
+            return block
         except BaseException:  # a signal handler has raised it, as a lock was let go of, say
             if block is not None:
                 self.free(block)
@@ -210,9 +197,11 @@ class Arena:
         Returns the ranges (segment, start, bytes) that were made warm: none where there is no memory to be had.
         """
         with self._growth:
-            extent = self._take_cold(size)
-            # At the limit what is cold may join what is free, and be enough then.
-            ranges = [extent] if extent is not None else self._take_all_cold()
+            extent = self._take_cold(size, GROW_SIZE)
+            if extent is not None:
+                ranges = [extent]
+            else:  # at the limit what is cold may join what is free, and be enough then
+                ranges, self._cold = list(self._cold), Extents()
             segments = self._segments
         for index, start, room in ranges:
             if self._closed:  # whoever closes does not wait for this
@@ -363,7 +352,7 @@ class Arena:
 
     def close_in_child(self) -> None:
         """In a forked child: let go of what is the parent's, without its locks."""
-        self._lock, self._growth = threading.Lock(), threading.Lock()
+        self._lock, self._growth = Lock(), Lock()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -469,7 +458,7 @@ class Arena:
         else:
             states[first:last] = bytes((_USED,)) * (last - first)
 
-    def _take_cold(self, size: int, most: int = GROW_SIZE) -> tuple[int, int, int] | None:
+    def _take_cold(self, size: int, most: int) -> tuple[int, int, int] | None:
         """Cold room (segment, start, bytes) for `size` bytes, out of a new segment if need be; None: not to be had.
 
         most: bytes that are taken where there are so many, even for fewer. The growth lock is held.
@@ -480,10 +469,6 @@ class Arena:
         if extent is None and self._add_segment(room):
             extent = self._cold.take_some(room, most)
         return extent
-
-    def _take_all_cold(self) -> list[tuple[int, int, int]]:
-        cold, self._cold = self._cold, Extents()
-        return list(cold)
 
     def _give_room(self, extent: tuple[int, int, int]) -> None:
         with self._lock:

@@ -14,16 +14,18 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from ..errors import ProtocolError, RpcCancelled
+from ..locks import Lock
 from ..options import BULK_SIZE
-from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame
+from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame, room
 from ..protocol.messages import Chunk, read_chunk, write_chunk
 from ..protocol.states import TRANSFER, TransferEvent, TransferState
 from . import Arrived, Traffic, Wire, size_said
@@ -48,28 +50,24 @@ class BulkTransfer(NamedTuple):
     size: int
 
 
+@dataclass(eq=False, slots=True)
 class _Outgoing:
-    __slots__ = ("at", "data", "given_up", "named", "number")
-
-    def __init__(self, number: int, data: memoryview) -> None:
-        self.number = number
-        self.data = data
-        self.at = 0
-        self.given_up = False
-        self.named = False
+    number: int
+    data: memoryview
+    at: int = 0
+    given_up: bool = False
+    named: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class _Incoming:
-    __slots__ = ("arrived", "buffer", "failure", "filled", "placed", "size", "state")
-
-    def __init__(self, size: int) -> None:
-        self.state = TRANSFER.initial
-        self.size = size
-        self.filled = 0
-        self.placed = 0  # several chunks may be read before any is handed on
-        self.buffer: memoryview | None = None
-        self.failure: Exception | None = None
-        self.arrived: Callable[[Buffer | Exception], None] | None = None
+    size: int
+    state: TransferState = TRANSFER.initial
+    filled: int = 0
+    placed: int = 0  # several chunks may be read before any is handed on
+    buffer: memoryview | None = None
+    failure: Exception | None = None
+    arrived: Callable[[Buffer | Exception], None] | None = None
 
     def enter(self, event: TransferEvent) -> None:
         """That has happened to it, as its sender says. Raises ProtocolError if it cannot happen now."""
@@ -115,8 +113,9 @@ class Bulk:
         self._outgoing: dict[int, _Outgoing] = {}
         self._turns: deque[_Outgoing] = deque()
         self._incoming: dict[int, _Incoming] = {}
+        self._nowhere: memoryview | None = None  # where chunks go that nobody gets; see `_begin`
         self._closed = False
-        self._lock = threading.Lock()  # over what is sent
+        self._lock = Lock()  # over what is sent
 
     @property
     def sending(self) -> int:
@@ -175,8 +174,7 @@ class Bulk:
                 if transfer is None:  # all of it has been written
                     if named:  # the message has been written, too, and will take it
                         continue
-                    transfer = _Outgoing(number, memoryview(b""))
-                    transfer.at = size
+                    transfer = _Outgoing(number, memoryview(b""), size)
                     self._turns.append(transfer)
                 self.unsent -= len(transfer.data[transfer.at :])
                 transfer.given_up = True
@@ -239,6 +237,9 @@ class Bulk:
                 "(max_incoming_bytes)"
             )
         incoming = self._remember(number, size)
+        if self._nowhere is None:  # now: where there is no memory for a buffer there may be none for a chunk of it
+            with contextlib.suppress(ProtocolError):  # there is none already
+                self._nowhere = memoryview(room(self._chunk))
         try:
             incoming.buffer = self._allocate(size)
         except MemoryError as error:  # it fails its message, and no other
@@ -270,7 +271,8 @@ class Bulk:
         incoming.enter(TransferEvent.CHUNK)
         incoming.placed += length
         if incoming.buffer is None:
-            return self._allocate(length)
+            nowhere = self._nowhere
+            return self._allocate(length) if nowhere is None or length > len(nowhere) else nowhere[:length]
         return incoming.buffer[offset : offset + length]
 
     def displace(self, number: int, length: int) -> None:

@@ -364,11 +364,7 @@ def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[Any, ...]]) -> d
     return functions
 
 
-def _check_size(handle: bytes) -> None:
+def _memory_handle(handle: bytes) -> MemoryHandle:
     if len(handle) != HANDLE_SIZE:
         raise RuntimeError(f"a handle of CUDA has {HANDLE_SIZE} bytes, not {len(handle)}")
-
-
-def _memory_handle(handle: bytes) -> MemoryHandle:
-    _check_size(handle)
     return MemoryHandle.from_buffer_copy(handle)

@@ -78,7 +78,7 @@ class Keeper:
             return None
         block, keep = None, None
         try:
-            block = self._arena.allocate(size, grow=False)
+            block = self._arena.allocate(size)
             if block is None:
                 if not self._arena.closed:
                     self._on_cold(size)

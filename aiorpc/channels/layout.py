@@ -18,7 +18,7 @@ import ctypes
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy
 import torch
@@ -39,15 +39,27 @@ _DTYPE_NAMES = """
     float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32
     uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
     float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 bits8 bits16
-    bits1x8 bits2x4 bits4x2
+    bits1x8 bits2x4 bits4x2 bcomplex32
 """
 DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _DTYPE_NAMES.split())
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+
+
+class _Codes(dict[torch.dtype, int]):
+    """The code of each type. SerializationError for one that a later version of torch has: no worker could read it."""
+
+    def __missing__(self, dtype: torch.dtype) -> NoReturn:
+        raise SerializationError(
+            f"(or another value) holds a {dtype} tensor, a type that this version of aiorpc does not know; send a view "
+            "of it as another type, tensor.view(torch.uint8)"
+        )
+
+
+_CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES) if dtype is not None)
 _NUMPY = {
     _CODES[dtype]: numpy.dtype(str(dtype).removeprefix("torch."))
     for dtype in (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8)
 } | {_CODES[torch.uint8]: numpy.dtype("uint8"), _CODES[torch.bool]: numpy.dtype("bool")}
-_COMPLEX = frozenset(_CODES[dtype] for dtype in (torch.complex32, torch.complex64, torch.complex128))
+_COMPLEX = frozenset(code for dtype, code in _CODES.items() if dtype.is_complex)
 _ALIGN = 16
 Parameter = torch.nn.Parameter
 _PLAIN = frozenset((torch.Tensor,))
@@ -258,7 +270,12 @@ class _Host:
 
     def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> Any:
         """A buffer that keeps the storage alive, or a copy."""
-        return _bytes_at(storage, address, size)
+        if size < DIRECT_SIZE:
+            return ctypes.string_at(address, size)
+        array = (ctypes.c_ubyte * size).from_address(address)
+        # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
+        array.owner = storage  # type: ignore[attr-defined]  # ctypes declares no attributes
+        return memoryview(array).cast("B")
 
 
 _HOST = _Host()
@@ -431,15 +448,6 @@ def _freed(tensor: torch.Tensor) -> SerializationError:
         f"(or another value) holds a {tensor.dtype} tensor of shape {tuple(tensor.shape)} whose memory was freed: its "
         "storage was resized to nothing, as sharded training does between uses"
     )
-
-
-def _bytes_at(storage: torch.UntypedStorage, address: int, size: int) -> Buffer:
-    if size < DIRECT_SIZE:
-        return ctypes.string_at(address, size)
-    array = (ctypes.c_ubyte * size).from_address(address)
-    # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
-    array.owner = storage  # type: ignore[attr-defined]  # ctypes declares no attributes
-    return memoryview(array).cast("B")
 
 
 def _take(

@@ -136,9 +136,6 @@ class Mapping:
         self.array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)
         self.address: int = self.array.ctypes.data
 
-    def close(self) -> None:
-        """Nothing is to be done: it goes with the last of those who refer to it."""
-
     def write(self, data: memoryview, at: int) -> None:
         """Write to the file, past the mapping. Releases the GIL. Raises OSError when there is no memory for it."""
         while data:
@@ -256,7 +253,7 @@ def create_segment(index: int, size: int, *, may_reserve: bool = True) -> Segmen
     if not may_reserve and _strict_overcommit():
         raise OSError(errno.ENOMEM, "memory would be held before it is needed")
     try:
-        fd, reserved = _memory_file(size), _strict_overcommit()
+        fd, reserved = _memory_file(size, _SEALS), _strict_overcommit()
     except (OSError, AttributeError):  # no such call in this system, or refused by a filter of system calls
         if not may_reserve:
             raise
@@ -278,7 +275,7 @@ def create_read_only(size: int) -> tuple[int, bytes, Mapping]:
     Raises OSError where the system has no such files. It is never one in a folder, as others could write to that.
     """
     try:
-        fd = _open_memory_file(size)
+        fd = _memory_file(size, 0)  # sealed below, once it is mapped
     except AttributeError:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
     try:
@@ -294,17 +291,7 @@ def create_read_only(size: int) -> tuple[int, bytes, Mapping]:
     return fd, nonce, mapping
 
 
-def _memory_file(size: int) -> int:
-    fd = _open_memory_file(size)
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _open_memory_file(size: int) -> int:
+def _memory_file(size: int, seals: int) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create("aiorpc", flags | _NOEXEC_SEAL)
@@ -314,6 +301,7 @@ def _open_memory_file(size: int) -> int:
         fd = os.memfd_create("aiorpc", flags)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(fd)
         raise
@@ -345,6 +333,5 @@ def _strict_overcommit() -> bool:
 
 def punch(fd: int, start: int, size: int) -> bool:
     """Give the memory of a range back to the system; it reads as zeros then. False: not possible."""
-    fallocate = getattr(_libc, "fallocate", None)  # Linux only
-    numbers = (ctypes.c_int64(start), ctypes.c_int64(size))
-    return fallocate is not None and fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, *numbers) == 0
+    punched: int = _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size))
+    return punched == 0

@@ -39,6 +39,8 @@ COLD_SIZE = 512 * 1024
 # So many of the other end's words wait for a thread at most. It has no more segments than half of that to say two each
 # of, and a thread may take long for one.
 MOST_WAITING = 512
+# Characters of what the other end says of why it cannot map our memory.
+REASON_LIMIT = 1000
 # What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
 # To map a short one costs more than to copy it.
 IN_PLACE, COPY_OUT, PRIVATE = range(3)
@@ -117,7 +119,7 @@ class SharedMemory:
         surroundings: Surroundings,
         *,
         least: int = SHARE_SIZE,
-        keeper: Keeper | None = None,
+        keeper: Keeper,
     ) -> None:
         self.traffic = Traffic()
         self.arena = arena
@@ -138,6 +140,8 @@ class SharedMemory:
         self._gates: list[threading.Lock] = []
         self._wanted = False
         self._waiting: deque[None] = deque()  # as many as there are words of the other end that a thread is to see to
+        self._offers = 0  # of the other end
+        self._answered: set[int] = set()  # segments of which the other end has said whether it has mapped them
         self._closed = False
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ class SharedMemory:
     def to_copy(self, buffers: Sequence[Buffer]) -> int:
         """Bytes that `send` would copy: all, but for what lies in the arena already."""
         keeper, size = self._keeper, sum(map(len, buffers))
-        if keeper is None or not keeper.keeps:
+        if not keeper.keeps:
             return size
         return size - sum(block.size for block in map(keeper.find, buffers) if block is not None)
 
@@ -217,25 +221,22 @@ class SharedMemory:
         if self._closed:
             return None
         keeper, kept = self._keeper, None
-        if keeper is not None and keeper.keeps and copies is None and len(buffers) == 1:
+        alone = copies is None and len(buffers) == 1
+        if alone and keeper.keeps:
             kept = keeper.find(buffers[0])
-        large = copies is None and len(buffers) == 1 and len(buffers[0]) >= COLD_SIZE
+        large = alone and len(buffers[0]) >= COLD_SIZE
         if not self._mapped:
             self.offer_all()
-        if large:
-            lent = self.lender.lend(
-                buffers[0],
-                usable=self._is_mapped,
-                soon=self._usable_soon,
-                grow=False,
-                kept=kept,
-                cold=self._may_wait,
-                confirm=self._confirm,
-            )
-        else:
-            lent = self.lender.lend(
-                buffers[0], others=buffers[1:], usable=self._is_mapped, grow=False, copies=copies, kept=kept
-            )
+        lent = self.lender.lend(
+            buffers[0],
+            others=buffers[1:],
+            usable=self._is_mapped,
+            soon=self._usable_soon if large else None,
+            copies=copies,
+            kept=kept,
+            cold=self._may_wait if large else None,
+            confirm=self._confirm if large else None,
+        )
         if lent is not None:
             block, crowded = lent
             if not crowded and copies is None:  # no call from here on: nobody could interrupt it
@@ -322,13 +323,22 @@ class SharedMemory:
         """The blocks, where they are; long ones that are to be copied out arrive when a thread has done so."""
         buffers: list[Buffer | None] = []
         packs: dict[int, memoryview] = {}
+        several = len(wires) > 1
+        left = self.borrower.mapped if several else 0
         for index, wire in enumerate(wires):
             if type(wire) is not list:
                 raise ProtocolError(f"not a block: {wire!r:.100}")
             if len(wire) == len(LentPart._fields):
-                buffers.append(self._part(LentPart(*wire), packs))
+                part = LentPart(*wire)
+                if type(part.generation) is not int:
+                    raise ProtocolError(f"not a block: {wire!r:.100}")
+                if several and part.generation not in packs:
+                    left = _without(left, part.size)
+                buffers.append(self._part(part, packs))
                 continue
             *numbers, copy_out = wire or [None]
+            if several and len(numbers) == len(Block._fields):
+                left = _without(left, numbers[2])
             block = self.borrower.adopt(numbers, private=copy_out == PRIVATE)
             self.traffic.count_received(block.nbytes)
             if copy_out == COPY_OUT and block.nbytes >= COPY_SIZE:
@@ -363,8 +373,6 @@ class SharedMemory:
     def _part(self, part: LentPart, packs: dict[int, memoryview]) -> Buffer:
         """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
         *numbers, copy_out, start, length = part
-        if type(part.generation) is not int:
-            raise ProtocolError(f"not a block: {part!r:.100}")
         pack = packs.get(part.generation)
         if pack is None:
             pack = packs[part.generation] = self.borrower.adopt(numbers, bool(copy_out)).data
@@ -418,23 +426,34 @@ class SharedMemory:
         """From the other end. Raises ProtocolError."""
         match MESSAGES.read(fields):
             case SegmentOffer(index, fd, size, nonce):
+                self._offers += 1
                 if len(self._waiting) >= MOST_WAITING:
                     raise ProtocolError(f"more than {MOST_WAITING} segments are offered at once")
+                if self._offers > MOST_WAITING:  # each is answered, also where nobody reads that
+                    raise ProtocolError(f"more than {MOST_WAITING} segments are offered")
                 if not self._closed:
                     self._in_thread(self._map, index, fd, size, nonce)
             case Mapped(index):
                 if index not in self._offered:
                     raise ProtocolError(f"segment {index} was mapped, and not offered")
+                self._hear_answer(index)
                 self._mapped.add(index)
                 self._open_gates()
             case Warm(index, start, size):
                 if not self._closed and len(self._waiting) < MOST_WAITING:  # else let it go: it is only a hint
                     self._in_thread(self.borrower.touch, index, start, size)
             case SegmentRefused(index, reason):
+                self._hear_answer(index)
                 self._unmappable.update({index} & self._offered)
                 self._open_gates()
                 count_refused(self.traffic.refused, "refused")
-                self._around.on_refused(f"it cannot map our memory: {reason}")
+                self._around.on_refused(f"it cannot map our memory: {reason[:REASON_LIMIT]}")
+
+    def _hear_answer(self, index: int) -> None:
+        """It comes once for each: whoever went on saying why he cannot map a segment would fill the log."""
+        if index in self._answered or len(self._answered) >= MOST_WAITING:
+            raise ProtocolError(f"an answer to the offer of segment {index}, which is one too many")
+        self._answered.add(index)
 
     def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
         self._waiting.append(None)
@@ -462,6 +481,17 @@ class SharedMemory:
         self._open_gates()
         self.lender.retire()
         self.borrower.close()
+
+
+def _without(left: int, size: Any) -> int:
+    """What is left of so many bytes of memory without one block more of a message. Raises ProtocolError.
+
+    No two of them have a byte in common. Of blocks that are copied out nobody would see it, and a short message could
+    have the same bytes copied any number of times.
+    """
+    if type(size) is not int or size > left:
+        raise ProtocolError("a message with blocks of more bytes than there are")
+    return left - size
 
 
 def _block_of(wire: Wire) -> Block:

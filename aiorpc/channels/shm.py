@@ -23,7 +23,6 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from typing import Any
 import numpy
 
 from ..errors import ProtocolError
+from ..locks import Lock
 from ..protocol.frames import Buffer
 from . import count_refused
 from .arena import ALIGN, Arena, Block, lay_out
@@ -41,11 +41,6 @@ from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, Ow
 # Of one peer, whose segments become ever longer: the system lets a process map only so many files.
 _MOST_SEGMENTS = 256
 _MOST_PRIVATE = 1024  # adopted blocks of one peer, beyond which none is mapped by itself: the same limit
-
-
-def packed_size(buffers: Sequence[Buffer]) -> int:
-    """Bytes of a block that holds all of them."""
-    return lay_out(map(len, buffers))[1]
 
 
 _new: Any = tuple.__new__  # what Block(...) does, without its call into Python
@@ -82,10 +77,25 @@ class Copies:
             raise
 
     def close(self) -> None:
-        """No further peer gets them. What was lent stays so until it is given back."""
-        for _, block in self._made.values():
-            self._arena.free(block)
-        self._made.clear()
+        """No further peer gets them. What was lent stays so until it is given back.
+
+        Again: nothing. If a signal handler raises in it, all are given back, once; but if it was only about to begin.
+        """
+        made = self._made
+        key: tuple[int, ...] = ()
+        freed: list[bool] = []
+        try:
+            while True:
+                if not made:
+                    break
+                key, freed = next(iter(made)), []
+                self._arena.free(made[key][1], freed)
+                del made[key]
+        except BaseException:
+            if key in made and self._arena.freed(made[key][1], freed):
+                del made[key]
+            self.close()
+            raise
 
 
 class Lender:
@@ -107,7 +117,7 @@ class Lender:
         self._lent = 0
         self._retired = False
         self._reclaimed = False
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def lent(self) -> int:
@@ -126,7 +136,6 @@ class Lender:
         others: Sequence[Buffer] = (),
         usable: Callable[[int], bool] | None = None,
         soon: Callable[[int], bool] | None = None,
-        grow: bool = True,
         copies: Copies | None = None,
         kept: Block | None = None,
         cold: Callable[[], bool] | None = None,
@@ -142,13 +151,12 @@ class Lender:
         kept: a block that has the bytes already; it is lent as it is, but not twice at a time.
         usable: asked, before anything is copied, whether the peer can use the segment of that index. soon: asked where
         it cannot, whether the peer may be about to.
-        grow: as in `Arena.allocate`.
         cold: asked whether cold memory is to be taken, where there is no other. confirm: asked after the copy, for a
         segment that the peer could not use before it, whether it can by now; it may wait for that.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
         buffers = (buffer, *others)
-        size = len(buffer) if not others else packed_size(buffers)
+        size = len(buffer) if not others else lay_out(map(len, buffers))[1]
         counted = leased = lent = False
         block = made = None
         shared: list[bool] = []
@@ -166,7 +174,7 @@ class Lender:
                 kept = None
             made = copies.find(buffers) if copies is not None else kept
             if made is None:
-                block = self.arena.allocate(size, grow=grow)
+                block = self.arena.allocate(size)
                 if block is None and cold is not None and cold():
                     block = self.arena.allocate_cold(size)
             else:
@@ -248,7 +256,7 @@ class Lender:
                         if again:
                             continue
                         raise ProtocolError(f"a release of a block that is not lent: {numbers}")
-                    del self._leases[block.generation]  # as `_forget`, without a function for each
+                    del self._leases[block.generation]
                     self._lent -= block.size
                     ended = block
                 self.arena.free(block, freed)
@@ -267,18 +275,14 @@ class Lender:
         with self._lock:
             self._retired = self._reclaimed = True
             blocks = list(self._leases.values())
-            for block in blocks:
-                self._forget(block)
+            self._leases.clear()
+            self._lent -= sum(block.size for block in blocks)
         for block in blocks:
             self.arena.free(block)
 
     def _refuse(self, reason: str) -> None:
         count_refused(self.refused, reason)
         self.last_refusal = reason
-
-    def _forget(self, block: Block) -> None:
-        del self._leases[block.generation]
-        self._lent -= block.size
 
 
 class _Loan(weakref.ref[Bytes]):
@@ -325,6 +329,11 @@ class Borrower:
         return sum(loan() is not None for loan in self._loans.copy().values())
 
     @property
+    def mapped(self) -> int:
+        """Bytes of the segments that are mapped."""
+        return sum(mapping.size for mapping, _ in self._mappings.copy().values())
+
+    @property
     def borrowed(self) -> bool:
         """Whether `drain` may have something, now or later."""
         return bool(self._loans or self.released)
@@ -348,7 +357,6 @@ class Borrower:
         finally:
             os.close(fd)
         if self._closed:
-            mapping.close()
             raise ProtocolError("closed")
         self._mappings[index] = (mapping, nonce)
 
@@ -427,18 +435,15 @@ class Borrower:
         return (loan is not None and loan.block == block) or block.generation in self._lately
 
     def close(self) -> None:
-        """Nothing is adopted or released any more. What was adopted stays valid as long as it lives."""
+        """Nothing is adopted or released any more. What was adopted stays valid as long as it lives.
+
+        In a forked child it is the parent's: what is written to it there is not shared (`segments`), and what was not
+        may change at any time, once the parent has let go of it.
+        """
         self._closed = True
-        mappings, self._mappings = self._mappings, {}
-        for mapping, _ in mappings.values():
-            mapping.close()
+        self._mappings = {}  # each goes with the last who refers to it
         self._loans = {}  # a weak reference that is gone calls nobody
         self.released.clear()
-
-    def close_in_child(self) -> None:
-        """In a forked child: the same. What was adopted is the parent's: what is written to it here is not shared
-        (`segments`), and what was not may change at any time, once the parent has let go of it."""
-        self.close()
 
     def _check(self, numbers: Any) -> Mapping | _Unsealed:
         try:
@@ -467,7 +472,7 @@ class _Unsealed:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        self._file = OwnedDescriptor(os.dup(fd))  # closed with this, if nobody has closed it: see `Borrower.map`
+        self._file = OwnedDescriptor(os.dup(fd))
 
     def read(self, offset: int, size: int) -> Bytes:
         """A copy of these bytes. Raises ProtocolError if they were cut off."""
@@ -479,9 +484,6 @@ class _Unsealed:
                 raise ProtocolError("the peer has cut off the memory that it shares")
             rest = rest[count:]
         return array
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def check_file(fd: int, size: Any, nonce: bytes) -> bool:

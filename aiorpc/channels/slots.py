@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 import numpy
 
 from ..errors import ProtocolError
+from ..locks import Lock
 from ..protocol.frames import Buffer
 from .arena import PIECE, Arena, Span
 from .segments import HEADER, Bytes, OwnedDescriptor, PrivateMapping, create_read_only
@@ -93,7 +93,7 @@ class SharedSlots:
         self._free: list[SharedSlot] = []  # what was freed last comes last
         self._idle: set[SharedSlot] = set()  # those that were free already when `trim` was called
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def size(self) -> int:
@@ -174,7 +174,7 @@ class SharedSlots:
 
     def close_in_child(self) -> None:
         """In a forked child: let go of what is the parent's, without its lock."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -185,7 +185,10 @@ class SharedSlots:
 
 
 class SlotView:
-    """A slot of any process of this host, mapped for one reader. On one thread, but for the end of what was adopted."""
+    """A slot of any process of this host, mapped for one reader. On one thread, but for the end of what was adopted.
+
+    stale: whether it may show what was written here, and not what the slot holds.
+    """
 
     def __init__(self, path: str, size: int, nonce: bytes) -> None:
         """path: of the file, as this process can open it. size: bytes of the file, which begins with `nonce`.
@@ -204,7 +207,7 @@ class SlotView:
         self.size = size
         self.nonce = nonce
         self._loan: weakref.ref[Bytes] | None = None  # all views of what was adopted keep the array itself alive
-        self._stale = False
+        self.stale = False
         self._pid = os.getpid()
 
     @property
@@ -217,11 +220,6 @@ class SlotView:
         """Whether somebody uses what it holds."""
         return self._loan is not None
 
-    @property
-    def stale(self) -> bool:
-        """Whether it may show what was written here, and not what the slot holds."""
-        return self._stale
-
     def adopt(self, size: int, on_release: Callable[[], None]) -> Bytes:
         """The first bytes of what the slot holds, readable and writable, as long as any view of them lives.
 
@@ -231,9 +229,9 @@ class SlotView:
         """
         if self._loan is not None or not 0 <= size <= self.size - HEADER:
             raise ProtocolError(f"{size} bytes of a slot of {self.size} that is {'' if self._loan else 'not '}in use")
-        if self._stale:
+        if self.stale:
             self._mapping.forget_writes()
-        self._stale = True
+        self.stale = True
         array: Bytes = numpy.frombuffer(self._mapping.memory, numpy.uint8, size, HEADER)
 
         def released(_: weakref.ref[Bytes]) -> None:
@@ -264,7 +262,7 @@ class SlotView:
 
         It is stale still where the system keeps them.
         """
-        if self._loan is None and self._stale:
+        if self._loan is None and self.stale:
             with contextlib.suppress(OSError):
                 self._mapping.forget_writes()
-                self._stale = False
+                self.stale = False

@@ -49,8 +49,8 @@ class TorchAccelerator:
     def __init__(
         self, kind: str = "cuda", *, interprocess: Interprocess | None = None, module: ModuleType | Any = None
     ) -> None:
-        self._kind = kind
-        self._interprocess = interprocess
+        self.kind = kind
+        self.interprocess = interprocess
         self._module = torch.get_device_module(kind) if module is None else module
         general = module is None and torch.accelerator.current_accelerator() == torch.device(kind)
         self._current: ModuleType | Any = torch.accelerator if general else _as_accelerator(self._module)
@@ -59,16 +59,6 @@ class TorchAccelerator:
         self._known: dict[tuple[int, int], Stream] = {}  # by device and number of the stream
         # Only CUDA has to be asked to sleep, in place of turning on a core, while it synchronises.
         self._event_options = {"blocking": True} if kind == "cuda" else {}
-
-    @property
-    def kind(self) -> str:
-        """As in ``torch.device.type``."""
-        return self._kind
-
-    @property
-    def interprocess(self) -> Interprocess | None:
-        """None if these devices have no such thing."""
-        return self._interprocess
 
     def count(self) -> int:
         """How many there are; numbered from 0."""
@@ -80,7 +70,7 @@ class TorchAccelerator:
         """Whether it is a strided tensor of torch's own types that lies on one of these."""
         return (
             (type(tensor) is Tensor or type(tensor) is Parameter)
-            and tensor.device.type == self._kind
+            and tensor.device.type == self.kind
             and tensor.layout is torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
@@ -96,7 +86,7 @@ class TorchAccelerator:
 
     def empty(self, size: int, index: int) -> Tensor:
         """A flat uint8 tensor of so many bytes; memory of the current stream. Raises torch.OutOfMemoryError."""
-        device = torch.device(self._kind, index)
+        device = torch.device(self.kind, index)
         if torch.is_inference_mode_enabled():
             return self._empty(size, device=device)
         return torch.empty(size, dtype=torch.uint8, device=device)

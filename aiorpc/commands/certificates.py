@@ -10,15 +10,16 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import RpcUsageError
 from ..protocol.identity import NAME_LIMIT, check_name
 from ..transport.certificates import ROLE
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
 
 SUMMARY = "make an authority and certificates of workers, for a test bed"
 
@@ -119,8 +120,6 @@ def _stems(names: Sequence[str]) -> dict[str, str]:
 
 def _said(name: str) -> list[x509.GeneralName]:
     """What a certificate says of a worker. RpcUsageError if none can say that."""
-    from cryptography import x509
-
     said: list[x509.GeneralName] = []
     for part in name.split(","):
         try:
@@ -141,10 +140,6 @@ def _authority(
     directory: Path, begin: datetime.datetime, end: datetime.datetime
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """The authority in that directory; a new one if there is none. RpcUsageError if it ends before `end`."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     certificate_path, key_path = directory / "ca.pem", directory / "ca.key"
     if certificate_path.exists():
         try:
@@ -186,10 +181,6 @@ def _signed(
     said: Sequence[x509.GeneralName] = (),
 ) -> x509.Certificate:
     """A certificate; that of an authority if it says nothing of a worker."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
     authority = not said
     usage = {
@@ -226,20 +217,14 @@ def _signed(
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _public(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     return certificate.public_bytes(Encoding.PEM)
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from ..errors import RendezvousError
-from ..runtime.meeting.stores import MeetingPlace, local_address, serve
+from ..runtime.meeting.meeting_place import MeetingPlace, local_address
+from ..runtime.meeting.stores import serve
 
 SUMMARY = "serve a store where workers meet, which outlives all of them"
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -113,7 +113,7 @@ def launch(
 
 
 @dataclass
-class _Worker(Generic[Settings]):
+class _Worker:
     """A started process, the pipe its outcome comes through, and the outcome once known."""
 
     name: str
@@ -141,7 +141,7 @@ class _Worker(Generic[Settings]):
         return f"{self.name} (rank {self.rank}, pid {self.process.pid})"
 
 
-def _stop(workers: Sequence[_Worker[Any]], patience: float) -> None:
+def _stop(workers: Sequence[_Worker], patience: float) -> None:
     """End all processes in bounded time, whatever they do."""
     for worker in workers:
         if worker.process.is_alive():
@@ -172,14 +172,14 @@ def _start(
     names: Sequence[str],
     preload: Sequence[str],
     exit_timeout: float,
-) -> list[_Worker[Settings]]:
+) -> list[_Worker]:
     """Start all processes; the stack ends them again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", *preload])
     # Sockets of workers that were killed lie in here, and go with it. A short name: paths of sockets are limited.
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpc-", ignore_cleanup_errors=True))
     meeting = _Meeting(stack.enter_context(_reserved_port()), folder)
-    workers: list[_Worker[Settings]] = []
+    workers: list[_Worker] = []
     stack.callback(_stop, workers, exit_timeout)
     with environment(ONE_THREAD):
         for rank, name in enumerate(names):
@@ -220,14 +220,14 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-class _Supervisor(Generic[Settings]):
+class _Supervisor:
     """Waits for the outcomes of all workers, within bounds."""
 
-    def __init__(self, workers: Sequence[_Worker[Settings]], timeout: float) -> None:
+    def __init__(self, workers: Sequence[_Worker], timeout: float) -> None:
         self._workers = workers
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._failed: list[_Worker[Settings]] = []
+        self._failed: list[_Worker] = []
 
     def result(self) -> Any:
         """What rank 0 returned; raises WorkerFailed."""
@@ -240,7 +240,7 @@ class _Supervisor(Generic[Settings]):
         self._check_all_ended()
         return self._workers[0].result
 
-    def _settle(self, worker: _Worker[Settings]) -> None:
+    def _settle(self, worker: _Worker) -> None:
         worker.read()
         if worker.error:
             self._failed.append(worker)
@@ -267,7 +267,7 @@ class _Supervisor(Generic[Settings]):
             raise self._failure(late)
 
     @staticmethod
-    def _failure(failed: Sequence[_Worker[Settings]]) -> WorkerFailed:
+    def _failure(failed: Sequence[_Worker]) -> WorkerFailed:
         # One death makes the calls of all others fail: the one that left without a word is the cause.
         failed = sorted(failed, key=lambda worker: not worker.died)
         parts = [f"{worker.title}: {worker.error}" for worker in failed]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,17 +43,6 @@ class Settings:
     show: bool = True
     timeout: float = 3600.0
     backend_module: str = "aiorpc.examples.batch_ps"
-
-
-class Backend(Protocol):
-    """What a backend module has: the RPC module, and the server that it decorated."""
-
-    rpc: Any
-    ParameterServer: type[ServerBase]
-
-
-def load_backend(settings: Settings) -> Backend:
-    return cast(Backend, importlib.import_module(settings.backend_module))
 
 
 def worker_name(rank: int) -> str:
@@ -151,7 +140,7 @@ def _copy_into(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         parameter.copy_(value)
 
 
-def run_server(backend: Backend, place: Place, settings: Settings) -> dict[str, Any]:
+def run_server(backend: Any, place: Place, settings: Settings) -> dict[str, Any]:
     """Make the server, let all trainers work, and return the result."""
     rpc, count = backend.rpc, place.world_size - 1
     with Steps("steps", settings.num_steps, show=settings.show) as progress:
@@ -182,7 +171,7 @@ def run_server(backend: Backend, place: Place, settings: Settings) -> dict[str, 
 
 def role(place: Place, settings: Settings) -> dict[str, Any] | None:
     """One process of the run: rank 0 is the server, the others work as it tells them."""
-    backend = load_backend(settings)
+    backend = importlib.import_module(settings.backend_module)
     backend.rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)
     result = run_server(backend, place, settings) if place.rank == 0 else None
     backend.rpc.shutdown()

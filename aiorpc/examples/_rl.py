@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,17 +40,6 @@ class Settings:
     show: bool = True
     timeout: float = 1800.0
     backend_module: str = "aiorpc.examples.batch_rl"
-
-
-class Backend(Protocol):
-    """What a backend module has: the RPC module, and the agent that it decorated."""
-
-    rpc: Any
-    Agent: type[AgentBase]
-
-
-def load_backend(settings: Settings) -> Backend:
-    return cast(Backend, importlib.import_module(settings.backend_module))
 
 
 def worker_name(rank: int) -> str:
@@ -200,7 +189,7 @@ def train(rpc: Any, agent: AgentBase, observers: Sequence[Any], record: Record) 
             progress.done(record.add(reward, agent.learner.running_reward, time.perf_counter() - started))
 
 
-def run_agent(backend: Backend, place: Place, settings: Settings) -> dict[str, Any]:
+def run_agent(backend: Any, place: Place, settings: Settings) -> dict[str, Any]:
     """Make the observers, train, and return the result."""
     rpc, count = backend.rpc, place.world_size - 1
     agent = backend.Agent(count, settings.seed)
@@ -215,7 +204,7 @@ def run_agent(backend: Backend, place: Place, settings: Settings) -> dict[str, A
 
 def blocking_role(place: Place, settings: Settings) -> dict[str, Any] | None:
     """One process of the run: rank 0 is the agent, the others serve until it is done."""
-    backend = load_backend(settings)
+    backend = importlib.import_module(settings.backend_module)
     backend.rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)
     result = run_agent(backend, place, settings) if place.rank == 0 else None
     backend.rpc.shutdown()

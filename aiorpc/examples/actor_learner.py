@@ -38,7 +38,7 @@ import aiorpc as rpc
 from ._actor_critic import ActorCritic, Fragment, Games, Learner
 from ._launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended, settle_in
 from ._plot import draw_actor_learner
-from ._program import LONGEST, CommandLine, exit_code, tell
+from ._program import LONGEST, CommandLine
 from ._progress import Steps, bar
 
 PRELOAD = ("torch", "gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._actor_critic")
@@ -337,17 +337,18 @@ def command_line() -> CommandLine[Settings]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
     commands = command_line()
-    arguments = commands.parse(argv)
-    if not 0 <= arguments.chaos <= LONGEST:
-        commands.error("--chaos takes a number of seconds above 0")
-    settings = commands.settings(arguments)
-    return exit_code(lambda: _run_and_tell(settings, arguments.picture))
+
+    def check(settings: Settings) -> None:
+        if not 0 <= settings.chaos <= LONGEST:
+            commands.error("--chaos takes a number of seconds above 0")
+
+    return commands.main(argv, _announce_and_run, lines, draw_actor_learner, check)
 
 
-def _run_and_tell(settings: Settings, picture: str | None) -> None:
+def _announce_and_run(settings: Settings) -> dict[str, Any]:
     chaos = f", one of them killed every {settings.chaos:g} s" if settings.chaos else ""
     print(f"CartPole-v1: a learner and {settings.actors} actors with {settings.games} games each{chaos}", flush=True)
-    tell(run(settings), lines, draw_actor_learner, picture)
+    return run(settings)
 
 
 if __name__ == "__main__":

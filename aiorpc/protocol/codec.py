@@ -25,10 +25,11 @@ import torch
 from ..errors import ProtocolError, SerializationError
 from ..foreign import from_signal, text_of
 from . import reductions
+from .annotated import readable, with_annotations
 from .frames import Buffer
 from .main_module import unite
 from .messages import Values
-from .packing import PLAIN, SIMPLE_SIZE
+from .packing import PLAIN, SIMPLE_SIZE, is_text
 from .reductions import TensorRoute, is_dense
 from .reference_messages import PassedReference
 from .registered import MAIN_NAMES
@@ -131,7 +132,7 @@ def encode_values(values: list[Any], out: Outgoing) -> Values:
             kind in PLAIN
             and (kind is not int or -(1 << 63) <= value < 1 << 64)
             # Lone surrogates are valid in str and not in UTF-8. isascii is O(1) and true for nearly all.
-            and (kind is not str or value.isascii() or _is_text(value))
+            and (kind is not str or value.isascii() or is_text(value))
         ):
             continue
         if plain is values:
@@ -203,14 +204,6 @@ def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) 
     return values
 
 
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
     """Whether these are plain values and builtin containers of them, few enough to look at: any pickle will do."""
     if len(items) > SIMPLE_SIZE:
@@ -229,29 +222,28 @@ def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
 
 
 def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
+    """One pickle of the values at these positions, or one tree."""
     opaque = tuple([values[position] for position in positions])
-    if out.safe:
-        return _write_all(opaque, positions, out)
-    if is_simple(opaque):
+    if not out.safe and is_simple(opaque):
         return pickle.dumps(opaque, 5)  # what the pickler of ours would write, in a fraction of the time
-    token = outgoing.set(out)
-    tensors, buffers = len(out.tensors), len(out.buffers)
+    write = write_tree if out.safe else dumps
+    token = outgoing.set(None if out.safe else out)
     try:
-        return dumps(opaque, out)
+        return write(opaque, out)
     except Exception as error:
         if from_signal(error):
             raise
-        # Which one was it? Pickle them one by one; what they leave behind is thrown away with the message.
-        for position in positions:
-            del out.tensors[tensors:], out.buffers[buffers:]
+        # Which one was it? Write them one by one; what they leave behind is thrown away with the message.
+        for position, value in zip(positions, opaque, strict=True):
             try:
-                dumps(values[position], out)
+                write(value, out)
             except Exception as cause:
                 if from_signal(cause):
                     raise
-                kind, instead = type(values[position]).__qualname__, _hint(values[position])
-                text = f"(a {kind}) cannot be serialised: {text_of(cause)}{instead}"
-                raise SerializationError(text, position) from cause
+                text = text_of(cause)
+                if not (out.safe and isinstance(cause, SerializationError)):  # a tree's says what the value is
+                    text = f"(a {type(value).__qualname__}) cannot be serialised: {text}"
+                raise SerializationError(text + _hint(value), position) from cause
         reason = f"cannot be serialised together with the others: {text_of(error)}"
         raise SerializationError(reason, positions[0]) from error
     finally:
@@ -266,31 +258,12 @@ def _hint(value: object) -> str:
         return "; await it, and send what it gives"
     if isinstance(value, torch._C.Future):
         return "; await it, and send what it gives; a `def` that returns a Future is marked with @rpc.async_execution"
+    if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+        return (
+            "; what torch.compile gives goes by its name alone: put @torch.compile above the function, at the top of a "
+            "module that both workers can import, or send the function as it was before"
+        )
     return ""
-
-
-def _write_all(opaque: tuple[Any, ...], positions: list[int], out: Outgoing) -> bytes:
-    """The same as a tree."""
-    tensors, buffers = len(out.tensors), len(out.buffers)
-    try:
-        return write_tree(opaque, out)
-    except Exception as error:
-        if from_signal(error):
-            raise
-        for position, value in zip(positions, opaque, strict=True):
-            out.places.clear()  # as `_pickle_all`: the message will not be sent
-            del out.tensors[tensors:], out.buffers[buffers:]
-            try:
-                write_tree(value, out)
-            except SerializationError as cause:
-                raise SerializationError(f"{text_of(cause)}{_hint(value)}", position) from cause
-            except Exception as cause:
-                if from_signal(cause):
-                    raise
-                kind = type(value).__qualname__
-                raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
-        reason = f"cannot be serialised together with the others: {text_of(error)}"
-        raise SerializationError(reason, positions[0]) from error
 
 
 def dumps(value: object, out: Outgoing) -> bytes:
@@ -372,7 +345,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # It was made by `exec`, and is no module's. cloudpickle would look for it in all of them, which takes long,
             # and those that make up what they are asked for, as torch.ops does, keep that.
             return self._dynamic_function_reduce(value)
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        return with_annotations(value, reduced) if isinstance(value, type) else reduced
+
+    def _dynamic_function_reduce(self, function: FunctionType) -> Any:
+        return super()._dynamic_function_reduce(readable(function))
 
 
 def load_tensor(index: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 from ..errors import ProtocolError
 
 M = TypeVar("M")
-T = TypeVar("T", bound=tuple[Any, ...])
+T = TypeVar("T")
 # Gives a value as its annotation has it, or raises TypeError.
 _Reader = Callable[[Any], Any]
 # Annotations that are compared with the type of a value itself.
@@ -33,7 +33,7 @@ class Family(Generic[M]):
         self.name = name
         self.classes = dict(classes)
         self._words = {declared: word for word, declared in classes.items()}
-        self._readers = {word: _of_named(declared) for word, declared in classes.items()}
+        self._readers = {word: reader_of(declared) for word, declared in classes.items()}
 
     def word(self, message: M) -> str:
         """What that message is called on the wire."""
@@ -63,13 +63,8 @@ def _shown(fields: Any) -> str:
 
 
 def reader_of(declared: type[T]) -> Callable[[Any], T]:
-    """What makes a NamedTuple of a list of its fields, as `Family.read` does; raises TypeError for any other value."""
-    return _of_named(declared)
-
-
-def _of_named(declared: Any) -> _Reader:
-    hints = get_type_hints(declared)
-    kinds = [hints[field] for field in declared._fields]
+    """What makes a NamedTuple of a list of its fields; raises TypeError for any other value."""
+    kinds = [*get_type_hints(declared).values()]
     if _EXACT.issuperset(kinds):  # as below, without a function for each field
 
         def read_exact(value: Any) -> Any:
@@ -105,7 +100,7 @@ def _of(annotation: Any) -> _Reader:
     if origin is list:
         return _of_list(*get_args(annotation))
     if hasattr(annotation, "_fields"):
-        return _of_named(annotation)
+        return reader_of(annotation)
     return _of_exactly(origin or annotation)
 
 

@@ -63,7 +63,7 @@ class Kind(IntEnum):
     GOODBYE = 11  # = I leave in good order
     WELCOME = 12  # < the proof was good, and here is mine; calls may come
     CHANNEL = 13  # = from a channel's one end to its other (channels/)
-    PARCEL = 14  # = a message some of whose buffers go by channels (runtime/link.py)
+    PARCEL = 14  # = a message some of whose buffers go by channels (runtime/links/link.py)
     CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)
     ACK = 16  # = so many frames have come since the handshake; that number stands in place of the call id (session.py)
     RELEASE = 17  # = blocks of shared memory are the receiver's again (channels/shared.py)
@@ -107,10 +107,6 @@ _MUCH = 16 * mmap.PAGESIZE
 _NOTHING = memoryview(bytearray())  # a segment without bytes: nobody can write to it, so all may have the same
 # A table of more lengths stays in one piece: as numbers of Python it would take several times its bytes.
 _FEW_SEGMENTS = 64
-
-
-def _new_bytes(size: int) -> bytearray:
-    return bytearray(size)
 
 
 def _lengths(buffer: Buffer | mmap.mmap, at: int, count: int) -> Sequence[int]:
@@ -187,7 +183,7 @@ class FrameDecoder:
         max_segment: int = 0,
         max_frame: int = 1 << 62,
         read_size: int = READ_SIZE,
-        allocate: Callable[[int], bytearray | memoryview] = _new_bytes,
+        allocate: Callable[[int], bytearray | memoryview] = bytearray,
     ) -> None:
         self.max_body = max_body
         self.max_segment = max_segment

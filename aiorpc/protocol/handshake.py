@@ -3,8 +3,8 @@
     opener                                   acceptor
     HELLO version, record, nonce, whom -->
                                     <--      HELLO version, nonce
-    PROOF proof("opener")           -->      ready
-    ready                           <--      WELCOME proof("acceptor"), the first that bears a seal
+    PROOF takes, proof("opener")    -->      ready
+    ready                           <--      WELCOME takes, proof("acceptor"), the first that bears a seal
 
 The opener proves itself first, and says whom it wants: it knows that from the store. So whoever connects to a worker
 and does not know the secret learns the version and whether there are seals, and no more: neither name, host, process
@@ -13,13 +13,12 @@ both HELLOs and the acceptor's whole record, which each side takes from what it 
 proof from being played back as the other's. The opener sends no call before it has checked the acceptor's proof. Bodies
 are msgpack of plain values; nothing is unpickled before the other side's proof was checked.
 
-What a proof gives away. Whoever gets one, and the two HELLOs, can try secrets by himself as fast as he can compute.
-That is whoever reads along, and whoever plays the acceptor to an opener that was led to him, whichever side proves
-itself first; and the records in the store bear a MAC by the same key. Only a password-authenticated key exchange would
-end that, for handshakes but not for the store, and no maintained library in Python has one that is made for this. So a
-secret of people goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`), and has at least 16
-bytes: see RFC 9257, section 6, which asks for 128 bits of entropy wherever a shared key alone is the proof. A random
-text of that length cannot be guessed. TLS hides the proofs from whoever reads along.
+What a proof gives away. Whoever gets one, and the two HELLOs, can try secrets by himself as fast as he can compute. So
+a secret of people goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`); docs/design.md,
+section 6, says who can get one, and why nothing ends that. TLS hides the proofs from whoever reads along.
+
+Each says with its proof how much it takes (`max_incoming_bytes`), so that the other one sends no message that would end
+the connection.
 
 The opener sends nothing between its proof and the WELCOME, so that the acceptor's strict limits hold for every byte
 before the proof.
@@ -39,7 +38,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,14 +45,16 @@ import msgpack
 
 from ..errors import PeerRefused, ProtocolError, RpcUsageError
 from .frames import Buffer, Frame, Kind, encode_frame
-from .identity import WorkerRecord
+from .identity import WorkerRecord, legible
 from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 
-VERSION = 5
+VERSION = 6
 NONCE_SIZE = HASH_SIZE = 32
 WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
 # Longest body taken from somebody who has not proved anything yet, in bytes.
 MAX_BODY = 16 * 1024
+# What who has no limit says that it takes.
+MOST = 1 << 62
 # Characters of what somebody else has said that are shown.
 SHOWN = 300
 
@@ -104,28 +104,31 @@ class Challenge(NamedTuple):
 
 PIPE, SEALED, SAFE, LASTING, RESUME = 1, 2, 4, 8, 16
 _FLAGS = PIPE | SEALED | SAFE | LASTING | RESUME
-# In front of the proof, when a connection goes on: how many frames the side that proves itself has received.
-_RECEIVED = struct.Struct("<Q")
+# In front of the proof: how many bytes of tensors of one message the side that proves itself takes, or where a
+# connection goes on, how many frames it has received.
+_NUMBER = 8  # bytes
 
 
 class Handshake:
     """One side of the exchange. `start` (opener only) and `feed` return what to write; `peer` is set once READY.
 
-    expect: whom the opener wants to reach, to the last word; the acceptor has none.
+    proved: whether the acceptor has checked the opener's proof: all that it says from then on bears a seal.
+    expect: whom the opener wants to reach, to the last word; None makes an acceptor.
     accept: asked by the acceptor about the record of an opener that has proved itself; returns a reason to refuse it,
     or None. link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second
-    connection of it, for chunks (runtime/link.py); the acceptor learns both. sealed: what follows bears seals, see
-    `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that worker with
-    that number; None if there is none, which ends the handshake. The proofs of a second connection are made with it,
-    which both sides of the first one know alone: no other member opens it in their name.
+    connection of it, for chunks; the acceptor learns both. sealed: what follows bears seals, see `keys`. session_of:
+    asked by the acceptor for the `session` of the first connection of the link of that worker with that number; None if
+    there is none, which ends the handshake. The proofs of a second connection are made with it, which both sides of the
+    first one know alone: no other member opens it in their name.
     binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
     proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
     safe: whether we read no pickles. lasting: whether we want a session (protocol/session.py), and once READY whether
     both sides do.
     received: how many frames of a connection that has broken the opener has received, if this is a new socket for it.
     goes_on: asked by the acceptor, once the opener of such a one has proved itself: how many frames of the same
-    connection it has received itself. The proofs are made with the `session` of its link. theirs: what the other side
-    has received, once READY.
+    connection it has received itself. The proofs are made with the `session` of its link. takes: how many bytes of
+    tensors of one message we take. theirs: what the other side takes, or where a connection goes on, has received, once
+    READY.
     """
 
     def __init__(
@@ -133,7 +136,6 @@ class Handshake:
         record: WorkerRecord,
         secret: bytes,
         *,
-        opener: bool,
         expect: WorkerRecord | None = None,
         accept: Callable[[WorkerRecord], str | None] | None = None,
         link: int = 0,
@@ -144,9 +146,8 @@ class Handshake:
         lasting: bool = False,
         received: int | None = None,
         goes_on: Callable[[WorkerRecord, int, bool], int] | None = None,
+        takes: int = MOST,
     ) -> None:
-        if opener != (expect is not None):
-            raise RpcUsageError("an opener says whom it wants, and an acceptor does not")
         self.record = record
         self.link = link
         self.pipe = pipe
@@ -156,16 +157,17 @@ class Handshake:
         self.lasting = lasting
         self.resumes = received is not None
         self.theirs = 0
+        self._takes = takes
         self._received = received or 0
         self._goes_on = goes_on
-        self._table = OPENER if opener else ACCEPTOR
+        self._table = ACCEPTOR if expect is None else OPENER
         self.state = self._table.initial
         self.peer: WorkerRecord | None = None
         self._secret = secret
-        self._opener = opener
+        self._opener = expect is not None
         self._acceptor = expect or record
         self._candidate = expect
-        self._proved = False
+        self.proved = False
         self._accept = accept
         self._session_of = session_of
         self._nonce = secrets.token_bytes(NONCE_SIZE)
@@ -193,14 +195,9 @@ class Handshake:
                 self.state = self._table.next(self.state, HandshakeEvent.REFUSED)
             raise
 
-    @property
-    def proved(self) -> bool:
-        """Whether the acceptor has checked the opener's proof: all that it says from then on bears a seal."""
-        return self._proved
-
     def keys(self) -> tuple[bytes, bytes]:
         """For the seals of what we send, and of what we receive. Once both HELLOs were said."""
-        if self.state not in (HandshakeState.PROVED, HandshakeState.READY) and not self._proved:
+        if self.state not in (HandshakeState.PROVED, HandshakeState.READY) and not self.proved:
             raise RpcUsageError(f"a handshake that is {self.state.value} has no keys")
         ours, theirs = ("opener", "acceptor") if self._opener else ("acceptor", "opener")
         return self._keyed(f"seal of {ours}"), self._keyed(f"seal of {theirs}")
@@ -230,7 +227,7 @@ class Handshake:
             return []
         if self.state is HandshakeState.CHALLENGED and frame.kind == Kind.PROOF and self._candidate is not None:
             self._check_proof("opener", frame.body)
-            self._proved = True
+            self.proved = True
             reason = self._accept(self._candidate) if self._accept is not None else None
             if reason is not None:
                 raise PeerRefused(reason)
@@ -295,18 +292,17 @@ class Handshake:
 
     def _proof(self, role: str) -> bytes:
         """What this side says in PROOF or WELCOME."""
-        if not self.resumes:
-            return self._keyed(role)
-        return _RECEIVED.pack(self._received) + self._keyed(f"{role} has received {self._received}")
+        number = self._received if self.resumes else self._takes
+        return number.to_bytes(_NUMBER, "little") + self._keyed(self._label(role, number))
+
+    def _label(self, role: str, number: int) -> str:
+        return f"{role} has received {number}" if self.resumes else f"{role} takes {number}"
 
     def _check_proof(self, role: str, proof: Buffer) -> None:
-        label = role
-        if self.resumes:
-            if len(proof) < _RECEIVED.size:
-                raise ProtocolError("a proof that does not say how much was received")
-            (self.theirs,) = _RECEIVED.unpack_from(proof)
-            proof, label = memoryview(proof)[_RECEIVED.size :], f"{role} has received {self.theirs}"
-        if not hmac.compare_digest(self._keyed(label), proof):
+        if self.resumes and len(proof) < _NUMBER:
+            raise ProtocolError("a proof that does not say how much was received")
+        self.theirs = int.from_bytes(proof[:_NUMBER], "little")
+        if not hmac.compare_digest(self._keyed(self._label(role, self.theirs)), memoryview(proof)[_NUMBER:]):
             raise PeerRefused(WRONG_SECRET)
 
 
@@ -318,7 +314,7 @@ def _hashes(record: WorkerRecord) -> tuple[bytes, bytes]:
 
 def shown(said: str) -> str:
     """What somebody else has said, for logs and errors: one line of bounded length, whatever the words are."""
-    return "".join(each if each.isprintable() else "?" for each in said[:SHOWN])
+    return legible(said[:SHOWN])
 
 
 def refusal(reason: str) -> list[Buffer]:

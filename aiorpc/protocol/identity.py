@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from ..rights import check_role
+from .packing import is_text
 from .registered import register_safe
 
 NAME_LIMIT = 128
@@ -125,21 +126,13 @@ class WorkerRecord:
 
 def _checked(name: str, kind: str, value: object) -> str | int:
     if kind == "str":
-        if isinstance(value, str) and len(value) <= _TEXT_LIMIT and (value.isascii() or _is_utf8(value)):
+        if isinstance(value, str) and len(value) <= _TEXT_LIMIT and (value.isascii() or is_text(value)):
             return value
         raise ProtocolError(f"worker record: {name} must be a string of at most {_TEXT_LIMIT}, not {_short(value)}")
     low, high = _NUMBER_LIMITS[name]
     if isinstance(value, int) and not isinstance(value, bool) and low <= value < high:
         return value
     raise ProtocolError(f"worker record: {name} must be an integer from {low} to {high - 1}, not {_short(value)}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # halves of surrogates, which JSON can have
-        return False
-    return True
 
 
 def _short(value: object) -> str:

@@ -46,6 +46,15 @@ def pack(fields: Sequence[object]) -> bytes:
     return body
 
 
+def is_text(text: str) -> bool:
+    """Whether msgpack can say it: not with halves of surrogates, which are valid in str and JSON, and not in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def look_through(body: Buffer) -> None:
     """See that all that is announced is there, before anything is made of it; raises what msgpack raises.
 

@@ -32,6 +32,7 @@ import numpy
 import torch
 
 from ..errors import SerializationError
+from .annotated import REFERENCES
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -357,4 +358,5 @@ OTHERS: dict[type, Callable[[Any, Any], Any]] = {
     torch.UntypedStorage: _reduce_storage,
     torch.TypedStorage: _reduce_typed_storage,
     numpy.ndarray: _reduce_array,
+    **REFERENCES,
 }

@@ -147,6 +147,8 @@ MESSAGES: Family[Message] = Family(
 FREED = "the owner has freed the value: a worker that passed the reference on was lost before the receiver was counted"
 PASSED_TWICE = "whoever passed the reference on has given the same fork of it to another worker, too"
 REFUSED = "the value will not be created"
+# Characters of a reason that are kept, and told to others: there may be one for each reference.
+REASON_LIMIT = 1000
 UNSENT = "the call that was to create the value was never sent"
 
 
@@ -245,6 +247,8 @@ def shortened(item: object) -> str:
 def read(fields: Any) -> Message:
     """The message that these fields of a body are. Raises ProtocolError."""
     message = MESSAGES.read(fields)
+    if isinstance(message, Gone | Abandon) and len(message.reason) > REASON_LIMIT:
+        message = message._replace(reason=message.reason[:REASON_LIMIT])
     for part in message:
         if type(part) is ReferenceId and (min(part) < 0 or max(part.worker, part.number) > LARGEST):
             raise ProtocolError(f"{part} is no id of a reference")

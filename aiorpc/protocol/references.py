@@ -115,6 +115,7 @@ class ReferenceTable:
         self._most = most
         self._said: dict[int, int] = {}  # how many forks of values here each worker has named
         self._next = 0
+        self._child: ReferenceId | None = None  # the id of the fork that is made next, if it is known
         self._keys = keys or unguessable()
         self._forks: dict[ReferenceId, _Fork] = {}  # held here, by fork
         self._owned: dict[ReferenceId, _Owned] = {}  # owned here, by rref
@@ -167,20 +168,26 @@ class ReferenceTable:
         """
         return self._abandon(rref, fork, reason, coming=not answered)
 
+    def name_child(self) -> ReferenceId:
+        """The id of the fork that the next `encode` makes, for who has to know beforehand what to `unsend`."""
+        self._child = self._new_id()
+        return self._child
+
     def encode(
         self, rref: ReferenceId, fork: ReferenceId, to: int, position: int | None = None
     ) -> tuple[PassedReference, Outputs]:
         """What to put into a frame for worker `to` so that it gets a fork of its own; `fork` stays counted meanwhile.
 
         position: which of the values it is, if it is one by itself. A frame that is not sent needs `unsend` for each of
-        its children. Raises RpcUsageError, and changes nothing, when this fork is not held here or is broken.
+        its children, also where this was interrupted. Raises RpcUsageError, and changes nothing, when this fork is not
+        held here or is broken.
         """
         held = self._forks.get(fork)
         if held is None or held.rref != rref or held.dropped:
             raise RpcUsageError(f"reference {rref} has no live fork {fork} here")
         if held.state is _State.BROKEN:
             raise RpcUsageError(f"a broken reference cannot be passed on: {held.reason}")
-        child = self._new_id()
+        child, self._child = self._child or self._new_id(), None
         if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
             self._keep_for(held, child, to)
         passed: PassedReference = _new(PassedReference, (rref, held.owner, child, position))
@@ -218,6 +225,10 @@ class ReferenceTable:
             self._send(owner, Add(rref, fork))
         return self._finish()
 
+    def has(self, fork: ReferenceId) -> bool:
+        """Whether that fork is ours."""
+        return fork in self._forks
+
     def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
         """The last handle of this fork died here. The owner is told as soon as that is safe. Idempotent."""
         held = self._forks.get(fork)
@@ -233,16 +244,20 @@ class ReferenceTable:
 
         If the value then never comes, the handle breaks. Raises RpcUsageError if `rref` is given and `holds` denies it.
         """
+        owned: _Owned | None
         if rref is None:
             fork = rref = self._new_id(next(self._keys))  # as torch has it: programs compare the numbers
-            self._owned[rref] = _Owned(rref, _Value.CREATED)
+            owned = _Owned(rref, _Value.CREATED)
         else:
             fork = self._new_id()
-        owned = self._owned.get(rref)
+            owned = self._owned.get(rref)
         if owned is None or owned.value is _Value.NEVER:
             raise RpcUsageError(f"reference {rref} does not exist on this worker")
+        held = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)
+        # All at once, with no call between: whoever is interrupted before has changed nothing.
         owned.forks[fork] = self.worker_id
-        self._forks[fork] = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)
+        self._owned[rref] = owned
+        self._forks[fork] = held
         return rref, fork
 
     def on_create(self, rref: ReferenceId, fork: ReferenceId, sender: int) -> Outputs:

@@ -35,7 +35,8 @@ _MAKE_ANYTHING = (
     operator.attrgetter,
     operator.methodcaller,
 )
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+#: Classes, and functions that are passed as values.
+NAMEABLE = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Registered:
@@ -51,7 +52,7 @@ class Registered:
         RpcUsageError for what is neither, for what would let a sender name anything, for what was defined inside of a
         function, and if another object is entered under that name, unless that one's module has gone.
         """
-        if not isinstance(thing, (type, *_FUNCTIONS)):
+        if not isinstance(thing, NAMEABLE):
             raise RpcUsageError(
                 f"register_safe takes classes, and functions that are passed as values, not {type(thing).__qualname__}"
             )

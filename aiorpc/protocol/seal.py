@@ -38,7 +38,6 @@ from .frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 
 HEAD = struct.Struct("<I")
 TAG_SIZE = 16
-KEY_SIZE = 32
 OVERHEAD = HEAD.size + TAG_SIZE
 # Four pieces for a chunk of a large buffer (channels/bulk.py): one is checked while the next one is made.
 MAX_PAYLOAD = READ_SIZE

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from .. import foreign
+from ..callbacks import Again
 from ..errors import Overloaded, RpcError, RpcTimeout, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
+from ..protocol.states import PeerState
 from ..runtime.caller.future import CallFuture
+from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer, Try
 from ..runtime.caller.reworded import reworded
 from ..runtime.calls.failures import without_frames
 from ..runtime.node import Node
 from ..sites import CallSite
 from .packing import hand_over
+from .waiting import JoinFuture
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # A call puts and takes for several callers, and none of them is on the stack.
@@ -62,21 +68,29 @@ class Calls:
 
         self._begin(call, then, number)
 
-    def ask(
-        self, method: str, args: Sequence[Any], timeout: float, site: CallSite, late: Late | None = None
-    ) -> Future[Any]:
+    def ask(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> Future[Any]:
         """Call a method of the queue for whoever has called that of the handle, as part of the call that it is in.
 
-        timeout: seconds, 0 for no limit. site: where that was. late: gives the error for when they are over; without
-        it that is the call's. Any thread. Raises what `Peer.call` raises.
+        timeout: seconds, 0 for no limit. site: where that was. Any thread. Raises what `Peer.call` raises.
         """
-        peer = self._node.peers.find(self._owner)
-        call = peer.call(ObjectMethod(self._queue, method), args, None, timeout, one_try=Try(site, None))
+        return reworded(self._call(method, args, timeout, site)[1], self._advised)
+
+    def join(self, number: int, timeout: float, site: CallSite, late: Late) -> Future[Any]:
+        """As `ask`, for a `join`. number: no other call has it. late: gives the error for when the time is over."""
+        peer, call = self._call("join_items", (number,), timeout, site)
 
         def advised(error: BaseException | None) -> BaseException | None:
-            return late(peer, error) if late is not None and isinstance(error, RpcTimeout) else self._advised(error)
+            return late(peer, error) if isinstance(error, RpcTimeout) else self._advised(error)
 
-        return reworded(call, advised)
+        def not_heard() -> None:
+            if peer.state is not PeerState.CONNECTING and not self._node.engine.closed:  # else nothing was sent
+                self._node.engine.run_on_loop(self.tell, "tell_again", number)
+
+        return reworded(call, advised, partial(JoinFuture, not_heard=not_heard))
+
+    def _call(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> tuple[Peer, CallFuture]:
+        peer = self._node.peers.find(self._owner)
+        return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, one_try=Try(site, None))
 
     def knows_owner(self) -> bool:
         """Whether it is known which worker the owner is. Also true where the group cannot have it: a call says that."""
@@ -92,6 +106,7 @@ class Calls:
             return False
         peer, future = found
         if not peer.take_back(future.call_id):
+            peer.owed.give_up(future.call_id)
             return False
         del self._under_way[number]
         return True
@@ -142,29 +157,33 @@ class Calls:
             else:
                 self._node.engine.loop.call_soon(then, None, failure)
             return
-        future.when_settled(lambda future: self._ended(future, then, number))
+        future.when_settled(Again(self._ended, [then], number))
 
-    def _ended(self, future: Future[Any], then: Then, number: int) -> None:
-        """Any thread."""
+    def _ended(self, once: list[Then], number: int, future: Future[Any]) -> None:
+        """once: whom to tell, taken out on the loop. Whoever brings the answer may be interrupted in this, and does it
+        again. Any thread."""
         self._under_way.pop(number, None)
         future.mark_seen()
         # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
         value, error, arrival = future._value, self._advised(future._error), future.arrival
         if self._node.engine.loop.is_closed():
             return
-        if arrival is None:  # most
-            self._node.engine.run_on_loop(then, value, error)
-            return
 
-        def joined() -> None:
+        def tell() -> None:
+            if not once:
+                return
+            then = once.pop()
             try:
-                arrival.join()
+                if arrival is not None:
+                    arrival.join()
             except Exception as failure:  # the device's
-                then(None, without_frames(failure))
+                refused = NotArrived(f"an answer about queue {self._queue!r} cannot be used: {foreign.said(failure)}")
+                refused.__cause__ = without_frames(failure)
+                then(None, refused)
             else:
                 then(value, error)
 
-        self._node.engine.run_on_loop(joined)
+        self._node.engine.run_on_loop(tell)
 
     def _advised(self, error: BaseException | None) -> BaseException | None:
         """What a call has ended with, in words of queues. Any thread."""

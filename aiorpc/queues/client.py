@@ -41,7 +41,9 @@ from ..errors import (
 )
 from ..futures import Future
 from ..protocol.states import PeerState
+from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer
+from ..runtime.calls.current import within_call
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
@@ -49,12 +51,13 @@ from ..sites import call_site
 from .calls import Calls
 from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
 from .packing import TOGETHER, pack, unpack
-from .served import MOST, SHUT
+from .served import HERE, MOST, SHUT
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
 # What the items that come with an answer are: `items.Item`.
 _ITEMS = frozenset((Kept, bytes, str))
+_BOOLS = frozenset((bool,))
 # With these a producer may have, and hand over later, what it did not hand over now.
 _PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
 # And with these it is gone, and what it has kept with it. Others say of an item that it cannot be had.
@@ -119,13 +122,17 @@ class Client:
         """See `QueueHandle.put_nowait`."""
         put = PutFuture(self, self._packed(item, copy))
         put.site = call_site(sys._getframe(2))
-        put.begin_on_loop(self._put_now)
+        put.begin_on_loop(partial(self._put_now, self._patience()))
         return put
 
     def get_nowait(self) -> GetFuture:
         """See `QueueHandle.get_nowait`."""
         self.node.engine.lifetime.check_open()
-        return GetFuture(self, 1, False, self._get_now)
+        return GetFuture(self, 1, False, partial(self._get_now, self._patience()))
+
+    def _patience(self) -> float:
+        """Seconds that the owner has for an answer that it gives at once, 0 for no limit: it may be stopped."""
+        return within_call(self.node.engine, self.node.engine.default_timeout)
 
     def ask(self, method: str, *args: Any, timeout: float | None = None) -> Future[Any]:
         """A call of a method of the queue. timeout: seconds, None for the worker's own."""
@@ -153,7 +160,7 @@ class Client:
                 text += f". {cause.late}"
             return RpcTimeout(text, worker=self._owner, function=f"{self._name}.join", seconds=cause.seconds)
 
-        return self._calls.ask("join_items", (), timeout, call_site(sys._getframe(2)), late)
+        return self._calls.join(secrets.randbits(62) + 1, timeout, call_site(sys._getframe(2)), late)
 
     def _packed(self, item: Any, copy: bool) -> Item:
         self.node.engine.lifetime.check_open()
@@ -184,11 +191,14 @@ class Client:
             return
         else:
             self._gets.append(waiting)
-        if timeout:
-            waiting.timer = self.node.engine.loop.call_later(timeout, self._late, waiting, timeout)
+        self._start_timer(waiting, timeout)
         if not self._scheduled:  # what comes in this turn of the loop goes together
             self._scheduled = True
             self.node.engine.loop.call_soon(self._send)
+
+    def _start_timer(self, waiting: PutFuture | GetFuture, timeout: float) -> None:
+        if timeout:
+            waiting.timer = self.node.engine.loop.call_later(timeout, self._late, waiting, timeout)
 
     def _send(self) -> None:
         self._scheduled = False
@@ -239,7 +249,7 @@ class Client:
         return [Kept(reference, place) for place in range(len(items))]
 
     def _on_there(self, answer: Any, error: BaseException | None) -> None:
-        if error is not None or answer != 0:  # as if they had been put
+        if error is not None or type(answer) is not int or answer:  # as if they had been put
             self._on_put(answer, error)
             return
         self._puts.extendleft(reversed(self._putting))
@@ -271,10 +281,11 @@ class Client:
             self._most = min(_ITEMS_AT_ONCE, 2 * self._most) if count == len(batch) else max(1, count)
         self._send_puts()
 
-    def _put_now(self, put: PutFuture) -> None:
+    def _put_now(self, timeout: float, put: PutFuture) -> None:
         if put.done():  # given up by now
             return
         put.number = self._next_number()
+        self._start_timer(put, timeout)
         # Also behind one that waits to hear that the owner is there: they keep their order.
         if self._asking or (type(put.item) is not bytes and not self._calls.knows_owner()):
             self._asking.add(put)
@@ -284,7 +295,7 @@ class Client:
 
     def _on_there_now(self, put: PutFuture, answer: Any, error: BaseException | None) -> None:
         self._asking.discard(put)
-        if error is not None or answer != 0:
+        if error is not None or type(answer) is not int or answer:
             self._on_put_now(put, answer, error)
         elif not put.done():
             self._send_now(put)
@@ -294,7 +305,9 @@ class Client:
         self._calls.call("put_items", False, put.number, to_wire([put.item]), partial(self._on_put_now, put))
 
     def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
-        if error is None and put == 0:
+        if error is None and (type(put) is not int or not -2 <= put <= 1):
+            error = ProtocolError(f"{self.describe()} says of an item that it has taken {put!r:.40}")
+        elif error is None and put == 0:
             error = QueueFull(f"{self.describe()} is full")
         elif error is None and put != 1:
             error = QueueShutDown(f"{self.describe()} was shut down: it takes no more items")
@@ -309,7 +322,7 @@ class Client:
             return
         wanted = sum(get.count for get in self._gets if not get.done())
         self._get_number = self._next_number()
-        self._calls.call("take_items", True, self._get_number, (min(wanted, MOST),), self._on_got)
+        self._calls.call("take_items", True, self._get_number, (min(wanted, MOST), *self._apart()), self._on_got)
 
     def _on_got(self, got: Any, error: BaseException | None) -> None:
         self._get_number = 0
@@ -329,9 +342,15 @@ class Client:
         self.put_back(items[place:])
         self._send_gets()
 
-    def _get_now(self, get: GetFuture) -> None:
+    def _get_now(self, timeout: float, get: GetFuture) -> None:
         get.number = self._next_number()
-        self._calls.call("take_items", False, get.number, (1,), partial(self._on_got_now, get))
+        self._start_timer(get, timeout)
+        self._calls.call("take_items", False, get.number, (1, *self._apart()), partial(self._on_got_now, get))
+
+    def _apart(self) -> list[int]:
+        """The ids of those that this worker has lost, the last ones: it cannot fetch what they have kept."""
+        lost = self.node.group.lost
+        return [*lost][-MOST:] if lost else []
 
     def _on_got_now(self, get: GetFuture, got: Any, error: BaseException | None) -> None:
         items, error = self._items(got, error)
@@ -347,6 +366,8 @@ class Client:
         if error is not None:
             return [], error
         head, *rest = got if type(got) is Results else (got,)
+        if type(head) is not int or head not in (HERE, SHUT):
+            return [], ProtocolError(f"{self.describe()} answers with {head!r:.40}, which are no items")
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
         said, *values = rest or (None,)
@@ -391,7 +412,7 @@ class Client:
         if isinstance(error, RpcTimeout):  # it names a function that nobody has called
             error = self._not_handed_over(wanted[0].producer, error)
         given = list(answer)[1:] if type(answer) is Results else []
-        if error is None and len(given) != 2 * len(wanted):
+        if error is None and (len(given) != 2 * len(wanted) or not _BOOLS.issuperset(map(type, given[::2]))):
             error = ProtocolError("a producer gives something else than its items")
         for number, each in enumerate(wanted):
             fetched[each] = error if error is not None else (given[2 * number], given[2 * number + 1])
@@ -475,6 +496,10 @@ class Client:
         if get.finish(None, self._lost[0]):
             self._lost.popleft()
 
+    def not_told(self, loss: ItemLost) -> None:
+        """Whoever was to hear of that loss waits no longer: the next one does."""
+        self._lost.appendleft(loss)
+
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
         noun, them, are = ("an item", "it", "is") if count == 1 else (f"{count} items", "them", "are")
@@ -483,6 +508,12 @@ class Client:
             text = (
                 f"{noun} of {self.describe()} went with worker {worker!r}, which had put and kept {them}{why}. The "
                 "queue goes on. A worker has to stay until what it has put was got, as `await q.join()` does"
+            )
+        elif isinstance(cause, NotArrived):
+            here = self.node.engine.name
+            text = (
+                f"{noun} of {self.describe()} {are} lost: worker {worker!r} has handed {them} over, and worker "
+                f"{here!r} cannot take {them}: {foreign.said(cause.__cause__ or cause)}. The queue goes on"
             )
         else:
             text = (
@@ -527,6 +558,11 @@ class Client:
         silent = None if peer is None else self._why_silent(peer, time)
         if silent is not None:
             return silent, self._owner
+        if waiting.number:  # it was to be told at once whether there is room, or an item
+            return (
+                f"{queue} has not answered for {time}: worker {self._owner!r} is busy, stopped or cut off",
+                self._owner,
+            )
         text = f"{queue} has {'been full' if isinstance(waiting, PutFuture) else 'had no item'} for {time}"
         return text + self._or_busy(), self._owner
 

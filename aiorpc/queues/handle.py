@@ -13,6 +13,7 @@ from ..options import seconds
 from ..protocol.identity import check_name, check_object_name
 from ..protocol.registered import register_safe
 from ..runtime.callee.objects import ServedObject
+from ..runtime.calls.current import within_call
 from ..runtime.node import Node, registry
 from .client import Client
 from .served import MOST, ServedQueue, end, watch
@@ -24,7 +25,8 @@ class QueueHandle:
 
     What they return is a Future, awaited or waited for; its truth is no answer, so ``if await q.empty()``. It raises
     UnknownObject if the owner has no queue of that name, PeerLost or PeerClosed if the owner is gone, NotAllowed where
-    the owner does not let this worker do that. Sent to other workers, as an argument or in one, it is a handle there.
+    the owner does not let this worker do that. In a handler what waits does so no longer than the handler's caller.
+    Sent to other workers, as an argument or in one, it is a handle there.
     """
 
     def __init__(self, name: str, owner: str, timeout: float | None = None) -> None:
@@ -42,9 +44,9 @@ class QueueHandle:
         return made
 
     def _seconds(self, client: Client, timeout: float | None) -> float:
-        if timeout is not None:
-            return seconds(timeout, "timeout")
-        return client.node.engine.default_timeout if self._timeout is None else self._timeout
+        engine = client.node.engine
+        own = engine.default_timeout if self._timeout is None else self._timeout
+        return within_call(engine, own if timeout is None else seconds(timeout, "timeout"))
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
@@ -63,7 +65,10 @@ class QueueHandle:
         return client.put(item, copy, self._seconds(client, timeout))
 
     def put_nowait(self, item: Any, *, copy: bool = True) -> Future[None]:
-        """Put an item if there is room now, as `put` does; QueueFull if there is none."""
+        """Put an item if there is room now, as `put` does; QueueFull if there is none.
+
+        RpcTimeout if the owner does not say within ``rpc_timeout``; when it goes on the item may be put.
+        """
         client = self._client()
         return client.put_nowait(item, copy)
 
@@ -85,6 +90,7 @@ class QueueHandle:
     def get_many(self, count: int, *, timeout: float | None = None) -> Future[list[Any]]:
         """A list of the next items: as many as there are, up to `count`, and one at least. Otherwise as `get`.
 
+        No more than 1024, and of items that are at the owner no more than first come to 256 KiB: there may be others.
         What was lost of them is told by the next `get` of this handle, if there is something to give now.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -93,7 +99,10 @@ class QueueHandle:
         return client.get(min(count, MOST), True, self._seconds(client, timeout))
 
     def get_nowait(self) -> Future[Any]:
-        """The next item if there is one now; QueueEmpty if there is none. Otherwise as `get`."""
+        """The next item if there is one now; QueueEmpty if there is none. Otherwise as `get`.
+
+        RpcTimeout if the owner does not say within ``rpc_timeout``; the item stays in the queue then.
+        """
         client = self._client()
         return client.get_nowait()
 
@@ -112,7 +121,8 @@ class QueueHandle:
 
         timeout: seconds, 0 for no limit; None for that of the handle; past it RpcTimeout. ItemLost if items went with a
         worker that had got them and had not finished them: those count as finished, and each such worker is told once,
-        of the last hundred. QueueShutDown if the queue is closed before all is finished.
+        of the last hundred. Items that are dropped, by ``shutdown(immediate=True)`` or as the queue is closed, count as
+        finished, too; QueueShutDown if it is closed while items were got and are not finished.
         """
         client = self._client()
         return client.join(self._seconds(client, timeout), self._unfinished)
@@ -181,9 +191,10 @@ class Queue(QueueHandle):
         node: Node = registry.get()
         super().__init__(name, node.engine.name, timeout)
         self.maxsize = maxsize
-        self._served = ServedQueue(self.name, maxsize, self.owner, node.engine.options.max_frame_bytes)
+        options = node.engine.options
+        self._served = ServedQueue(self.name, maxsize, self.owner, options.max_frame_bytes, options.max_queued_calls)
         self._object: ServedObject = node.worker.serve(self.name, self._served)
-        self._made = Client(node, self.name, self.owner)
+        self._own = Client(node, self.name, self.owner)
         self._node = node
         self._news = node.news.listen()
         node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._news)))
@@ -192,6 +203,9 @@ class Queue(QueueHandle):
         """Serve it no longer: whoever waits there hears that it is shut down. Idempotent. Any thread."""
         self._object.close()
         self._node.engine.run_on_loop(self._end)
+
+    def _client(self) -> Client:
+        return self._own  # and of no worker that this process has later, where the name may be that of another queue
 
     def _unfinished(self) -> int | None:
         return self._served.unfinished

@@ -21,20 +21,23 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ItemLost, QueueShutDown, RpcUsageError
+from ..errors import ItemLost, Overloaded, QueueShutDown, RpcError, RpcUsageError
+from ..futures import Future
 from ..protocol.identity import WorkerInfo
 from ..rights import exposed
 from ..runtime.calls.current import caller
 from ..runtime.calls.functions import follows, system
 from ..runtime.calls.values import Results
 from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
-from .items import Item, Kept, from_wire, gone_with, to_wire
-from .packing import SMALL, TOGETHER
+from ..runtime.node import serving
+from .items import Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
+from .packing import SMALL, TOGETHER, hand_over
 
 #: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
 HERE, SHUT = 0, 1
 MOST = 1024  # items that one call puts or takes
-_MOST_WITHDRAWN = 1000  # words that end a call which is not there, the last ones; most calls have their answer by then
+# Words of one worker that end a call which is not there, the last ones; most calls have their answer by then.
+_MOST_WITHDRAWN = 1000
 MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
 
 
@@ -58,13 +61,17 @@ class _Waiter:
 class ServedQueue:
     """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
 
-    `take_items` and `put_items` are the runtime's own as far as their answers go: one that takes items out of the queue
-    is never dropped because too much waits to be sent. Who may call one of them, by the option ``serve``, may call what
-    ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
+    What puts, takes, returns and finishes items is the runtime's own as far as its answers go: none is dropped because
+    too much waits to be sent, as items would be lost by that, or be told of again and so be there twice. So is
+    `join_items`, else an owner that leaves a group without a size would wait for whoever joins. So no limit of calls
+    holds for them, but one of their own for those that wait. Who may call one of these methods, by the option
+    ``serve``, may call what ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0
+    for no limit.
     """
 
-    def __init__(self, name: str, maxsize: int, worker: str, max_frame: int) -> None:
-        """worker: the name of the owner. max_frame: bytes that a message of its may have."""
+    def __init__(self, name: str, maxsize: int, worker: str, max_frame: int, most_waits: int = 1 << 62) -> None:
+        """worker: the name of the owner. max_frame: bytes that a message of its may have. most_waits: calls of one
+        worker that may wait here."""
         self.name = name
         self.maxsize = maxsize
         self._worker = worker
@@ -73,13 +80,18 @@ class ServedQueue:
         self._getters: deque[_Waiter] = deque()
         self._putters: deque[_Waiter] = deque()
         self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
-        self._withdrawn: dict[tuple[int, int], None] = {}  # what was to end when nobody waited under that number
+        self._most_waits = most_waits
+        self._waits: dict[int, int] = {}  # how many of each worker wait
+        # What was to end when nobody waited under that number, by worker: one that says many drops none of others.
+        self._withdrawn: dict[int, dict[int, None]] = {}
         self._shut = False
         self._emptied = False  # whether it was shut down at once: what there is, and what comes back, is dropped
         self._ended = False
         self._unfinished = 0
         self._given: dict[int, int] = {}  # items that each worker has got and not finished
         self._taken_along: dict[str, int] = {}  # of those, what went with workers that are gone, by their names
+        # Of which of them somebody was told who joined, the last ones, by that worker and the number of its call.
+        self._told: dict[tuple[int, int], tuple[str, int]] = {}
         self._joiners: list[asyncio.Future[bool]] = []  # of whether all is finished; if not, the queue was closed
 
     # --- putting and getting ------------------------------------------------------------------------------------------
@@ -110,14 +122,18 @@ class ServedQueue:
         return put
 
     @system
-    async def take_items(self, wait: bool, number: int, count: int) -> Results:
+    async def take_items(self, wait: bool, number: int, count: int, *apart: int) -> Results:
         """Take up to so many items, but one at least; none if it is not to wait, or if that `number` is withdrawn.
+
+        apart: the ids of workers that the caller has lost. What they have kept is fetched for it, if they live.
 
         The answer begins with `HERE` or `SHUT`. Behind `HERE` come the names of those who have kept some of its items,
         by their ids, or None, as whoever gets the items may never have met them; then the items (`items.to_wire`),
         and for one that is gone the name of the worker that had it.
         """
         _check(wait, number, count)
+        if len(apart) > MOST or not all(type(each) is int for each in apart):
+            raise RpcUsageError(f"the workers that a getter has lost have ids, {MOST} at most")
         if wait and self._was_withdrawn(number):
             return Results((HERE, None))
         getter = _Waiter(count, ())
@@ -129,6 +145,8 @@ class ServedQueue:
         items: list[Item] | None = await self._settled(getter, number, self._getters)
         if items is None:
             return Results((SHUT,))
+        if apart:
+            await self._take_in(items, apart)
         who = caller().id
         self._given[who] = self._given.get(who, 0) + len(items)
         names: dict[int, str] = {}
@@ -144,10 +162,42 @@ class ServedQueue:
                 names[item.reference._owner] = item.reference.owner_name()
         return Results((HERE, names or None, *to_wire(items)))
 
+    async def _take_in(self, items: list[Item], apart: Sequence[int]) -> None:
+        """Have this worker keep those of the items that their getter cannot fetch, as it has lost who has kept them.
+
+        That may live all the same, if the network between the two is broken. What cannot be had here stays as it is.
+        """
+        node = serving()[0]
+        far: list[int] = []
+        calls: list[Future[Any]] = []
+        for place, item in enumerate(items):
+            if type(item) is Kept and item.reference._owner in apart and gone_with(item) is None:
+                peer, patience = node.peers.by_id(item.reference._owner), node.engine.default_timeout
+                with contextlib.suppress(RpcError):  # nothing was sent
+                    calls.append(peer.call(hand_over, to_named([item]), None, patience, system=True))
+                    far.append(place)
+        try:
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        except asyncio.CancelledError:  # the getter is gone
+            self._put_back(items)
+            raise
+        for place, answer in zip(far, answers, strict=True):
+            if type(answer) is Results and len(answer) == 3:
+                _, packed, content = answer
+                kept = KeptItem(content) if packed else KeptItem(None, content)
+                items[place] = Kept(node.references.refer_to(KeptItems((kept,))), 0)
+
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:
         """What the waiter is given. If its caller gives up, nothing of it happens, as far as nothing has yet."""
-        key = caller().id, number
-        if not waiter.future.done():
+        who = caller().id
+        key = who, number
+        waits = not waiter.future.done()
+        if waits:
+            try:
+                self._waits_here(who)
+            except Overloaded:
+                among.pop()  # it is still the last one
+                raise
             self._waiting[key] = waiter
         try:
             return await waiter.future
@@ -161,6 +211,23 @@ class ServedQueue:
         finally:
             if self._waiting.get(key) is waiter:
                 del self._waiting[key]
+            if waits:
+                self._waits_no_more(who)
+
+    def _waits_here(self, who: int) -> None:
+        """One more call of that worker waits here. Raises Overloaded where too many do."""
+        count = self._waits.get(who, 0)
+        if count >= self._most_waits:
+            raise Overloaded(
+                f"{count} calls of worker {caller().name!r} wait at queue {self.name!r} of worker {self._worker!r} "
+                "(max_queued_calls); this one does not"
+            )
+        self._waits[who] = count + 1
+
+    def _waits_no_more(self, who: int) -> None:
+        self._waits[who] -= 1
+        if not self._waits[who]:
+            del self._waits[who]
 
     def _match(self) -> None:
         """Give items to those who wait for them, and room to those who wait for it, the first first."""
@@ -196,16 +263,16 @@ class ServedQueue:
     def _room(self) -> int:
         return max(0, self.maxsize - len(self._items)) if self.maxsize else MOST
 
+    @system
     @follows("take_items")
     async def return_items(self, *said: Any) -> None:
         """Put back to the front what was taken and is not wanted: as if it had not been taken."""
         items = _items(said)
         if items is None:
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
-        if len(items) > self._unfinished:
-            raise RpcUsageError(
-                f"{len(items)} items are put back, and {self._unfinished} have been taken from {self.name!r}"
-            )
+        taken = self._unfinished - len(self._items)
+        if len(items) > taken:
+            raise RpcUsageError(f"{len(items)} items are put back, and {taken} have been taken from {self.name!r}")
         who = caller().id
         self._given[who] = max(0, self._given.get(who, 0) - len(items))
         self._put_back(items)
@@ -224,28 +291,26 @@ class ServedQueue:
 
         Where nobody does, the answer is under way; or that call comes behind this one, as its items are long.
         """
-        if type(number) is not int or not 0 < number < 1 << 63:
-            raise RpcUsageError(f"no call of a queue has the number {number!r:.40}")
+        _check_number(number)
         key = caller().id, number
         waiter = self._waiting.get(key)
         if waiter is None:
-            self._withdrawn[key] = None
-            if len(self._withdrawn) > _MOST_WITHDRAWN:
-                del self._withdrawn[next(iter(self._withdrawn))]
+            withdrawn = self._withdrawn.setdefault(key[0], {})
+            withdrawn[number] = None
+            if len(withdrawn) > _MOST_WITHDRAWN:
+                del withdrawn[next(iter(withdrawn))]
         elif not waiter.future.done():
             getter = waiter in self._getters
             (self._getters if getter else self._putters).remove(waiter)
             waiter.give([] if getter else 0)
 
     def _was_withdrawn(self, number: int) -> bool:
-        key = caller().id, number
-        if key not in self._withdrawn:
-            return False
-        del self._withdrawn[key]
-        return True
+        withdrawn = self._withdrawn.get(caller().id)
+        return withdrawn is not None and withdrawn.pop(number, True) is None
 
     # --- finishing ----------------------------------------------------------------------------------------------------
 
+    @system
     @follows("take_items")
     async def finish_items(self, count: int) -> None:
         """So many items that were got are finished. ValueError if there are not so many."""
@@ -293,18 +358,25 @@ class ServedQueue:
         """How many items were put and are not finished. Any thread."""
         return self._unfinished
 
-    async def join_items(self) -> None:
+    @system
+    async def join_items(self, number: int = 0) -> None:
         """Wait until all items are finished. QueueShutDown if the queue is closed before that.
 
-        ItemLost if some went with workers that had got them; once for each.
+        ItemLost if some went with workers that had got them; once for each, as far as that was heard (`tell_again`).
+        number: no other call of the same worker has it; 0 for one that hears what it is told.
         """
+        if number:
+            _check_number(number)
         finished = self._unfinished <= 0
         if not finished and not self._ended:
+            who = caller().id
+            self._waits_here(who)
             joined: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._joiners.append(joined)
             try:
                 finished = await joined
             finally:
+                self._waits_no_more(who)
                 if joined in self._joiners:
                     self._joiners.remove(joined)
         if not finished:
@@ -314,6 +386,9 @@ class ServedQueue:
             )
         if self._taken_along:
             worker, count = self._taken_along.popitem()
+            if number:
+                self._told[caller().id, number] = worker, count
+                _keep_last(self._told)
             raise ItemLost(
                 f"{count} items of queue {self.name!r} on worker {self._worker!r} were got by worker {worker!r}, which "
                 "has gone without finishing them; all others are finished",
@@ -322,14 +397,26 @@ class ServedQueue:
                 count=count,
             )
 
+    @follows("join_items")
+    async def tell_again(self, number: int) -> None:
+        """Nobody has heard what a call of `join_items` of that number was told: if that was a loss, the next one is."""
+        _check_number(number)
+        told = self._told.pop((caller().id, number), None)
+        if told is not None:
+            self._lose(*told)
+
     def _on_gone(self, worker: WorkerInfo) -> None:
+        self._withdrawn.pop(worker.id, None)
         count = min(self._given.pop(worker.id, 0), self._unfinished - len(self._items))
         if count > 0:
-            self._taken_along[worker.name] = self._taken_along.pop(worker.name, 0) + count
-            if len(self._taken_along) > MOST_TOLD:  # nobody joins, so nobody wants to know
-                del self._taken_along[next(iter(self._taken_along))]
+            self._lose(worker.name, count)
             self._unfinished -= count
             self._look_at_joiners()
+
+    def _lose(self, worker: str, count: int) -> None:
+        """Tell of so many items that went with that worker whoever joins next."""
+        self._taken_along[worker] = self._taken_along.pop(worker, 0) + count
+        _keep_last(self._taken_along)  # nobody joins, so nobody wants to know
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
@@ -357,6 +444,16 @@ class ServedQueue:
             self._items.clear()
             self._look_at_joiners()
         self._match()
+
+
+def _keep_last(told: dict[Any, Any]) -> None:
+    if len(told) > MOST_TOLD:
+        del told[next(iter(told))]
+
+
+def _check_number(number: object) -> None:
+    if type(number) is not int or not 0 < number < 1 << 63:
+        raise RpcUsageError(f"no call of a queue has the number {number!r:.40}")
 
 
 def _check(wait: object, number: object, count: object) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ..errors import RpcCancelled
+from ..errors import ItemLost, RpcCancelled, RpcTimeout
 from ..futures import ERROR, Future
+from ..locks import RLock
+from ..runtime.caller.future import CallFuture
+from ..runtime.caller.reworded import RewordedFuture, Words
 from ..runtime.node import Node
 from .items import Item
 
@@ -28,6 +30,9 @@ class ClientForWaiting(Protocol):
     def put_back(self, items: Sequence[Item]) -> None:
         """Nobody here wants those items. On the loop."""
 
+    def not_told(self, loss: ItemLost) -> None:
+        """Nobody here has heard of that loss. On the loop."""
+
 
 class WaitingFuture(Future[Any]):
     """The Future of a `put` or a `get`.
@@ -41,7 +46,8 @@ class WaitingFuture(Future[Any]):
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
         super().__init__()
         engine = client.node.engine
-        self.subject, self.loop, self.executor = f"{verb}() on {client.describe()}", engine.loop, engine.pool
+        self.subject = f"{verb}() on {client.describe()}"
+        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
         self._client = client
 
     def begin_on_loop(self, begin: Callable[[Any], object]) -> None:
@@ -94,6 +100,10 @@ class GetFuture(WaitingFuture):
     Its items are taken once: by the first who gets its value, or by a callback, which is sure to run. If the last one
     who waits leaves without the value, which may come in the turn of the loop in which its task was cancelled, they go
     back, and the Future has no value any more. All this is decided under `_lock`, as several threads may wait.
+
+    A signal handler may raise at any instruction of a main thread that waits, also when it has the value already: then
+    it leaves without. So the items are forgotten in the last step before the value is returned: until then they can go
+    back.
     """
 
     def __init__(self, client: ClientForWaiting, count: int, many: bool, begin: Callable[[GetFuture], object]) -> None:
@@ -104,9 +114,9 @@ class GetFuture(WaitingFuture):
         self.items: Sequence[Item] = ()
         self.producers: dict[int, str] = {}
         self._begin: Callable[[GetFuture], object] | None = begin
-        self._lock = threading.RLock()  # the garbage collector may end a task that waits here, and run `_leave` within
-        self._waiting = 0  # tasks and threads that are inside of `__await__` and `wait`
-        self._taken = False
+        self._lock = RLock()  # the garbage collector may end a task that waits here, and run `_leave` within
+        self._waiting: set[object] = set()  # one for each task and thread that is inside of `__await__` and `wait`
+        self._takers: set[object] = set()  # those of them that have got the value; None for whoever else has it
 
     def begin(self) -> None:
         """Somebody waits for it. Any thread. WorkerClosed if the worker has shut down."""
@@ -118,7 +128,7 @@ class GetFuture(WaitingFuture):
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """As of any Future."""
         with self._lock:
-            self._taken = True
+            self._takers.add(None)
         super().when_settled(callback)
         self.begin()
 
@@ -131,71 +141,129 @@ class GetFuture(WaitingFuture):
         """As of any Future."""
         with self._lock:
             value = super().value()
-            self._taken = True
+            self._takers.add(None)
         return value
 
     def __await__(self) -> Generator[Any, None, Any]:
-        self._enter()
-        taken = False
+        waiter = object()
         try:
+            self._waiting.add(waiter)
             self.begin()
             value = yield from super().__await__()
-            taken = True
+            self._take(waiter)
+            self.items = ()  # and no call from here on: a signal handler may raise in it
             return value
+        except BaseException as error:
+            self._leave(waiter, error)
+            raise
         finally:
-            self._leave(taken)
             del self  # the traceback of its error holds this frame, see `Future`
 
     def wait(self, timeout: float | None = None) -> Any:
         """As of any Future; but one that all have waited for in vain is given up, so that it takes no item with it."""
-        self._enter()
-        taken = False
+        waiter = object()
         try:
+            self._waiting.add(waiter)
             self.begin()
             value = super().wait(timeout)
-            taken = True
+            self._take(waiter)
+            self.items = ()  # as above
             return value
-        except BaseException:
-            if self._waiting == 1 and not self.waiters:
+        except BaseException as error:
+            if self._waiting <= {waiter} and not self.waiters:
                 self.cancel()
+            self._leave(waiter, error)
             raise
         finally:
-            self._leave(taken)
             del self
 
-    def _enter(self) -> None:
+    def _take(self, waiter: object) -> None:
+        """That one has got the value."""
         with self._lock:
-            self._waiting += 1
+            self._takers.add(waiter)
+            self._waiting.discard(waiter)
 
-    def _leave(self, taken: bool) -> None:
+    def _leave(self, waiter: object, error: BaseException) -> None:
+        """That one gets no value, also if it has taken it just now. error: is what it hears."""
         with self._lock:
-            self._waiting -= 1
-            self._taken = self._taken or taken
-            items = self._left()
+            self._takers.discard(waiter)
+            self._waiting.discard(waiter)
+            items, loss = self._left(), self._error
+            if error is loss:
+                self._takers.add(None)  # of that
+            elif isinstance(loss, ItemLost) and not (self._waiting or self._takers):
+                self._forget("as a loss was told, of which the next one hears")
+                self._client.node.engine.call_on_loop(self._client.not_told, loss)
         if items:
             self._client.node.engine.call_on_loop(self._client.put_back, items)
 
     def finish_with(self, value: Any, items: Sequence[Item]) -> bool:
         """Give it those items; False if nobody waits for them any more. On the loop."""
-        if not self.finish(value):
-            return False
-        with self._lock:
+        with self._lock:  # whoever has the value by then waits until its items are there, which it is to forget
             self.items = items
+            if not self.finish(value):
+                self.items = ()
+                return False
             return not self._left()
 
     def _left(self) -> Sequence[Item]:
         """The items that it was given, once nobody will take them; it forgets them. Under the lock."""
-        if self._waiting and not self._taken:
+        if self._waiting or self._takers or not self.items:
             return ()
         items, self.items = self.items, ()
-        if self._taken or not items:
-            return ()
-        text = f"{self.describe()} was cancelled as its value came, which went back into the queue"
+        self._forget("as its value came, which went back into the queue")
+        return items
+
+    def _forget(self, when: str) -> None:
+        """It has not what it was given, as somebody else is to have that. when: it was cancelled."""
+        text = f"{self.describe()} was cancelled {when}"
         self._error = RpcCancelled(text)
         self._value = None
         self._state = ERROR
         self._set_unwrap_func(partial(_raise_cancelled, text))  # torch's half keeps the value
-        return items
+
+
+class JoinFuture(RewordedFuture):
+    """The Future of a `join`. A loss that comes as nobody waits any more is told to whoever joins next.
+
+    not_heard: has the owner of the queue told so, if its answer was a loss.
+    """
+
+    def __init__(self, call: CallFuture, words: Words, not_heard: Callable[[], None]) -> None:
+        self._not_heard = not_heard
+        self._heard = False
+        super().__init__(call, words)
+
+    def _on_settled(self, call: Future[Any]) -> None:
+        super()._on_settled(call)
+        if isinstance(call._error, (RpcCancelled, RpcTimeout)) or (call._error is not None and self.cancelled()):
+            self._not_heard()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from super().__await__())
+        except BaseException as error:
+            self._leave(error)
+            raise
+        finally:
+            del self  # as of a GetFuture
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """As of any Future."""
+        try:
+            return super().wait(timeout)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        finally:
+            del self
+
+    def _leave(self, error: BaseException) -> None:
+        """Somebody waits no longer. error: is what it hears."""
+        if error is self._error:
+            self._heard = True
+        elif isinstance(self._error, ItemLost) and not (self._heard or self.waiters):
+            self._not_heard()
 
 
 def _raise_cancelled(text: str, _: object) -> None:

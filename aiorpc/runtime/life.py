@@ -16,20 +16,22 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from .. import foreign
 from ..channels import layout
-from ..errors import RendezvousError, RpcUsageError, StoreGone, WorkerClosed
+from ..errors import Overloaded, RendezvousError, RpcUsageError, StoreGone, WorkerClosed
+from ..locks import RLock
 from ..options import Tls, seconds
 from ..protocol.identity import UNUSABLE, WorkerRecord, legible
 from ..protocol.states import WorkerEvent, WorkerState
 from ..rights import Rights
+from ..threads import daemon
 from ..transport import sockets
 from ..transport.certificates import Credentials
 from .calls.functions import check_pattern
@@ -37,11 +39,14 @@ from .engine.bounds import Bounds
 from .engine.engine import Engine
 from .engine.host import host_identity, main_identity
 from .engine.lifetime import Lifetime
+from .engine.loops import occupy_standard_streams
 from .engine.steps import Steps
+from .engine.tasks import begin, until_done
 from .group.group import ShutdownReport
 from .group.listening import Listeners
+from .meeting.agreeing import LeaderLeft
+from .meeting.patience import Patience
 from .meeting.rendezvous import Rendezvous
-from .meeting.stores import Patience
 from .node import Meeting, Node, Plan, registry
 
 logger = logging.getLogger("aiorpc")
@@ -63,10 +68,12 @@ class Life:
     def __init__(self, plan: Plan) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._plan = plan
-        self._without_loop = threading.RLock()  # of whoever takes the worker down once its loop is closed
+        self._without_loop = RLock()  # of whoever takes the worker down once its loop is closed
         self._left_over = True  # nobody has done so yet
         self._joining: asyncio.Task[Node] | None = None
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
+        self._at_once = False  # whether somebody wants it to leave without waiting for the work of others
+        self._stays = False  # whether its shutdown waits for that
         self._reset()
 
     def _reset(self) -> None:
@@ -91,16 +98,23 @@ class Life:
 
         Raises RendezvousError if it cannot join, and WorkerClosed if `shutdown` is called meanwhile.
         """
+        occupy_standard_streams()
         self.loop = asyncio.get_running_loop()
-        self._joining = asyncio.ensure_future(self._join())
+        self._joining = begin(self._join(), self.loop)
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in one"
+        cancelled = task.cancelling()
         try:
             await self._joining
         except BaseException as error:
-            was_shut_down = self._shutdown is not None
-            if self.lifetime.state is WorkerState.RUNNING:  # it was cancelled in the turn in which it had joined
-                await self.shutdown(graceful=False, timeout=0.0)
-            elif self._closing is not None:  # it was cancelled while it was taken down
-                await asyncio.wait((self._closing,))
+            was_shut_down = self._shutdown is not None and task.cancelling() == cancelled
+            with contextlib.suppress(asyncio.CancelledError):  # as it is cancelled once more
+                if self.lifetime.state is WorkerState.RUNNING:  # it was cancelled in the turn in which it had joined
+                    await self.shutdown(graceful=False, timeout=0.0)
+                elif self.lifetime.state is WorkerState.STARTING:  # it was cancelled in the turn in which it had begun
+                    await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
+            if self._closing is not None:  # it was cancelled while it was taken down
+                await until_done(self._closing)
             self._plan.news.end()
             self._plan.objects.close()
             if isinstance(error, asyncio.CancelledError) and was_shut_down:
@@ -112,20 +126,27 @@ class Life:
         deadline = time.monotonic() + limit if limit else float("inf")
         seconds = limit
         while True:
-            node = await self._meet(seconds)
-            if node.rendezvous.returned is None:
-                node.group.start()
-                break
             try:
-                await node.group.newcomers.come(seconds)
-                break
-            except BaseException as error:
-                lost = isinstance(error, RendezvousError) and node.group.is_gone(node.rendezvous.returned.admission.by)
-                self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
-                await self.drop()  # without a word: whoever has heard of it shall not think that its place is given up
+                node = await self._meet(seconds)
+            except LeaderLeft as error:
                 if not self._goes_on or self._shutdown is not None:
                     raise
-                why = error.__cause__
+                why: BaseException | None = error
+            else:
+                if node.rendezvous.returned is None:
+                    node.group.start()
+                    break
+                try:
+                    await node.group.newcomers.come(seconds)
+                    break
+                except BaseException as error:
+                    leader = node.rendezvous.returned.admission.by
+                    lost = isinstance(error, RendezvousError) and node.group.is_gone(leader)
+                    self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
+                    await self.drop()  # without a word: whoever has heard of it shall not think its place is given up
+                    if not self._goes_on or self._shutdown is not None:
+                        raise
+                    why = error.__cause__
             name = self.lifetime.name
             logger.info("worker %s lost the leader before it was a member, and begins anew: %s", name, why)
             self._reset()
@@ -144,6 +165,7 @@ class Life:
                 node = await self._make(steps, waiting)
         except BaseException as error:
             steps.stop.set()
+            self._goes_on = isinstance(error, LeaderLeft) and waiting.left() > 0 and self._shutdown is None
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if isinstance(error, TimeoutError) and bound.expired():
                 # A step that hangs, as a look-up of a name may, says nothing itself.
@@ -152,6 +174,8 @@ class Life:
                     f"worker {plan.name!r} could not join within {plan.options.rpc_timeout:g} s (rpc_timeout): the "
                     f"store {where} does not answer{waiting.trouble and ': '}{waiting.trouble}"
                 ) from error
+            if isinstance(error, Overloaded):
+                raise RendezvousError(f"worker {plan.name!r} could not join: {error}") from error
             raise
         self.node = node
         self.lifetime.enter(WorkerEvent.JOINED)
@@ -167,9 +191,9 @@ class Life:
         layout.warm_up()
         try:
             directory = sockets.private_directory()
+            sockets.remove_stale(directory)
         except OSError as error:
             raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
-        sockets.remove_stale(directory)
         tls = plan.options.tls or Tls.from_environment(os.environ)
         credentials: Credentials | None = None
         unusable: RpcUsageError | None = None
@@ -191,6 +215,7 @@ class Life:
                 certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
                 safe=plan.options.serialization == "safe",
                 founding=Bounds().founding,
+                grace=plan.options.reconnect_grace,
             )
         )
         if unusable is not None and rendezvous.dynamic:
@@ -260,8 +285,13 @@ class Life:
 
     async def shutdown(self, graceful: bool, timeout: float) -> ShutdownReport:
         """Begin to shut down, or wait for a shutdown that has begun already. See `Worker.shutdown`."""
+        limit = seconds(timeout, "timeout")
+        self._at_once = self._at_once or not graceful
         if self._shutdown is None:
-            self._shutdown = asyncio.ensure_future(self._leave(graceful, seconds(timeout, "timeout")))
+            self._shutdown = begin(self._leave(limit), asyncio.get_running_loop())
+        elif self._at_once and self._stays:
+            self._stays = False
+            self._shutdown.cancel()
         try:
             return await asyncio.shield(self._shutdown)
         except asyncio.CancelledError:
@@ -269,10 +299,10 @@ class Life:
             # Closing itself is bounded, and never cut short: half of it would be left for good.
             if self.lifetime.state is WorkerState.LEAVING:
                 self._shutdown.cancel()
-            await asyncio.wait((self._shutdown,))
+            await until_done(self._shutdown)
             raise
 
-    async def _leave(self, graceful: bool, timeout: float) -> ShutdownReport:
+    async def _leave(self, timeout: float) -> ShutdownReport:
         node = self.node
         if node is None or self.lifetime.ended:
             await self._give_up_joining()
@@ -281,11 +311,14 @@ class Life:
         complete = True
         leaked: tuple[Any, ...] = ()
         try:
-            if graceful:
+            if not self._at_once:
+                self._stays = True
                 try:
-                    complete = await node.group.departure.leave(timeout)
+                    complete = await node.group.leave(timeout)
                 except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
                     complete = False
+                finally:
+                    self._stays = False
             node.publications.leave()
             node.references.flush()
             for link in node.links.all():
@@ -336,7 +369,7 @@ class Life:
                 # Closed before: else the end of one connection would be told to others over those that are there still.
                 for connection in list(self.node.engine.connections):
                     connection.abort()
-            self._closing = asyncio.ensure_future(self._take_down())
+            self._closing = begin(self._take_down(), asyncio.get_running_loop())
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
@@ -455,15 +488,24 @@ class _RendezvousEnd:
                 if self.rendezvous is not None:
                     await steps.run(self._leave)
         except TimeoutError:
+            steps.stop.set()  # of who still tries to reach it
             logger.warning(
                 "worker %s left without a word to the store of %s, which has not answered for %g s",
                 self._plan.name,
                 self._plan.init_method,
                 patience,
             )
-            with contextlib.suppress(OSError):
-                if self.rendezvous is not None:
-                    self.rendezvous.remove_secret()
+            self._remove_secret()
+        except Overloaded as error:  # there is no thread to say it in
+            logger.warning(
+                "worker %s left without a word to the store of %s: %s", self._plan.name, self._plan.init_method, error
+            )
+            self._remove_secret()
+
+    def _remove_secret(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.rendezvous is not None:
+                self.rendezvous.remove_secret()
 
     def _leave_beside(self) -> None:
         """Leave in a thread that goes on by itself if that takes long: whoever found the loop closed has other work.
@@ -473,7 +515,7 @@ class _RendezvousEnd:
         if self.rendezvous is None:
             return
         name = f"aiorpc-{self._plan.name}-rendezvous"
-        leaving = threading.Thread(target=self._leave, name=name, daemon=True)
+        leaving = daemon(self._leave, name=name)
         with contextlib.suppress(RuntimeError):
             leaving.start()
             leaving.join(_GIVING_UP)
@@ -527,7 +569,8 @@ async def _serve_rendezvous(node: Node) -> None:
         await asyncio.sleep(pause)
         try:
             if not gone:
-                await engine.steps.run(rendezvous.serve_secret_requests)
+                look = partial(rendezvous.serve_newcomers, bounds.absence, parted=node.group.parted)
+                await engine.steps.run(look)
                 continue
             pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):

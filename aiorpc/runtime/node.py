@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch.distributed import Store
 
@@ -27,7 +27,7 @@ from ..channels.accelerator import Accelerator
 from ..devices import DeviceClaims
 from ..errors import RpcError
 from ..options import RpcBackendOptions
-from ..protocol.identity import WorkerInfo, WorkerRecord
+from ..protocol.identity import WorkerInfo, WorkerRecord, legible
 from ..protocol.states import WorkerEvent, WorkerState
 from ..transport.certificates import Credentials
 from .callee.objects import Objects
@@ -37,7 +37,7 @@ from .caller.peers import Peers
 from .caller.retrying import Retries
 from .caller.stream import Stream, open_stream
 from .calls import current
-from .calls.current import HostedWorker, ServedCall, current_call, current_node
+from .calls.current import Registry, ServedCall, current_call, current_node
 from .calls.pending import PendingCall
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
@@ -219,17 +219,14 @@ class Node:
     def leave_without_loop(self, error: RpcError) -> None:
         """Say goodbye where that takes no waiting, end the pending calls with that error, and close all connections."""
         self.engine.steps.stop.set()
-        self._say_goodbye()
-        for peer in self.peers.all():
-            _without_loop(partial(peer.fail, error))
-        for connection in list(self.engine.connections):
-            _without_loop(connection.abort)
-
-    def _say_goodbye(self) -> None:
         for peer in self.peers.all():
             _without_loop(peer.goodbye)
         for service in list(self.services):
             _without_loop(service.goodbye)
+        for peer in self.peers.all():
+            _without_loop(partial(peer.fail, error))
+        for connection in list(self.engine.connections):
+            _without_loop(connection.abort)
 
     # --- for the rooms below ------------------------------------------------------------------------------------------
 
@@ -297,15 +294,25 @@ class Node:
         return self.is_idle(), counters.made + counters.served_users
 
     def pending_calls(self) -> list[PendingCall]:
-        """The calls under way at this worker, those it made and those it serves, oldest first."""
+        """The calls under way at this worker, those it made and those it serves, oldest first.
+
+        Also those that are between two tries.
+        """
         calls = [call for peer in self.peers.all() for call in peer.owed.pending_calls()]
         calls += [call for service in list(self.services) for call in service.pending_calls()]
+        calls += self.retries.pending_calls()
         return sorted(calls, key=lambda call: -call.seconds)
 
     def describe_running(self) -> str:
         """The handlers that may be blocking the loop or a shutdown, as text for a log message."""
         running = [call.function for call in self.pending_calls() if call.direction == "served"]
         return f"a handler among {', '.join(running[:5])}" if running else "no handler"
+
+    def describe_pending(self) -> str:
+        """The calls of users that are under way, oldest first, as text for a log message; empty if there are none."""
+        calls = self.pending_calls()
+        named = [f"{each.function} {'for' if each.direction == 'served' else 'on'} {each.worker}" for each in calls[:5]]
+        return legible(", ".join((*named, f"and {len(calls) - 5} more") if len(calls) > 5 else named))
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All members this worker knows, itself included, by id; without those that have left or were lost."""
@@ -349,10 +356,16 @@ class Node:
 
     def at_end(self) -> None:
         """The interpreter is about to end although this worker has not shut down: end the thread of its loop, if it
-        has one of its own. On the main thread, behind `at_exit`."""
+        has one of its own, and the calls that nothing will answer. On the main thread, behind `at_exit`."""
         thread = self.worker.thread
-        if thread is not None:
-            thread.end_at_exit()
+        if thread is None:
+            return
+        thread.end_at_exit()
+        # A finalizer that runs later may wait for one of them.
+        _without_loop(self.publications.close)
+        _without_loop(self.retries.close)
+        for peer in self.peers.all():
+            _without_loop(partial(peer.fail, self.engine.lifetime.why_closed()))
 
 
 def _without_loop(step: Callable[[], object]) -> None:
@@ -363,32 +376,8 @@ def _without_loop(step: Callable[[], object]) -> None:
         foreign.log_error(logger, logging.DEBUG, error, "taking a worker down without its loop")
 
 
-class _RegistryForNodes(Protocol):
-    @property
-    def only(self) -> Node | None: ...
-
-    def add(self, node: Node) -> None: ...
-
-    def remove(self, node: Node) -> None: ...
-
-    def nodes(self) -> list[Node]: ...
-
-    def take_down_closed(self) -> None: ...
-
-    def get(self) -> Node: ...
-
-    def forget(self, lifetime: Lifetime | None = None) -> None: ...
-
-    def host(self, worker: HostedWorker) -> HostedWorker | None: ...
-
-    def unhost(self, worker: HostedWorker) -> None: ...
-
-    @property
-    def hosted(self) -> HostedWorker | None: ...
-
-
 #: The nodes of this process; the registry of `calls.current`, which all of them are entered in.
-registry = cast(_RegistryForNodes, current.registry)
+registry = cast("Registry[Node]", current.registry)
 
 
 def serving() -> tuple[Node, ServedCall]:

@@ -14,7 +14,8 @@ class Statistics:
 
     Of calls that were made here: calls_made, calls_answered, calls_pending, calls_timed_out, calls_retried,
     late_answers, latency_p50 and latency_p99. Of calls that were served here: calls_served, calls_running, calls_failed
-    and calls_cancelled.
+    and calls_cancelled; those that were refused, and so not served, have failed, too. To fetch the value of a reference
+    is a call. Puts, gets and joins of a queue count at the worker that makes them alone.
     """
 
     calls_made: int = 0

@@ -170,16 +170,22 @@ class Worker:
 
         RpcUsageError if it was started before; WorkerClosed if it is shut down before it has joined.
         """
-        self._life.begin()
         if not self.options.dedicated_loop:
+            self._life.begin()
             await self._life.join()
             return self
-        self._own_loop = LoopThread(self.name)
-        self._own_loop.on_end = self.loop_ended
+        own = LoopThread(self.name)
+        own.on_end = self.loop_ended
         try:
-            await self._own_loop.run_async(self._life.join())
+            own.start()
+            self._life.begin()
+            self._own_loop = own
+            await own.run_async(self._life.join())
         except BaseException:
-            self._own_loop.close()
+            if self.state is WorkerState.RUNNING:  # it was cancelled in the moment in which it had joined
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.shutdown(graceful=False, timeout=0.0)
+            own.close()
             raise
         return self
 
@@ -314,7 +320,8 @@ class Worker:
 
         graceful: serve until every live member has entered its own shutdown and no call is under way; from the moment
         that all have entered the calls have ``rpc_timeout``. In a group without a size: until no call is under way
-        here. timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
+        here. False leaves at once, also where a graceful shutdown waits already.
+        timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
         Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
         but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).
         A worker that is still joining gives that up: `start` raises WorkerClosed. One whose loop was closed meanwhile,

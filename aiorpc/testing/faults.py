@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
 from ..errors import RpcError, RpcUsageError
+from ..locks import Lock
 from ..options import seconds as checked_seconds
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.member_call import MemberCall
@@ -122,7 +123,7 @@ class Faults:
         self.worker = worker
         self._node = worker.node
         self._rules: list[Fault] = []
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._lanes = Lanes(self._node.engine)
 
     # --- rules --------------------------------------------------------------------------------------------------------

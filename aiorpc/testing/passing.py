@@ -7,7 +7,6 @@ counting to the same worker: a call that uses a reference may be behind the word
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ..locks import RLock
 from ..protocol import reference_messages
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Kind
 from ..protocol.messages import Call, Fetch, Method, ObjectMethod
@@ -132,7 +132,7 @@ class Lanes:
         self._engine = engine
         self._lanes: dict[Lane, deque[tuple[float, Callable[[], None]]]] = {}
         # Held while messages are sent: those of a lane that is flushed meanwhile go behind them, and none goes twice.
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     @property
     def waiting(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import ssl
 import stat
 import time
@@ -69,7 +68,19 @@ class Certificate(NamedTuple):
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+    """However many ``*`` somebody has put there it takes no time; a regular expression would try for ever."""
+    first, *others = pattern.split("*")
+    if not others:
+        return name == first
+    last, at = others.pop(), len(first)
+    if len(name) < at + len(last) or not (name.startswith(first) and name.endswith(last)):
+        return False
+    name = name[: len(name) - len(last)]
+    for part in others:  # where each comes first leaves the most to those behind it
+        at = name.find(part, at) + len(part)
+        if at < len(part):
+            return False
+    return True
 
 
 class Credentials:
@@ -163,7 +174,8 @@ def _check_files(tls: Tls) -> None:
     for what, path in (("certificate", tls.cert), ("key", tls.key), ("authority", tls.ca)):
         try:
             status = os.stat(path)
-            Path(path).read_bytes()
+            if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+                Path(path).read_bytes()  # of a pipe it would wait for somebody who writes
         except OSError as error:
             raise _Unusable(f"the file of the {what} cannot be read: {error}") from None
         if not stat.S_ISREG(status.st_mode):
@@ -225,5 +237,8 @@ def _rehearse(opener: ssl.SSLContext, acceptor: ssl.SSLContext, tls: Tls) -> Cer
                     f"{error.verify_message}"
                 ) from None
             except ssl.SSLError as error:
-                raise _Unusable(f"the certificate {tls.cert} cannot be used: {error}") from None
+                why = str(error)
+                if error.reason == "UNSUPPORTED_PROTOCOL":  # both sides are ours: the acceptor's key leaves it none
+                    why = "TLS 1.3 takes no key of its kind; make one of P-256, Ed25519 or RSA with 2048 bits"
+                raise _Unusable(f"the certificate {tls.cert} cannot be used: {why}") from None
     return Certificate.of(ends[0].getpeercert(), ends[0].getpeercert(True))

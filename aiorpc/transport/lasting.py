@@ -53,7 +53,9 @@ class LastingConnection(Connection):
 
     @property
     def must_hear(self) -> bool:
-        return self._full
+        session = self.lasting
+        # What is written on in the next turn needs no more: all frames of this turn may have come together.
+        return self._full and session is not None and (self._awaiting or session.size >= session.limit)
 
     @property
     def owing(self) -> bool:
@@ -216,12 +218,8 @@ class LastingConnection(Connection):
                 self.on_cut(*unfinished)
             other._forget_socket()
             self._sock, self._fd, self._epoll, self._sharing = other._sock, other._fd, None, False
-            self.decoder, self.tls, self._unsealer, self._source = (
-                other.decoder,
-                other.tls,
-                other._unsealer,
-                other._source,
-            )
+            self.decoder, self.tls = other.decoder, other.tls
+            self._unsealer, self._source = other._unsealer, other._source
             self.decoder.place = place
             self._turn = other._turn
             self._silence = Silence()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import sys
 from typing import NamedTuple
 
 # Of the kernel's tcp_info: eight bytes, of which the first is the state and the fourth counts probes that were not
@@ -32,12 +31,12 @@ class Heard(NamedTuple):
 
 
 def hear(sock: socket.socket) -> Heard | None:
-    """What the system says of that connection; None where it does not say."""
-    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+    """What the system says of that connection; None of one that has ended, or is no TCP."""
+    if sock.family == socket.AF_UNIX:
         return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # it has ended
+    except OSError:
         return None
     state, probes, unacknowledged, milliseconds = _INFO.unpack(info)
     # One probe may have left a moment ago. Of data that did, `Silence` sees it at its first look.

@@ -12,22 +12,30 @@ import secrets
 import socket
 import stat
 import struct
-import sys
 import tempfile
+import termios
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ..errors import Overloaded
+from ..threads import run_in_thread
 
 BACKLOG = 1024
 # A secret in a file stands beside the socket of the worker that made it, under the same name.
 SECRET_SUFFIX = ".secret"
 # A broken network between hosts is noticed after this many seconds of unanswered data or probes.
 TCP_TIMEOUT = 20
-# Seconds for each address of a name but the last, which has all the time that is left.
-_EACH = 2.0
+# Seconds for each address of a name but the last, which has all the time that is left; and until the next one is tried.
+_EACH, _NEXT = 2.0, 0.3
 # Longest pause between two tries of the system to get something across, in milliseconds, so that it notices soon that a
 # network is back; Linux 6.15 and later let one say that, others wait for up to two minutes.
 _RTO_MAX_MS = getattr(socket, "TCP_RTO_MAX_MS", 44)
 _RTO_MAX = 3000
+#: What the system finds for a name: family, kind, protocol, official name and address.
+_Found = tuple[int, int, int, str, Any]
 # What the system says of an address that this host has not.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -205,31 +213,85 @@ async def connect_unix(path: str) -> socket.socket:
 
 async def connect_tcp(host: str, port: int) -> socket.socket:
     """Connect over TCP, with the options that notice a dead network. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    failure: OSError | None = None
     # A name may stand for several addresses (localhost: ::1 and 127.0.0.1), of which the listener bound one.
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for place, (family, kind, proto, _, address) in enumerate(found, 1):
-        sock = socket.socket(family, kind, proto)
-        try:
-            # One that swallows packets, as behind a firewall, is not to take all the time that there is.
-            async with asyncio.timeout(_EACH if place < len(found) else None):
-                await _connect(sock, address)
-        except OSError as error:
-            failure = error
-            continue
-        tune_tcp(sock)
-        return sock
-    raise failure or ConnectionError(f"{host!r} stands for no address")
+    found = await _look_up(host, port)
+    if not found:
+        raise ConnectionError(f"{host!r} stands for no address")
+    sock = await (_connect(found[0], None) if len(found) == 1 else _connect_first(found))
+    tune_tcp(sock)
+    return sock
 
 
-async def _connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
+async def _look_up(host: str, port: int) -> Sequence[_Found]:
+    """What the system finds for a name. Raises OSError.
+
+    In a thread of ours, and not by the loop: uvloop would start the threads of libuv, and libuv waits for them as the
+    process exits, also in a child that was forked since. There they do not exist, and it ends by SIGSEGV.
+    """
+    with contextlib.suppress(OSError):  # it is a name, which somebody has to be asked for
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    try:
+        return await run_in_thread(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM), "aiorpc-names")
+    except Overloaded as error:
+        raise OSError(f"{host!r} cannot be looked up: {error}") from error
+
+
+async def _connect_first(found: Sequence[_Found]) -> socket.socket:
+    """A connection to the first of these addresses that answers; if none does, the error of the last one.
+
+    They are tried in their order, the next one while those before are silent: who waited for each that swallows
+    packets, as behind a firewall, would have no time left for the one that answers.
+    """
+    rest = deque(found)
+    trying: set[asyncio.Task[socket.socket]] = set()
+    try:
+        while rest or trying:
+            if rest:
+                last = asyncio.create_task(_connect(rest.popleft(), _EACH if rest else None))
+                trying.add(last)
+            patience = _NEXT if rest else None
+            done, trying = await asyncio.wait(trying, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            connected = [task.result() for task in done if task.exception() is None]
+            for sock in connected[1:]:
+                sock.close()
+            if connected:
+                return connected[0]
+        return last.result()
+    finally:
+        for task in trying:
+            task.cancel()
+        for late in await asyncio.gather(*trying, return_exceptions=True):
+            if isinstance(late, socket.socket):
+                late.close()
+
+
+async def _connect(found: _Found, seconds: float | None) -> socket.socket:
+    family, kind, proto, _, address = found
+    sock = socket.socket(family, kind, proto)
     sock.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(sock, address)
+        async with asyncio.timeout(seconds):
+            await _connect_socket(sock, address)
     except BaseException:
         sock.close()
         raise
+    return sock
+
+
+async def _connect_socket(sock: socket.socket, address: Any) -> None:
+    """Not by the loop: uvloop would look the address up once more, without its scope, and as `_look_up` must not."""
+    error = sock.connect_ex(address)
+    if error == errno.EINPROGRESS:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_writer(sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_writer(sock)
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, f"{os.strerror(error)} (to {address})")
 
 
 def tune_tcp(sock: socket.socket) -> None:
@@ -239,28 +301,50 @@ def tune_tcp(sock: socket.socket) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_TIMEOUT // 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, TCP_TIMEOUT // 10))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _RTO_MAX)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_TIMEOUT // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, TCP_TIMEOUT // 10))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _RTO_MAX)
+
+
+def unread(sock: socket.socket) -> int:
+    """Bytes that have come and that nobody has read yet; 0 of one that is closed, and where the system does not say."""
+    count = bytearray(struct.calcsize("@i"))
+    try:
+        fcntl.ioctl(sock, termios.FIONREAD, count)
+    except (OSError, ValueError):
+        return 0
+    found: int = struct.unpack("@i", count)[0]
+    return found
 
 
 def peer_uid(sock: socket.socket) -> int | None:
-    """The user id of the process at the other end of a unix socket; None where the system does not say."""
-    credentials = _peer_credentials(sock)
-    return credentials[1] if credentials else None
+    """The user id of the process at the other end of a unix socket; None of one over TCP."""
+    return None if sock.family != socket.AF_UNIX else _peer_credentials(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int | None:
-    """The pid of that process as this process sees it; None where unknown, or in another pid namespace."""
-    credentials = _peer_credentials(sock)
-    return credentials[0] or None if credentials else None
+    """The pid of that process as this process sees it; None over TCP, or in another pid namespace."""
+    return None if sock.family != socket.AF_UNIX else _peer_credentials(sock)[0] or None
 
 
-def _peer_credentials(sock: socket.socket) -> tuple[int, int, int] | None:
-    if sys.platform != "linux" or sock.family != socket.AF_UNIX:
-        return None
-    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return pid, uid, gid
+def origin(sock: socket.socket) -> str:
+    """Who is at the other end, for people: an address, or a process of this host; empty where the system does not say.
+
+    The host of an address is not always the one that has connected: something between may have its own stand there.
+    """
+    if sock.family == socket.AF_UNIX:
+        pid = peer_pid(sock)
+        return "" if pid is None else f"process {pid}"
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return ""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Pid and user id."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

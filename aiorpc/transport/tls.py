@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple, cast
 
 from ..errors import PeerRefused, ProtocolError
+from ..locks import RLock
 from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
@@ -73,7 +73,7 @@ class TlsLayer:
         self.state = TLS.initial
         self.open = False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
         self.peer: Certificate | None = None
-        self.lock = threading.RLock()  # reentrant as it knows its owner
+        self.lock = RLock()  # reentrant as it knows its owner
         self.outgoing = ssl.MemoryBIO()
         self._incoming = ssl.MemoryBIO()
         self._opener = opener

@@ -20,11 +20,10 @@ import asyncio
 import contextlib
 import socket
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from typing import Any
 
+from ..locks import RLock, is_owned
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
 from .send_queue import FRAME_COST, SendQueue, Unsent
@@ -68,7 +67,7 @@ class FrameWriter:
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
-        self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
+        self._lock = RLock()  # reentrant as it knows its owner; nobody enters it twice
         self._scheduled = False
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
@@ -231,9 +230,3 @@ class FrameWriter:
         call = self._loop.call_soon if here else self._loop.call_soon_threadsafe
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection, or it will be soon
             call(callback, *args, context=Context())
-
-
-def is_owned(lock: Any) -> bool:
-    """Whether this thread holds that RLock; as threading.Condition asks."""
-    owned: bool = lock._is_owned()
-    return owned

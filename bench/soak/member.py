@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvloop
 
 import aiorpc as rpc
 
+from ..rank import receive
 from . import gauges
 from .load import Done, Load
 
@@ -118,7 +118,7 @@ class Membership:
         while True:
             try:
                 async with asyncio.timeout_at(until):
-                    asked = await self._hear()
+                    asked = await receive(self.pipe)
             except TimeoutError:
                 return False
             if asked == LEAVE:
@@ -131,17 +131,6 @@ class Membership:
                 "connections resumed": self.resumed + worker.statistics().connections_resumed,
             }
             self.pipe.send(Sample(found, self.done, counts))
-
-    async def _hear(self) -> Any:
-        """What the parent says next, without a thread that would wait for it."""
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self.pipe.fileno(), readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(self.pipe.fileno())
-        return self.pipe.recv()
 
     @contextlib.asynccontextmanager
     async def _cutting(self) -> AsyncIterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from tests.autograd.parts import Tensor, apply, vector, weight_of
 
 WORKERS = 4
 LEAVES = 3
+# By a call or as a reference, to a handler in a thread or on the loop; through another worker; as items of a stream; as
+# one of a group; or without any call.
+HOW = ["call", "call_async", "remote", "remote_async", "via", "via_async", "stream", "stream_async", "group", "here"]
 # By name: how many values it takes.
 OPERATIONS = {"linear": 1, "mul": 2, "add": 2, "mix": 2, "tanh": 1, "clamp": 1, "cube": 1, "stop": 1, "same": 1}
 
@@ -51,7 +54,7 @@ def programs(draw: st.DrawFn, longest: int = 10) -> Program:
         recent = st.integers(max(0, count - 4), count - 1) | st.integers(0, count - 1)
         inputs = tuple(draw(recent) for _ in range(OPERATIONS[operation]))
         where = draw(st.integers(0, workers - 1))
-        how = draw(st.sampled_from(["call", "call_async", "remote", "remote_async", "here"]))
+        how = draw(st.sampled_from(HOW))
         nodes.append(Node(operation, inputs, draw(st.integers(0, 1)), where, how))
         count += 2 if operation == "mix" else 1
     use = st.lists(st.integers(0, count - 1), min_size=1, max_size=3).map(tuple)
@@ -157,6 +160,31 @@ async def serve_async(operation: str, inputs: list[Any], parameter: int) -> tupl
     return compute(operation, values, parts.weight(parameter))
 
 
+def serve_via(to: str, *args: Any) -> tuple[Tensor, ...]:
+    """Handler in a thread: another worker is to do it. What goes through is a tensor of this worker's, too."""
+    done: tuple[Tensor, ...] = aiorpc.rpc_sync(to, serve, args=args)
+    return done
+
+
+async def serve_via_async(to: str, *args: Any) -> tuple[Tensor, ...]:
+    """The same on the loop, with an operation before and behind."""
+    operation, inputs, parameter = args
+    ahead = [each if isinstance(each, Item) else each * 1 for each in inputs]
+    done: tuple[Tensor, ...] = await aiorpc.call(to, serve_async, operation, ahead, parameter)
+    return tuple(each * 1 for each in done)
+
+
+def serve_items(*args: Any) -> Iterator[Tensor]:
+    """The new values, as a stream."""
+    yield from serve(*args)
+
+
+async def serve_items_async(*args: Any) -> AsyncIterator[Tensor]:
+    """The same, on the loop."""
+    for each in await serve_async(*args):
+        yield each
+
+
 async def run_spread(program: Program, leaves: Sequence[Tensor], worker: Worker) -> list[Tensor]:
     """The losses at that worker, with each node where the program says."""
     values: list[Any] = list(leaves)
@@ -170,6 +198,15 @@ async def run_spread(program: Program, leaves: Sequence[Tensor], worker: Worker)
         elif node.how.startswith("remote"):
             reference = worker.remote(f"worker{node.where}", handler, *args)
             values += [Item(reference, number) for number in range(2 if node.operation == "mix" else 1)]
+        elif node.how.startswith("via"):
+            through = serve_via_async if node.how == "via_async" else serve_via
+            values += await worker.call(f"worker{(node.where + 1) % WORKERS}", through, f"worker{node.where}", *args)
+        elif node.how.startswith("stream"):
+            items: Any = serve_items_async if node.how == "stream_async" else serve_items
+            values += [each async for each in worker.stream(f"worker{node.where}", items, *args)]
+        elif node.how == "group":
+            (given,) = (await worker.group([f"worker{node.where}"]).call(handler, *args)).values()
+            values += given
         else:
             values += await worker.call(f"worker{node.where}", handler, *args)
     return [loss_of([await _fetch(values[number]) for number in uses]) for uses in program.losses]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import pickle
 import re
 import threading
 import weakref
@@ -16,24 +17,27 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
 from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc.autograd import engine as autograd_engine
 from aiorpc.autograd import parts as autograd_parts
 from aiorpc.autograd import passes
 from aiorpc.autograd.contexts import make_pass
-from aiorpc.autograd.parts import abort, go_on, part_of, to_wire
+from aiorpc.autograd.parts import abort, gather, go_on, part_of
 from aiorpc.autograd.passes import Pass
+from aiorpc.autograd.wire import to_wire
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.engine import engine
 from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
-from tests.transport.ends import Interruption, meanwhile
+from tests.transport.ends import Interruption, interrupted, meanwhile
 from tests.unlooked import unlooked_at
 
 double = torch.float64
@@ -66,6 +70,120 @@ async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:
             sent = [worker.statistics().messages_sent - was for worker, was in zip(workers, before, strict=True)]
             assert sent == [length, length, 0]
             torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
+
+
+async def test_gradients_are_kept_no_longer_than_they_are_needed(workers: list[Worker]) -> None:
+    """Where one goes to and fro there are a few at a time, and not one for each call until the pass has ended."""
+    length, x = 30, vector()
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    x.register_hook(lambda _: alive.append(sum(each() is not None for each in seen)))
+    async with autograd.context() as ctx:
+        y = x
+        for _ in range(length):
+            z = y * 2
+            z.register_hook(lambda gradient: seen.append(weakref.ref(gradient)))
+            y = await workers[0].call("worker1", parts.echo, z)
+        await ctx.backward([y.sum()])
+        torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
+    assert len(seen) == length and alive and alive[0] < 10
+
+
+@pytest.mark.parametrize("watched", ["", "hook", "retain_grad"])
+async def test_a_loss_of_all_results_of_a_chain_goes_through_its_graph_a_few_times(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, watched: str
+) -> None:
+    """And not once for each call, though each result has its whole gradient only when the next call has been gone
+    through. A result whose gradient the program sees is seen once, with the whole of it."""
+    length, x, w = 12, vector(), weight_of(workers[1], 0)
+    runs: list[int] = []
+
+    def counted(tensors: Any, *args: Any, **options: Any) -> Any:
+        runs.append(sum(type(each) is GradientEdge and each.node is root for each in tensors))
+        return _engine_run_backward(tensors, *args, **options)
+
+    monkeypatch.setattr(autograd_engine, "_engine_run_backward", counted)
+    seen = Seen()
+    async with autograd.context() as ctx:
+        y, loss, results = x, torch.zeros((), dtype=double), list[Tensor]()
+        for _ in range(length):
+            y = await workers[0].call("worker1", parts.layer, y)
+            results.append(y)
+            loss = loss + (y * y).sum()
+        middle = results[length // 2]
+        if watched == "hook":
+            middle.register_hook(seen)
+        elif watched == "retain_grad":
+            middle.retain_grad()
+        root = loss.grad_fn
+        await ctx.backward([loss])
+        y, loss, results = x, torch.zeros((), dtype=double), []
+        for _ in range(length):
+            y = step(y, w)
+            results.append(y)
+            loss = loss + (y * y).sum()
+        of_x, of_w, of_middle = expected(loss, [x, w, results[length // 2]])
+        check(gradients_of(workers[0], ctx), [(x, of_x)])
+        check(gradients_of(workers[1], ctx), [(w, of_w)])
+        if watched == "hook":
+            seen.once(of_middle)
+        elif watched == "retain_grad":
+            torch.testing.assert_close(middle.grad, of_middle)
+    assert 1 <= sum(map(bool, runs)) <= 2
+
+
+@pytest.mark.parametrize("retain", [False, True])
+async def test_the_graph_is_gone_as_far_as_a_pass_has_come(workers: list[Worker], retain: bool) -> None:
+    """What nodes have saved is let go when they have run, as in one process, and not when the context ends."""
+    length, x = 5, vector()
+    saved: list[weakref.ref[Saved]] = []
+
+    def pack(tensor: Tensor) -> Saved:
+        kept = Saved(tensor.detach())
+        saved.append(weakref.ref(kept))
+        return kept
+
+    async with autograd.context() as ctx:
+        y = x
+        for _ in range(length):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+                z = y.sin()
+            y = await workers[0].call("worker1", parts.layer_async, z)
+        await ctx.backward([y.sum()], retain_graph=retain)
+        assert [each() is not None for each in saved] == [retain] * length
+        if retain:
+            await ctx.backward([y.sum()])
+        y = x
+        for _ in range(length):
+            y = step(y.sin(), weight_of(workers[1], 0))
+        (of_x,) = expected(y.sum(), [x])
+        torch.testing.assert_close(ctx.gradients()[x], of_x * (2 if retain else 1), rtol=0, atol=1e-12)
+
+
+class Saved:
+    """What a node has saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+async def test_what_a_worker_tells_of_its_graph_does_not_grow_with_the_square_of_it(workers: list[Worker]) -> None:
+    """In a recurrent net whose state stays here each tensor that is sent leads to all that have come before it."""
+    length, x, w = 200, vector(), weight_of(workers[1], 0)
+    workers[0].node.gradients.most_behind = -1
+    async with autograd.context() as ctx:
+        y = x
+        for _ in range(length):
+            y = torch.tanh(y * 0.5 + await workers[0].call("worker1", parts.layer_async, y))
+        told = await workers[0].call("worker0", gather, int(ctx))
+        assert len(pickle.dumps(told)) < 200 * length  # with a name for each of them, 800
+        await ctx.backward([y.sum()])
+        y = x
+        for _ in range(length):
+            y = torch.tanh(y * 0.5 + step(y, w))
+        of_x, of_w = expected(y.sum(), [x, w])
+        check(gradients_of(workers[0], ctx), [(x, of_x)])
+        check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
 async def test_questions_that_come_late(workers: list[Worker]) -> None:
@@ -966,6 +1084,42 @@ async def test_an_interrupted_answer_is_not_lost(
     assert 10 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
 
 
+async def test_an_interrupted_answer_to_a_gradient_that_was_handed_on_is_not_lost(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for the answer of a worker that another one than the root has sent gradients to."""
+    asked: list[tuple[Future[Any], Future[Any]]] = []
+    real_ask = autograd_parts.ask
+
+    def ask(node: Any, worker_id: int, function: object, *args: Any, **options: Any) -> Future[Any]:
+        call = real_ask(node, worker_id, function, *args, **options)
+        if function is not autograd_parts.take or asked:
+            return call
+        asked.append((call, Future()))
+        return asked[-1][1]
+
+    def read(at: int) -> str | None:
+        wait_until(lambda: asked and asked[0][0].done() and asked[0][1].waiters)
+        answer = partial(asked[0][1].settle, None)
+        return interrupted(answer, at, autograd_parts.__file__, engine.__file__)
+
+    monkeypatch.setattr(autograd_parts, "ask", ask)
+    # As where a main thread waits for a call, and has read this answer.
+    monkeypatch.setattr(engine, "waits_in_main_thread", lambda: True)
+    at = 0
+    while True:
+        asked.clear()
+        async with autograd.context() as ctx, asyncio.timeout(LIMIT):
+            y = await workers[0].call("worker1", parts.via, vector(), "worker2")
+            done = ctx.backward([y.sum()])
+            place = await asyncio.to_thread(read, at)
+            await done
+        if place is None:
+            break
+        at += 1
+    assert at > 3, "it was not interrupted"
+
+
 # --- leaves that change after the forward pass ------------------------------------------------------------------------
 
 
@@ -1605,7 +1759,7 @@ async def test_the_deadline_of_a_pass() -> None:
             y = await workers[0].call("worker1", parts.layer, vector())
             workers[0].node.engine.default_timeout = 0.5  # not before: to join and to call may take longer
             async with asyncio.timeout(20):
-                with pytest.raises(RpcTimeout):
+                with pytest.raises(RpcTimeout, match=r"the backward pass of .* not done after 0.5 s.*'worker1'"):
                     await ctx.backward([y.sum()])
             released.set()
 
@@ -1620,3 +1774,15 @@ async def test_nothing_is_written_to_grad(workers: list[Worker]) -> None:
         assert len(ctx.gradients()) == len(gradients_of(workers[1], ctx)) == 1
     assert x.grad is None
     torch.testing.assert_close(w.grad, torch.full_like(w, 7).detach())
+
+
+async def test_nobody_ends_the_passes_of_others(workers: list[Worker]) -> None:
+    """Neither one that runs, nor one that is to come: its number says who runs it."""
+    x = vector()
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, x)
+        for number in range(ctx + 1, ctx + 5):
+            with pytest.raises(aiorpc.RpcError, match="worker 2 does not run this backward pass"):
+                await workers[2].call("worker1", abort, ctx, number, "it shall fail")
+        await ctx.backward([y.sum()])
+        assert x in ctx.gradients()

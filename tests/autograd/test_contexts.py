@@ -9,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc.autograd import contexts as contexts_module
+from aiorpc.autograd.contexts import forget
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
@@ -29,7 +33,7 @@ from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
-from tests.transport.ends import meanwhile
+from tests.transport.ends import interrupted, meanwhile
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
@@ -449,6 +453,44 @@ def calls_unsent(connection: Connection) -> int:
     return sum(frame[0][HEAD.size - 2] == CALL for frame in list(connection.queue.frames))
 
 
+async def test_one_caller_may_bring_so_many_contexts() -> None:
+    """Calls in a further one are refused, with the option as the reason, until one of them has ended."""
+    options = [RpcBackendOptions(), RpcBackendOptions(max_contexts=3), RpcBackendOptions()]
+    async with cluster(3, options=options) as workers:
+        current_node.set(workers[0].node)
+        async with autograd.context():
+            async with autograd.context(), autograd.context():
+                for _ in range(2):
+                    await workers[0].call("worker1", parts.context_here)
+                await _in_one_more(workers[0])
+                await _in_one_more(workers[0])
+            await until(lambda: not len(workers[1].node.gradients))
+            contexts = [autograd.context() for _ in range(3)]
+            for each in contexts:
+                await each.__aenter__()
+                assert await workers[0].call("worker1", parts.context_here)
+            async with autograd.context() as further:
+                for function in (parts.context_here, parts.layer):
+                    with pytest.raises(aiorpc.Overloaded, match=r"3 autograd contexts.*max_contexts"):
+                        await workers[0].call("worker1", function, *[vector()][: function is parts.layer])
+                assert await workers[2].call("worker1", len, "abc") == 3
+                token = current_node.set(workers[2].node)
+                async with autograd.context():
+                    assert await workers[2].call("worker1", parts.context_here)
+                current_node.reset(token)
+                await contexts.pop().__aexit__(None, None, None)
+                await until(lambda: len(workers[1].node.gradients) == 2)
+                assert await workers[0].call("worker1", parts.context_here) == further
+            for each in contexts:
+                await each.__aexit__(None, None, None)
+        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+
+async def _in_one_more(worker: Worker) -> None:
+    async with autograd.context() as ctx:
+        assert await worker.call("worker1", parts.context_here) == ctx
+
+
 async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> None:
     """It is queued, and comes there before what is asked later. That alone it leaves after a pause, others show."""
     first, second = workers[0], workers[1]
@@ -578,6 +620,25 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
     await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+
+async def test_an_interrupted_end_releases_it_too(workers: list[Worker]) -> None:
+    """Wherever a signal handler raises as a context is left: the other workers are told all the same."""
+
+    def script(at: int) -> str | None:
+        context = autograd.context()
+        context.__enter__()
+        aiorpc.rpc_sync("worker1", parts.via, args=(vector(), "worker2"))
+        place = interrupted(partial(context.__exit__, *[None] * 3), at, contexts_module.__file__ or "", signals=True)
+        if context._id:  # it had not begun
+            context.__exit__(None, None, None)
+        return place
+
+    at = 0
+    while await asyncio.to_thread(script, at) is not None:
+        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        at += 1
+    assert at > 10, "it was not interrupted"
 
 
 async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:
@@ -896,3 +957,51 @@ async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> 
         for number in (1, 2):
             with pytest.raises(ProtocolError, match="gradients"):
                 past(number, vector().detach())
+
+
+async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None:
+    """Neither where a context is, nor where it will be: whoever opened it is asked first."""
+    first = workers[0].node.gradients.next_number()
+    for number in range(first, first + 5):
+        workers[1].node.gradients.called(number, workers[1].node.peers.find("worker2"))
+        for name in ("worker0", "worker1"):
+            await workers[2].call(name, forget, number)
+    x = vector()
+    async with autograd.context() as ctx:
+        assert first < ctx < first + 5
+        y = await workers[0].call("worker1", parts.layer, x)
+        for name in ("worker0", "worker1"):
+            assert await workers[2].call(name, forget, ctx) == b""
+        await until(lambda: not workers[1].node.gradients.doubted)
+        assert len(workers[0].node.gradients) == 1 and workers[1].node.gradients.find(ctx) is not None
+        await ctx.backward([y.sum()])
+        assert x in ctx.gradients()
+    for number in range(first, first + 5):  # what is never opened is the other one's own trouble
+        workers[1].node.gradients.leave(number)
+
+
+async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:
+    """As where a worker was called in it before its opener knew of that worker."""
+    first = workers[0].node.gradients.next_number()
+    workers[1].node.gradients.called(first, workers[1].node.peers.find("worker2"))
+    assert len(workers[1].node.gradients) == 1
+    assert await workers[2].call("worker1", forget, first) == b""
+    await until(lambda: len(workers[1].node.gradients) == 0)
+
+
+async def test_what_others_say_of_who_knows_a_context(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that a worker names are told of its end, too, and nobody whom it has invented."""
+    peers, gradients = workers[0].node.peers, workers[1].node.gradients
+    by_id, leave, called = peers.by_id, gradients.leave, list[int]()
+    invented = [SimpleNamespace(record=SimpleNamespace(id=number)) for number in (-5, 2, 77, 1 << 40)]
+
+    def find(number: int) -> Any:
+        called.append(number)
+        return by_id(number)
+
+    monkeypatch.setattr(peers, "by_id", find)
+    monkeypatch.setattr(gradients, "leave", lambda number: leave(number) and invented)
+    async with autograd.context():
+        await workers[0].call("worker1", parts.layer, vector())
+    await until(lambda: 2 in called)
+    assert {*called} <= {1, 2}

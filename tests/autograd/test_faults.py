@@ -16,7 +16,7 @@ from aiorpc import PeerLost, autograd
 from aiorpc.runtime.engine.bounds import Bounds
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, apply, expected, step, vector
-from tests.processes.workers import Link, Place, group, own_fork_server, process_state, until
+from tests.processes.workers import Link, Place, group, own_fork_server, until
 
 BOUND = 40.0  # seconds; a pass has 60 by default, so an error that comes by then was told, not waited for
 
@@ -168,9 +168,8 @@ async def test_contexts_do_not_pile_up_at_a_stopped_worker() -> None:
                 under_way.append(rpc.call("w1", parts.layer, vector()))
 
         await rpc.call("w1", parts.layer, vector())
-        children["w1"].kill(signal.SIGSTOP)
+        await children["w1"].stop()
         try:
-            await until(lambda: process_state(children["w1"].pid) == "T")
             await use()
             second = asyncio.create_task(use())
             await until(lambda: len(under_way) == 2 and len(worker.node.gradients) == 0)
@@ -195,7 +194,7 @@ async def test_leaving_does_not_wait_for_a_stopped_worker() -> None:
         worker.node.engine.bounds = Bounds(leave_context=0.5)
         async with autograd.context():
             await rpc.call("w1", parts.via, vector(), "w2")
-            children["w1"].kill(signal.SIGSTOP)
+            await children["w1"].stop()
         try:
             assert len(worker.node.gradients) == 0
         finally:

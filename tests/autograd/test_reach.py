@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import tracemalloc
 import warnings
 import weakref
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from aiorpc.runtime.gradients.contexts import AutogradContext
+from aiorpc.runtime.gradients.contexts import MOST_BEHIND, AutogradContext
 from aiorpc.runtime.gradients.reach import Leaf, Reach, ReceivedTensor, SentName
 
 Tensor = torch.Tensor
@@ -122,6 +123,22 @@ def test_what_is_behind_a_tensor() -> None:
     assert context.behind(edge(torch.stack(crowd).sum(0))) is None
 
 
+def test_a_long_chain_does_not_say_all_that_is_behind_it() -> None:
+    """A tensor that goes to and fro: what a message says of it is bounded, though one tensor only is behind it here."""
+    here, there = (AutogradContext(7, torch.empty(0, requires_grad=True)) for _ in range(2))
+    tensor, said = leaf() * 2, []
+    for _ in range(1000):
+        for sender, (sends, receives) in enumerate(((here, there), (there, here))):
+            sent = sends.send([tensor], ())
+            assert sent is not None
+            number, places, (behind,) = sent
+            said.append(behind)
+            tensor = receives.receive(sender, SentName(number, places[0]), behind, tensor.detach()) * 2
+    assert said[:2] == [[], [0, 1, 0]]
+    assert max(len(behind) for behind in said if behind is not None) // 3 <= MOST_BEHIND
+    assert said[-1] is None
+
+
 class Asked(dict[Node, ReceivedTensor]):
     """What was received, here nothing; and the nodes of which that was asked, which are all but the leaves."""
 
@@ -164,6 +181,40 @@ def test_wide_graphs() -> None:
     for _ in range(60):
         y = y * y  # twice as many paths each time
     assert same(reached(reach, y), *leaves)
+
+
+def test_a_node_of_a_context_with_many_calls_takes_little_memory() -> None:
+    """What is kept of a node is as long as what it leads to, and not as all that has come before it."""
+    context = AutogradContext(7, torch.empty(0, requires_grad=True))
+    x, edges = leaf(), []
+    for number in range(10_000):
+        received = context.receive(1, SentName(number, 0), [], torch.ones(2))
+        if number < 9_000:
+            context.reach.of(get_gradient_edge(received).node)
+        else:
+            edges.append(get_gradient_edge((received * x).tanh() + 1))
+    tracemalloc.start()
+    try:
+        masks = [context.reach.of(edge.node) for edge in edges[:1]]
+        before, _ = tracemalloc.get_traced_memory()
+        masks += [context.reach.of(edge.node) for edge in edges[1:]]
+        sizes = sum(map(sys.getsizeof, masks[1:]))  # held by this test
+        grown = (tracemalloc.get_traced_memory()[0] - before - sizes) / len(edges)
+    finally:
+        tracemalloc.stop()
+    assert grown < 2500  # of four nodes; with a bit for each tensor that has come, 6,000
+    for mask, edge in zip(masks, edges, strict=True):
+        assert mask.bit_count() == 2 and mask == context.reach.of(edge.node)
+
+
+def test_received_tensors_are_looked_at_no_further_than_asked() -> None:
+    """Where very many are behind a tensor, and of leaves none: this is asked for each tensor that is sent."""
+    context = AutogradContext(7, torch.empty(0, requires_grad=True))
+    crowd = [context.receive(5, SentName(n, 0), [], torch.ones(2)) for n in range(3000)]
+    mask = context.reach.of(get_gradient_edge(torch.stack([*crowd, leaf()]).sum(0)).node)
+    found = context.reach.received_of(mask)
+    assert iter(found) is found and isinstance(next(found), ReceivedTensor)
+    assert len(list(found)) == 2999 and mask.bit_count() == 3001
 
 
 def test_threads() -> None:

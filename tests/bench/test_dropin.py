@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from bench import dropin, dropin_program
-from bench.gradients import SIDES
+from bench.sides import SIDES
 from bench.stage import Figures, Plan, Stage
 from bench.stats import BenchError
 

@@ -17,6 +17,7 @@ import aiorpc
 from aiorpc import Future
 from bench import gradient_clients, gradients
 from bench.bulk_clients import AGAIN_CALLS
+from bench.memory import ENDS
 from bench.report import read_json
 from bench.stage import Figures, Plan, Stage
 from bench.stats import BenchError
@@ -115,7 +116,7 @@ def test_exchange_does_not_answer_with_what_came() -> None:
 
 def test_copies_of_a_pass_are_as_large_as_what_it_sends(other_side: Any) -> None:
     """Two calls, each with a tensor of the activations' size in both directions."""
-    model = gradient_clients.Shards(other_side, 8, 6, "server")
+    model = gradient_clients.Shards(other_side, 8, 6)
     sizes: list[tuple[int, int]] = []
     call = other_side.rpc_sync
 
@@ -203,7 +204,7 @@ def test_context_that_is_left_open_is_counted(alone: Any) -> None:
 class MadeUpStage:
     """A stage without processes: each case gives the same figure, whatever it is asked for."""
 
-    client = float  # in no case is it called
+    client = new_client = float  # in no case is it called
 
     def __init__(self, value: float) -> None:
         self.plan = Plan()
@@ -231,8 +232,7 @@ class _Any(dict[str, float]):
         (gradients.chain, {}),
         (
             gradients.memory,
-            {f"growth, {end}": (None, 4.0) for end in gradients.ENDS}
-            | {f"contexts left, {end}": (None, 0.0) for end in gradients.ENDS},
+            {f"growth, {end}": (None, 4.0) for end in ENDS} | {f"contexts left, {end}": (None, 0.0) for end in ENDS},
         ),
     ],
 )
@@ -277,6 +277,6 @@ def test_small_run_of_both_sides_gives_figures(tmp_path: Path) -> None:
     assert {name for name, _ in rows} == {f"autograd_{name}" for name in ("step", "shards", "chain", "memory")}
     assert all(len(row.aiorpc) == len(row.torch) == 1 for row in rows.values())
     assert all(row.ratio is not None for (name, _), row in rows.items() if name in ("autograd_step", "autograd_shards"))
-    for end in gradients.ENDS:
+    for end in ENDS:
         left = rows["autograd_memory", f"contexts left, {end}"]
         assert (left.aiorpc, left.passed) == ((0.0,), True)

@@ -21,6 +21,7 @@ from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.arena import Arena, Block
 from aiorpc.channels.bulk import Bulk
 from aiorpc.channels.inline import Inline, allocate
+from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, Buffer, Frame, FrameDecoder, Kind, encode_frame
@@ -359,6 +360,11 @@ def run_job(job: Job) -> None:
     fn(*args)
 
 
+def keeper_of(arena: Arena) -> Keeper:
+    """What is kept in an arena, of which nobody is told."""
+    return Keeper(arena, lambda: None, lambda size: None)
+
+
 class SharedEnds(Ends):
     """Over two arenas of this process. warm: both ends have mapped and warm memory, and nothing waits."""
 
@@ -376,8 +382,8 @@ class SharedEnds(Ends):
         )
         self.around = (Around(self, 0), Around(self, 1))
         self.ends = (
-            SharedMemory(self.arenas[0], os.getpid(), self.around[0], least=least),
-            SharedMemory(self.arenas[1], os.getpid(), self.around[1], least=least),
+            SharedMemory(self.arenas[0], os.getpid(), self.around[0], least=least, keeper=keeper_of(self.arenas[0])),
+            SharedMemory(self.arenas[1], os.getpid(), self.around[1], least=least, keeper=keeper_of(self.arenas[1])),
         )
         self.channels = self.ends
         if warm:

@@ -27,6 +27,7 @@ from aiorpc.channels import space as space_module
 from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARE_SIZE, SPARES, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
+from tests.channels.growing import GrowingArena
 from tests.tiers import examples
 from tests.transport.ends import interrupted
 
@@ -36,9 +37,11 @@ STEPS = st.lists(st.one_of(SIZES, st.integers(-1000, -1)), min_size=30, max_size
 
 
 @contextmanager
-def opened(limit: int = 64 * MIB, *, segment_size: int = 8 * MIB, poison: bool = False) -> Iterator[Arena]:
+def opened(
+    limit: int = 64 * MIB, *, segment_size: int = 8 * MIB, poison: bool = False, kind: type[Arena] = GrowingArena
+) -> Iterator[Arena]:
     """An arena for one test."""
-    arena = Arena(limit, segment_size=segment_size, poison=poison)
+    arena = kind(limit, segment_size=segment_size, poison=poison)
     try:
         yield arena
     finally:
@@ -237,10 +240,10 @@ def test_nothing_is_set_up_before_the_first_block() -> None:
 
 def test_a_segment_that_is_prepared_takes_no_memory() -> None:
     """It is there once, is cold, counts, and is what the first block comes out of."""
-    with opened(PREPARED * 4 * MIB, segment_size=4 * MIB) as arena:
+    with opened(PREPARED * 4 * MIB, segment_size=4 * MIB, kind=Arena) as arena:
         arena.prepare()
         arena.prepare()
-        assert arena.size == 4 * MIB and arena.resident <= HEADER and arena.allocate(MIB, grow=False) is None
+        assert arena.size == 4 * MIB and arena.resident <= HEADER and arena.allocate(MIB) is None
         block = arena.allocate_cold(MIB)
         assert block is not None and len(arena.segments) == 1
 
@@ -357,14 +360,14 @@ def test_threads_share_an_arena() -> None:
 def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
     """A signal handler raises wherever it may: no room is lost, none given out twice, and no block is nobody's."""
     files = arena_module.__file__, space_module.__file__
-    with opened() as arena:
+    with opened(kind=Arena) as arena:
         arena.grow(6 * MIB)
         whole = sorted(arena._space.extents)
         chance = random.Random(7)
         alive: dict[int, Block] = {}
 
         def make(size: int) -> None:
-            made = arena.allocate(size, grow=False)
+            made = arena.allocate(size)
             if made is not None:
                 alive[made.generation] = made
 
@@ -382,12 +385,12 @@ def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
         while quiet < 2 * len(sizes):  # until nothing is interrupted any more
             size = sizes[at % len(sizes)]
             for _ in range(chance.randrange(3)):
-                other = arena.allocate(chance.choice(sizes), grow=False)
+                other = arena.allocate(chance.choice(sizes))
                 if other is not None:
                     alive[other.generation] = other
             where = interrupted(partial(make, size), at, *files, signals=True)
             settle()
-            block = arena.allocate(size, grow=False)
+            block = arena.allocate(size)
             interrupted_too = None
             if block is not None:
                 done: list[bool] = []
@@ -436,7 +439,8 @@ def test_large_blocks_are_laid_aside_up_to_some_bytes() -> None:
 
 def test_what_is_laid_aside_is_there_for_other_sizes() -> None:
     """A block that needs the room of several of them finds it, and so does one after a block of a third size."""
-    with opened(16 * MIB, segment_size=16 * MIB) as arena:
+    with opened(16 * MIB, segment_size=16 * MIB, kind=Arena) as arena:
+        arena.grow(16 * MIB - HEADER)
         for others in ((), (3 * MIB,)):
             blocks = [allocated(arena, 2 * MIB) for _ in range(7)]
             assert arena.allocate(2 * MIB) is None
@@ -444,42 +448,42 @@ def test_what_is_laid_aside_is_there_for_other_sizes() -> None:
                 arena.free(block)
             for size in others:
                 arena.free(allocated(arena, size))
-            whole = arena.allocate(14 * MIB, grow=False)
+            whole = arena.allocate(14 * MIB)
             assert whole is not None
             arena.free(whole)
 
 
 def test_growing_makes_room_that_is_warm() -> None:
     """Its pages are there before the first block, which needs no growth; what blocks hold is not changed by it."""
-    with opened(64 * MIB, segment_size=16 * MIB) as arena:
-        assert arena.allocate(3 * MIB, grow=False) is None and arena.last_refusal == "cold"
+    with opened(64 * MIB, segment_size=16 * MIB, kind=Arena) as arena:
+        assert arena.allocate(3 * MIB) is None and arena.last_refusal == "cold"
         assert arena.grow(3 * MIB) == [(0, HEADER, GROW_SIZE)]
         assert arena.resident == HEADER + GROW_SIZE
-        block = arena.allocate(3 * MIB, grow=False)
+        block = arena.allocate(3 * MIB)
         assert block is not None and arena.resident == HEADER + GROW_SIZE
         arena.write(block, b"x" * block.size)
         assert arena.grow(20 * MIB) == [(1, HEADER, 20 * MIB)] and arena.size == 48 * MIB
         assert content(arena, block) == b"x" * block.size
-        assert arena.allocate(20 * MIB, grow=False) is not None and arena.allocate(12 * MIB, grow=False) is None
+        assert arena.allocate(20 * MIB) is not None and arena.allocate(12 * MIB) is None
 
 
 def test_growing_ends_at_the_limit() -> None:
     """No range is made warm, and the reason is the limit."""
-    with opened(16 * MIB, segment_size=16 * MIB) as arena:
+    with opened(16 * MIB, segment_size=16 * MIB, kind=Arena) as arena:
         assert arena.grow(16 * MIB) == []
         assert [size for *_, size in (arena.grow(GROW_SIZE) + arena.grow(4 * MIB))] == [GROW_SIZE, GROW_SIZE - HEADER]
         assert arena.grow(PAGE) == []
-        assert arena.allocate(16 * MIB, grow=False) is None and arena.last_refusal == "limit"
+        assert arena.allocate(16 * MIB) is None and arena.last_refusal == "limit"
 
 
 def test_what_was_given_back_is_no_room_until_it_is_warm_again() -> None:
     """A block is never put where its copy would have to take pages from the system one by one."""
-    with opened(32 * MIB, segment_size=32 * MIB) as arena:
+    with opened(32 * MIB, segment_size=32 * MIB, kind=Arena) as arena:
         arena.grow(20 * MIB)
         arena.trim(0)
         assert arena.trim(0) > 0
-        assert arena.allocate(20 * MIB, grow=False) is None and arena.last_refusal == "cold"
-        assert arena.grow(20 * MIB) and arena.allocate(20 * MIB, grow=False) is not None
+        assert arena.allocate(20 * MIB) is None and arena.last_refusal == "cold"
+        assert arena.grow(20 * MIB) and arena.allocate(20 * MIB) is not None
         assert len(arena.segments) == 1 and arena.resident >= 20 * MIB
 
 
@@ -501,10 +505,10 @@ def test_cold_memory_is_written_first_and_warm_afterwards(size: int, assisted: b
         arena.write(block, memoryview(data)[:size])
         assert content(arena, block) == data[:size] and size <= arena.resident < size + MIB
         arena.free(block)
-        again = arena.allocate(size, grow=False)
+        again = arena.allocate(size)
         assert again is not None and again[:3] == block[:3]
         arena.write(again, bytes(size))
-        assert content(arena, again) == bytes(size) and arena.allocate(size, grow=False) is None
+        assert content(arena, again) == bytes(size) and arena.allocate(size) is None
     finally:
         for thread in threads:
             thread.join()

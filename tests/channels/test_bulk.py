@@ -315,6 +315,30 @@ def test_memory_that_is_not_to_be_had_fails_that_transfer_only(named_at: int) ->
     assert (receiver.traffic.received, receiver.traffic.bytes_received) == (1, 2 * CHUNK)  # the one that is here
 
 
+def test_a_transfer_without_memory_needs_none_for_its_chunks() -> None:
+    """Where a whole buffer is not to be had a chunk of it may not be either: its bytes are read and dropped even so."""
+    full = True
+
+    def short(size: int) -> memoryview:
+        if full:
+            raise MemoryError("no room at all")
+        return allocate(size)
+
+    sender, receiver, sink, well = make(), make(allocate=short), Sink(), Sink()
+    (bad,) = send(sender, 3 * CHUNK - 1)
+    assert receiver.receive([bad], [], sink) == [None]
+    for piece in pieces(sender):
+        piece.give(receiver)
+    ((_, error),) = sink.outcomes
+    assert isinstance(error, MemoryError) and receiver.receiving == 0
+    full = False
+    (good,) = send(sender, 2 * CHUNK)
+    assert receiver.receive([good], [], well) == [None]
+    for piece in pieces(sender):
+        piece.give(receiver)
+    assert bytes(well.outcomes[0][1]) == pattern(0, 2 * CHUNK)
+
+
 def test_sizes_beyond_32_bits_are_counted_right() -> None:
     """Places, sizes and limits of more than 4 GiB, on both sides, without the memory."""
 

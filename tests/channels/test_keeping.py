@@ -46,7 +46,7 @@ class Kept:
 
     def lend(self, array: Bytes) -> Block:
         """As a message would."""
-        lent = self.lender.lend(array.data, grow=False, kept=self.keeper.find(array.data))
+        lent = self.lender.lend(array.data, kept=self.keeper.find(array.data))
         assert lent is not None, self.lender.refused
         return lent[0]
 
@@ -124,7 +124,7 @@ def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
     array = kept.keep()
     first, second = kept.lend(array), kept.lend(array)
     assert first.offset != second.offset
-    other = Lender(kept.arena).lend(array.data, grow=False, kept=kept.keeper.find(array.data))
+    other = Lender(kept.arena).lend(array.data, kept=kept.keeper.find(array.data))
     assert other is not None and other[0] == first
     for block in (first, second):
         assert bytes(kept.borrower.adopt(list(block))) == bytes(array)
@@ -139,10 +139,10 @@ def test_a_block_that_two_lend_at_once_is_lent_once(kept: Kept) -> None:
     block = kept.keeper.find(array.data)
 
     def meanwhile(_: int) -> bool:
-        assert kept.lender.lend(array.data, grow=False, kept=block) is not None
+        assert kept.lender.lend(array.data, kept=block) is not None
         return True
 
-    assert kept.lender.lend(array.data, grow=False, kept=block, usable=meanwhile) is None
+    assert kept.lender.lend(array.data, kept=block, usable=meanwhile) is None
     assert kept.lender.last_refusal == "lent twice"
     assert (kept.lender.leases, kept.lender.lent, kept.arena.blocks) == (1, SIZE, 1)
 
@@ -181,8 +181,8 @@ def test_an_arena_that_is_closed_meanwhile_is_no_error(kept: Kept, monkeypatch: 
     """The worker leaves while a thread packs something: there is other memory for that."""
     allocate = kept.arena.allocate
 
-    def closing(size: int, *, grow: bool) -> Block | None:
-        block = allocate(size, grow=grow)
+    def closing(size: int) -> Block | None:
+        block = allocate(size)
         kept.arena.close()
         return block
 

@@ -28,9 +28,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aiorpc.channels import layout
-from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
+from aiorpc.channels.arena import ALIGN, POISON, Block
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
+from tests.channels.growing import GrowingArena
 from tests.processes.zygote import Zygote, zygote
 from tests.tensors import describe_on_host
 from tests.tiers import examples
@@ -47,7 +48,7 @@ class Wire:
     """A lender and a borrower of one process, each with its own mapping, and what travels between them."""
 
     def __init__(self, limit: int = 64 * MIB) -> None:
-        self.arena = Arena(limit, segment_size=8 * MIB, poison=True)
+        self.arena = GrowingArena(limit, segment_size=8 * MIB, poison=True)
         # All of the limit may be lent, and nothing is copied out: that is not what is tested here.
         self.lender = Lender(self.arena, share=1.0, soft=1.0, most=1.0)
         self.loans = 0
@@ -666,7 +667,7 @@ def test_a_forked_child_releases_nothing(closed: bool) -> None:
 
         def in_child() -> None:
             if closed:
-                wire.borrower.close_in_child()
+                wire.borrower.close()
             assert (shown(tensors[0]) == 5).all()
             holders = list(held)
             held.clear()

@@ -21,8 +21,8 @@ import pytest
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.segments import HEADER, Mapping
-from aiorpc.channels.shared import COLD_SIZE, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST, SharedMemory
-from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, Warm
+from aiorpc.channels.shared import COLD_SIZE, COPY_OUT, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST, SharedMemory
+from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, SegmentRefused, Warm
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import Buffer
@@ -775,3 +775,32 @@ def test_wires_of_one_and_many_are_the_same_wires() -> None:
         assert (end.traffic.received, end.traffic.bytes_received) == (1, SHARE_SIZE)
     finally:
         ends.dispose()
+
+
+def test_a_message_has_no_more_bytes_than_are_shared(ends: SharedEnds) -> None:
+    """Of what is copied out nobody sees that it is named twice: a short message would take any amount of memory."""
+    end = ends.ends[1]
+    wires = [[0, HEADER, MIB, number, COPY_OUT, 0, 64] for number in range(1, 1000)]
+    with pytest.raises(ProtocolError, match="blocks of more bytes than there are"):
+        end.receive(wires, [], lambda index, outcome: None)
+    assert len(end.receive(wires[:3], [], lambda index, outcome: None)) == 3
+    end.released.clear()  # they were never lent
+
+
+def test_offers_and_answers_have_an_end(ends: SharedEnds) -> None:
+    """Each is answered, and each refusal may be logged; of a segment there is one."""
+    end = ends.ends[1]
+    ends.around[1].post = lambda fields: None  # type: ignore[method-assign]  # nobody reads them
+    with pytest.raises(ProtocolError, match=f"more than {MOST_WAITING} segments are offered"):
+        for number in range(MOST_WAITING + 1):
+            end.on_message(MESSAGES.write(SegmentOffer(number, 0, HEADER, bytes(16))))
+            ends.settle()
+    refusals = len(ends.around[1].refusals)
+    with pytest.raises(ProtocolError, match="one too many"):
+        for number in range(2):
+            end.on_message(MESSAGES.write(SegmentRefused(5, f"{number}" * 5000)))
+    with pytest.raises(ProtocolError, match="one too many"):
+        for number in range(2 * MOST_WAITING):
+            end.on_message(MESSAGES.write(SegmentRefused(1000 + number, "why")))
+    told = ends.around[1].refusals[refusals:]
+    assert len(told) <= MOST_WAITING and max(map(len, told)) < 1100

@@ -33,6 +33,7 @@ from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.messages import Release, read_release, write
+from tests.channels.growing import GrowingArena
 from tests.shared_files import named_shared_files
 from tests.tensors import describe_on_host
 from tests.tiers import examples
@@ -45,9 +46,14 @@ class Pair:
     """Both halves in one process, over mappings of their own, and how often the borrower said that it has a loan."""
 
     def __init__(
-        self, limit: int = LIMIT, *, assist: Callable[[Callable[[], None]], None] | None = None, **options: Any
+        self,
+        limit: int = LIMIT,
+        *,
+        assist: Callable[[Callable[[], None]], None] | None = None,
+        kind: type[Arena] = GrowingArena,
+        **options: Any,
     ) -> None:
-        self.arena = Arena(limit, segment_size=4 * MIB, poison=True, assist=assist)
+        self.arena = kind(limit, segment_size=4 * MIB, poison=True, assist=assist)
         self.lender = Lender(self.arena, **options)
         self.loans: list[int] = []
         self.borrower = Borrower(lambda: self.loans.append(1))
@@ -492,8 +498,8 @@ def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use() -> None:
 
 def test_cold_memory_is_taken_for_a_peer_that_will_have_mapped_it() -> None:
     """It is asked once more after the copy; where it has not mapped it, or no memory came, nothing stays lent."""
-    with paired() as pair:
-        lend = partial(pair.lender.lend, grow=False, usable=lambda index: True)
+    with paired(kind=Arena) as pair:
+        lend = partial(pair.lender.lend, usable=lambda index: True)
         assert lend(bytes(3 * MIB)) is None
         assert (
             lend(
@@ -517,8 +523,8 @@ def test_cold_memory_that_the_system_has_not_is_a_refusal(monkeypatch: pytest.Mo
         raise OSError(errno.ENOMEM, "no memory")
 
     monkeypatch.setattr(Mapping, "write", refuse)
-    with paired() as pair:
-        assert pair.lender.lend(bytes(3 * MIB), grow=False, cold=lambda: True, confirm=lambda index: True) is None
+    with paired(kind=Arena) as pair:
+        assert pair.lender.lend(bytes(3 * MIB), cold=lambda: True, confirm=lambda index: True) is None
         assert pair.lender.refused == {"memory: no memory": 1} and pair.lender.lent == pair.arena.used == 0
 
 
@@ -932,7 +938,7 @@ def test_a_killed_borrower_leaves_nothing_lent() -> None:
 
 def lend_forever(parent: Child) -> None:
     """A process that lends one block after the other until it is killed."""
-    arena = Arena(LIMIT, segment_size=4 * MIB)
+    arena = GrowingArena(LIMIT, segment_size=4 * MIB)
     lender = Lender(arena)
     lent = lender.lend(b"k" * MIB)
     assert lent is not None
@@ -1029,7 +1035,7 @@ def test_a_forked_child_releases_nothing() -> None:
             views.clear()
             gc.collect()
             before = len(pair.borrower.drain())
-            pair.borrower.close_in_child()
+            pair.borrower.close()
             pair.arena.close_in_child()
             parent.send([readable, before, "memfd:aiorpc" in Path("/proc/self/maps").read_text()])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -50,7 +51,8 @@ def test_gradients_and_the_graph(alone: Any, autograd: Any) -> None:
         assert received[0].name() == "torch::distributed::autograd::RecvRpcBackward"
         autograd.backward(context_id, [result.sum()])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(3))
-        assert autograd._get_debug_info()["num_autograd_contexts"] == "1"
+        assert autograd._get_debug_info()["num_autograd_contexts"] == 1
+        assert alone._get_debug_info()["num_autograd_contexts"] == 1
     with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
         autograd._retrieve_context(context_id)
     assert x.grad is None
@@ -270,6 +272,24 @@ def test_the_learning_rate_that_torch_has_by_default(alone: Any) -> None:
     assert lr(torch.optim.SGD, momentum=0.5) == 1e-2
     assert lr(Own) == lr(torch.optim.SGD, lr=1e-3) == lr(torch.optim.SGD, 1e-3) == 1e-3
     assert lr(torch.optim.ASGD) == 1e-2  # which has no functional one
+
+
+ANNOTATED = """
+class Own(torch.optim.SGD):
+    def __init__(self, params: Absent, lr: Absent = 0.25) -> None:
+        super().__init__(params, lr)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="Python looks annotations up where they stand until 3.14")
+def test_annotations_of_an_optimizer_are_not_looked_up(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a class that a program has registered may name what is imported for type checkers alone."""
+    optim, utils = map(importlib.import_module, ("torch.distributed.optim", "torch.distributed.optim.utils"))
+    space: dict[str, Any] = {"torch": torch, "__name__": "program_with_annotations"}
+    exec(compile(ANNOTATED, "program", "exec", dont_inherit=True), space)  # as this module imports from future
+    monkeypatch.setitem(utils.functional_optim_map, space["Own"], space["Own"])
+    made = optim.DistributedOptimizer(space["Own"], [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
+    assert made.remote_optimizers[0].local_value().optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_the_learning_rate_without_torchscript(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

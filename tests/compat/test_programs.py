@@ -355,6 +355,19 @@ def test_a_thread_that_outlives_the_script(how: list[str], tmp_path: Path) -> No
     assert run(arguments, tmp_path / "elsewhere") == [f"True {not how}"]
 
 
+@pytest.mark.slow
+def test_a_script_that_changes_its_directory_is_found(tmp_path: Path) -> None:
+    """However it was named on the command line: Python says of a script where it is, and so does this."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "os.chdir('/')\n"
+        "from aiorpc.runtime.engine.host import main_identity\n"
+        "print(__file__, (lambda: 0).__code__.co_filename, main_identity().partition(':')[0])\n"
+    )
+    path = tmp_path / "script.py"
+    assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == [f"{path} {path} file"]
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_forked_child_may_initialize_rpc(tmp_path: Path) -> None:

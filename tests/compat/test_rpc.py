@@ -247,6 +247,22 @@ def test_all_collected_futures_count(rpc: Any) -> None:
     assert torch.futures.collect_all([]).wait() == []
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_collections_of_collections_may_be_longer_than_a_stack_is_deep(rpc: Any, fails: bool) -> None:
+    """The last of them ends as the first one does."""
+    first: torch.futures.Future[Any] = torch.futures.Future()
+    last = first
+    for _ in range(2000):
+        last = torch.futures.collect_all([last])
+    if fails:
+        first.set_exception(ValueError("Expected error"))
+        with pytest.raises(ValueError, match="Expected error"):
+            last.wait()
+    else:
+        first.set_result(1)
+        assert len(last.wait()) == 1
+
+
 def test_what_cannot_be_called(alone: Any) -> None:
     """All verbs refuse it here; operators that do not take their arguments are a RuntimeError, waited for or not."""
     for verb in (alone.rpc_sync, alone.rpc_async, alone.remote):

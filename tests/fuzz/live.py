@@ -134,7 +134,7 @@ class Victim:
         mine = replace(
             node.engine.record, name=f"m{number}", id=number, incarnation=f"{number:032x}", unix_path="", tcp_port=0
         )
-        shaking = Handshake(mine, node.acceptor.secret, opener=True, expect=node.engine.record, link=1)
+        shaking = Handshake(mine, node.acceptor.secret, expect=node.engine.record, link=1)
         decoder = FrameDecoder(max_body=1 << 16)
         await self._loop.sock_sendall(sock, b"".join(shaking.start()))
         while shaking.peer is None:

@@ -15,9 +15,9 @@ from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.meeting.board import Board
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
-from aiorpc.runtime.meeting.stores import Board
 from tests.fuzz.trap import nothing_unpickled
 
 RECORD = WorkerRecord("worker", 3, "ab" * 16, "host:1:1", "name", 17, "main", "/run/x.sock", "127.0.0.1", 1)
@@ -83,7 +83,7 @@ def live(how: int, value: bytes, folder: Path) -> None:
         if how & _LATE:
             spoil()
         opened.agree_secret(mine, records, folder)
-        opened.serve_secret_requests()
+        opened.serve_newcomers()
         opened.members()
         opened.leave(mine)
     finally:

@@ -24,6 +24,7 @@ from aiorpc.channels import bulk, layout, shared_messages
 from aiorpc.channels.arena import Arena, Block
 from aiorpc.channels.device import messages as device_messages
 from aiorpc.channels.inline import allocate
+from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.errors import PeerRefused, ProtocolError, RendezvousError, SerializationError
 from aiorpc.protocol import messages, publication, reference_messages
@@ -206,7 +207,7 @@ def seeds_of_encrypted() -> list[bytes]:
 
 def taste_handshake(data: bytes, opener: bool) -> None:
     """The bytes of the other side, from the first on. Nobody is known who has not the secret."""
-    shaking = Handshake(RECORD, os.urandom(32), opener=opener, expect=RECORD if opener else None)
+    shaking = Handshake(RECORD, os.urandom(32), expect=RECORD if opener else None)
     if opener:
         shaking.start()
     for frame in FrameDecoder(max_body=MAX_BODY).feed(data):
@@ -218,8 +219,8 @@ def taste_handshake(data: bytes, opener: bool) -> None:
 
 def seeds_of_handshake() -> list[bytes]:
     """What each side says, in its order and out of it."""
-    opener = Handshake(RECORD, SECRET, opener=True, expect=RECORD)
-    acceptor = Handshake(RECORD, SECRET, opener=False)
+    opener = Handshake(RECORD, SECRET, expect=RECORD)
+    acceptor = Handshake(RECORD, SECRET)
     decoder = FrameDecoder(max_body=MAX_BODY)
     said: list[bytes] = []
     frames = opener.start()
@@ -554,7 +555,7 @@ def blocks() -> Iterator[Taste]:
     def taste(data: bytes) -> None:
         parts = unpack(data)
         around = Here()
-        end = SharedMemory(arena, os.getpid(), around)
+        end = SharedMemory(arena, os.getpid(), around, keeper=Keeper(arena, lambda: None, lambda size: None))
         try:
             segment = theirs.segments[0]
             end.on_message(["offer", 0, segment.fd, segment.size, segment.nonce])

@@ -224,7 +224,7 @@ def test_handshake(seed: int, turn: int) -> None:
     secret = b"s" * 32
 
     def sides() -> tuple[Handshake, Handshake]:
-        return Handshake(RECORD, secret, opener=True, expect=RECORD), Handshake(RECORD, secret, opener=False)
+        return Handshake(RECORD, secret, expect=RECORD), Handshake(RECORD, secret)
 
     def one(written: list[Any]) -> Frame:
         (frame,) = feed(FrameDecoder(max_body=MAX_BODY), b"".join(bytes(part) for part in written), 1 << 20)

@@ -91,6 +91,10 @@ class Relayed(Network):
         """Nothing more arrives of the TCP connection that has carried most so far; the others go on."""
         self._order("stall")
 
+    def forget(self) -> None:
+        """Nothing more arrives of the TCP connections that there are; those that are made later are not known yet."""
+        self._order("forget")
+
     def lost(self) -> int:
         return sum(self._order("counts")["lost"])
 

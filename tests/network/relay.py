@@ -6,6 +6,7 @@ on its input is an order, answered by one line of JSON with the counts so far:
 
     cut      from now on everything is dropped, what is under way too; nobody is told
     stall    the TCP connection that has carried most is dropped, both ways; the others go on
+    forget   so are all TCP connections that there are; those that are made later pass
     mend     as before
     counts   nothing else
 """
@@ -45,11 +46,16 @@ class Flows:
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[int, int]] = Counter()
-        self.stalled: tuple[int, int] | None = None
+        self.stalled: set[tuple[int, int]] = set()
 
     def stall_largest(self) -> None:
         """Let nothing more of the connection pass that has carried most."""
-        [(self.stalled, _)] = self._bytes.most_common(1)
+        [(largest, _)] = self._bytes.most_common(1)
+        self.stalled = {largest}
+
+    def forget(self) -> None:
+        """Let nothing more of those pass that there are."""
+        self.stalled = {*self._bytes}
 
     def passes(self, packet: bytes) -> bool:
         """Count a packet; whether it may pass. Connections are told apart by their two ports, whoever sends."""
@@ -59,7 +65,7 @@ class Flows:
         source, target = struct.unpack_from("!HH", packet, start)
         flow = (source, target) if source < target else (target, source)
         self._bytes[flow] += len(packet)
-        return flow != self.stalled
+        return flow not in self.stalled
 
 
 class Way:
@@ -129,8 +135,10 @@ def obey(order: str, ways: list[Way]) -> None:
     """Carry out one order, and answer it."""
     if order == "stall":
         ways[0].flows.stall_largest()
+    if order == "forget":
+        ways[0].flows.forget()
     if order in ("cut", "mend"):
-        ways[0].flows.stalled = None
+        ways[0].flows.stalled = set()
         for way in ways:
             way.cut = order == "cut"
             way.drop_all()

@@ -276,6 +276,7 @@ async def fetch(worker: rpc.Worker, link: Link) -> Any:
     link.tell([(type(error).__name__, getattr(error, "worker", "")) for error in errors])
 
 
+@pytest.mark.long
 def test_a_cut_link_is_noticed_by_the_one_who_only_receives() -> None:
     """A result under way: its receiver has nothing to send, and keep-alive tells it."""
     with linked("relay", rate=100) as network, group(network, fetch, patience=2, reconnect_grace=2.0) as children:

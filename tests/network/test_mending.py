@@ -14,7 +14,7 @@ import aiorpc as rpc
 
 from ..authority import Authority
 from ..processes.workers import Link, wait_for
-from .hosts import linked
+from .hosts import Relayed, linked
 from .members import MIB, group, is_pattern, pattern
 from .test_hosts import KINDS, UNDER_WAY, block_loop, result_of
 
@@ -157,6 +157,7 @@ async def wait_for_the_end(worker: rpc.Worker, link: Link) -> list[str]:
     return news
 
 
+@pytest.mark.long
 @KINDS
 def test_an_outage_that_lasts_is_a_loss(kind: str) -> None:
     """First the worker is suspended, then it is lost, by its name."""
@@ -172,3 +173,30 @@ def result_of_both(children: Any) -> Any:
     children.check_ended()
     assert {name: lost for name, (_, lost) in results.items()} == {"w0": ["w1"], "w1": ["w0"]}
     return results["w0"][0]
+
+
+async def publish(name: str) -> int:
+    """Handler: publish something, for which the store of the group is asked."""
+    return (await rpc.publish(name, 1)).version
+
+
+async def publish_elsewhere(worker: rpc.Worker, link: Link) -> list[int]:
+    """The other worker publishes before and after the test has done what it does."""
+    versions = [await rpc.call("w1", publish, "before")]
+    link.tell("published")
+    assert await asyncio.to_thread(link.hear) == "forgotten"
+    versions.append(await rpc.call("w1", publish, "after"))
+    return versions
+
+
+def test_a_store_is_asked_over_another_connection_once_the_network_has_forgotten_the_first() -> None:
+    """As a firewall forgets one that is idle, of which it tells nobody."""
+    with (
+        linked("relay") as network,
+        group(network, publish_elsewhere, patience=2, reconnect_grace=20.0, rpc_timeout=30.0) as children,
+    ):
+        assert children["w0"].hear() == "published"
+        assert isinstance(network, Relayed)
+        network.forget()
+        children["w0"].tell("forgotten")
+        assert result_of(children) == [1, 1]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 import aiorpc as rpc
+from bench.hosts import joined
 
 from ..processes import bodies
 from ..processes.workers import Link, Place, processes, until
-from .hosts import linked
+from .hosts import linked, needed
 from .members import SECRET, group, serve, take_part
 
 # Without a secret members of several hosts meet only if all say that it may be so.
@@ -83,4 +85,50 @@ def test_newcomers_of_a_free_group_come_from_either_host(env: dict[str, str], op
             children[name].tell("enough")
             pids, lost = children[name].hear()
             assert pids == [children[other].pid for other in names[: names.index(name)]] and lost == []
+        children.check_ended()
+
+
+async def lose(worker: rpc.Worker, link: Link, other: str) -> None:
+    """Meet a member, lose it, and be there until the test says that it is enough."""
+    await rpc.wait_for(other, timeout=PATIENCE)
+    await rpc.call(other, bodies.pid)
+    link.tell("met")
+    await until(lambda: worker.node.group.lost)
+    link.tell("lost")
+    await asyncio.to_thread(link.hear)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_newcomers_find_members_that_have_lost_each_other() -> None:
+    """The network between two hosts is broken; both reach the store, and whoever comes reaches both."""
+    with contextlib.ExitStack() as stack:
+        with needed("hosts"):
+            hosts = stack.enter_context(joined(4, rate=400))
+        children = stack.enter_context(processes())
+        scripts: dict[str, tuple[Any, tuple[str, ...]]] = {"a": (stay, ()), "b": (lose, ("c",)), "c": (lose, ("b",))}
+
+        def start(rank: int, name: str, script: Any, args: tuple[str, ...]) -> None:
+            place, host = Place(name, rank, None, hosts.meeting), hosts.all[rank]
+            children.start(place, take_part, host.namespace, script, args, 2, {"reconnect_grace": 1.0}, env=SECRET)
+
+        for rank, (name, (script, args)) in enumerate(scripts.items()):
+            start(rank, name, script, args)
+            if name == "a":
+                assert children["a"].hear() == "there"
+        for name in ("b", "c"):
+            assert children[name].hear() == "met"
+        _, second, third, _ = hosts.all
+        second.ip("route", "add", "blackhole", f"{third.address}/32")
+        third.ip("route", "add", "blackhole", f"{second.address}/32")
+        for name in ("b", "c"):
+            assert children[name].hear() == "lost"
+        start(3, "d", stay, ("a", "b", "c"))
+        assert children["d"].hear() == "there"
+        children["d"].tell("enough")
+        pids, lost = children["d"].hear()
+        assert pids == [children[name].pid for name in ("a", "b", "c")] and lost == []
+        for name in ("c", "b", "a"):
+            children[name].tell("enough")
+        assert (children["b"].hear()[1], children["c"].hear()[1]) == (["c"], ["b"])
         children.check_ended()

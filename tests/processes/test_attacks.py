@@ -106,7 +106,7 @@ def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
     with socket.create_connection((target.tcp_host, target.tcp_port), 2) as sock:
         sock.settimeout(2)
-        shaking = Handshake(mine, secret, opener=True, expect=target, sealed=True)
+        shaking = Handshake(mine, secret, expect=target, sealed=True)
         sock.sendall(b"".join(shaking.start()))
         source: FrameDecoder | Unsealer = decoder
         while shaking.peer is None:
@@ -294,7 +294,7 @@ def stand_in_with_other_certificates(place: Place, link: Link, path: str, tls: r
         sock = socket.create_connection((owner.tcp_host, owner.tcp_port), 2)
         with sock, credentials.context(opener=True)[0].wrap_socket(sock) as shaken:
             mine = replace(owner, name="w1", id=1, incarnation="ab" * 16)
-            shaken.sendall(b"".join(Handshake(mine, CERTIFIED, opener=True, expect=owner).start()))
+            shaken.sendall(b"".join(Handshake(mine, CERTIFIED, expect=owner).start()))
             believed.append(shaken.recv(1))  # an alert is an error
 
     def play() -> None:
@@ -361,6 +361,7 @@ def test_forged_secret_is_refused(number: int, tmp_path: Path) -> None:
     assert all("store" in text and "AIORPC_SECRET" in text for text in said), said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.time_limit(120)
 def test_secret_is_not_published_for_a_rank_that_seems_to_be_elsewhere(tmp_path: Path) -> None:
@@ -372,6 +373,7 @@ def test_secret_is_not_published_for_a_rank_that_seems_to_be_elsewhere(tmp_path:
     assert any("store" in text and "AIORPC_SECRET" in text for text in said), said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.time_limit(120)
 def test_forged_secret_of_a_free_group_is_refused(tmp_path: Path) -> None:
@@ -380,6 +382,7 @@ def test_forged_secret_of_a_free_group_is_refused(tmp_path: Path) -> None:
     assert said[0] == "joined" and "store" in said[1] and "AIORPC_SECRET" in said[1], said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.time_limit(120)
 def test_secret_is_not_published_for_whoever_asks(tmp_path: Path) -> None:
@@ -400,6 +403,7 @@ def variables(tls: rpc.Tls) -> dict[str, str]:
     return {f"AIORPC_TLS_{name}": str(getattr(tls, name.lower())) for name in ("CERT", "KEY", "CA")}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.time_limit(120)
 def test_a_relay_is_refused_with_certificates_alone(tmp_path: Path) -> None:
@@ -410,6 +414,7 @@ def test_a_relay_is_refused_with_certificates_alone(tmp_path: Path) -> None:
     assert "PeerRefused" in said[3] and "somebody else has written into the store" in said[3], said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.time_limit(120)
 def test_nobody_stands_in_for_a_worker_whose_certificate_he_has_not(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.protocol import handshake
+from aiorpc.runtime.links.distribution import Distribution
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 
@@ -154,15 +155,15 @@ async def agive(size: int) -> torch.Tensor:
 
 
 def pour(size: int) -> Iterator[bytes]:
-    """A stream without an end."""
+    """A stream without an end, of items that take memory (zeros take none until they are read)."""
     while True:
-        yield bytes(size)
+        yield b"x" * size
 
 
 async def apour(size: int) -> AsyncIterator[bytes]:
     """The same on the loop."""
     while True:
-        yield bytes(size)
+        yield b"x" * size
         await asyncio.sleep(0)
 
 
@@ -213,8 +214,9 @@ async def test_a_caller_that_is_stopped_costs_no_more_than_its_budget(function: 
         child = children["w1"]
         await child.ahear()
         await until(lambda: worker.statistics().calls_running == count)
-        child.kill(signal.SIGSTOP)
+        await child.stop()
         try:
+            gc.collect()
             before = bodies.resident()
             open_gate()
             unsent: list[int] = []
@@ -249,7 +251,7 @@ async def test_a_caller_that_has_acknowledged_nothing_is_read_again() -> None:
         child = children["w1"]
         await child.ahear()
         await until(lambda: worker.statistics().calls_running == 100)
-        child.kill(signal.SIGSTOP)
+        await child.stop()
         try:
             open_gate()
             await until(lambda: any(each._paused for each in worker.node.engine.connections))
@@ -262,6 +264,7 @@ async def test_a_caller_that_has_acknowledged_nothing_is_read_again() -> None:
 def ask_too_much(place: Place, link: Link, function: Any, size: int, window: int) -> str:
     """Body: a stream with so much credit, of which nothing is read once this is stopped."""
     place.init_rpc(shared_memory=0, stream_window=window)
+    link.hear()
     stream = rpc.current().stream("w0", function, size)
     link.tell("opened")
     link.hear()
@@ -285,10 +288,13 @@ async def test_a_stream_is_bounded_by_bytes_and_not_by_its_credit(function: Any)
     """A consumer that asks for 60,000 items of 1 MB, and is stopped."""
     options: dict[str, Any] = {"shared_memory": 0, "max_unsent_bytes": BUDGET}
     async with group(2, ask_too_much, function, MB, 60_000, ended=("w1",), **options) as (worker, children):
+        gc.collect()
         before = bodies.resident()
         child = children["w1"]
+        child.tell("open")
         await child.ahear()
-        child.kill(signal.SIGSTOP)
+        await until(lambda: worker.statistics().calls_running == 1)
+        await child.stop()
         sent: list[int] = []
 
         def settled() -> bool:
@@ -297,6 +303,7 @@ async def test_a_stream_is_bounded_by_bytes_and_not_by_its_credit(function: Any)
 
         most = await most_resident(worker, settled, before)
         assert most < 1.1 * BUDGET + NOISE
+        assert worker.statistics().messages_sent > BUDGET // (4 * MB)  # there were items to be held
         assert await rpc.call("w0", bodies.aadd, 1, 2) == 3
         child.kill(signal.SIGCONT)
         child.tell("go on")
@@ -308,6 +315,7 @@ async def test_credit_has_a_limit() -> None:
     options: dict[str, Any] = {"max_stream_window": 100}
     async with group(2, ask_too_much, pour, 1, 101, ended=("w1",), **options) as (_, children):
         child = children["w1"]
+        child.tell("open")
         await child.ahear()
         child.tell("go on")
         said = await child.ahear()
@@ -333,7 +341,7 @@ async def test_a_call_beyond_the_budget_is_not_kept_out_by_small_ones() -> None:
     _open.clear()
     async with cluster(2, options=rpc.RpcBackendOptions(max_queued_bytes=MB)) as workers:
         stream = workers[0].stream("worker1", apour, 1)
-        assert await anext(stream) == b"\0"
+        assert await anext(stream) == b"x"
         assert await workers[0].call("worker1", len, bytes(3 * MB)) == 3 * MB
         held = workers[0].call("worker1", wait_with, bytes(3 * MB))
         with pytest.raises(rpc.Overloaded, match=r"has 3\d{6} bytes .*, and this one has 3\d{6} \(max_queued_bytes"):
@@ -373,20 +381,21 @@ async def test_streams_of_one_consumer_are_counted() -> None:
     async with cluster(2, options=rpc.RpcBackendOptions(max_streams=3)) as workers:
         streams = [workers[0].stream("worker1", apour, 1) for _ in range(3)]
         for stream in streams:
-            assert await anext(stream) == b"\0"
+            assert await anext(stream) == b"x"
         with pytest.raises(rpc.Overloaded, match="max_streams"):
             await anext(workers[0].stream("worker1", apour, 1))
         await streams.pop().aclose()
         await until(lambda: workers[1].statistics().calls_running == 2)
         streams.append(workers[0].stream("worker1", apour, 1))
-        assert await anext(streams[-1]) == b"\0"
+        assert await anext(streams[-1]) == b"x"
         for stream in streams:
             await stream.aclose()
 
 
 @pytest.mark.parametrize("least", [1 << 40, 256 * 1024], ids=["in the frame", "in chunks"])
-async def test_tensors_under_way_have_a_limit(least: int) -> None:
+async def test_tensors_under_way_have_a_limit(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends more than that at once loses the connection, with the option as the reason; others are served."""
+    monkeypatch.setattr(Distribution, "check_length", lambda *_: None)  # whoever does not keep to what it was told
     options = rpc.RpcBackendOptions(max_incoming_bytes=16 * MB, min_bulk_bytes=least, shared_memory=0)
     async with cluster(3, options=options) as workers:
         # Not the leader: where that one has lost a member, and it the leader, all others lose it as well.
@@ -404,6 +413,7 @@ async def give_some(*sizes: int) -> list[torch.Tensor]:
 async def test_who_ends_a_connection_for_a_limit_tells_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while an answer is on its way over the second connection, and the other one parts with it, too."""
     monkeypatch.setattr("aiorpc.runtime.links.link.DRAIN_PAUSE", 0.5)
+    monkeypatch.setattr(Distribution, "check_length", lambda *_: None)
     options = rpc.RpcBackendOptions(max_incoming_bytes=8 * MB, shared_memory=0, transports=("unix",))
     async with cluster(2, options=options) as workers:
         assert await workers[1].call("worker0", len, "abc") == 3  # by whose end the other's parting is seen
@@ -412,6 +422,78 @@ async def test_who_ends_a_connection_for_a_limit_tells_that_reason(monkeypatch: 
         for call in calls:
             with pytest.raises(rpc.PeerLost, match="max_incoming_bytes"):
                 await call
+
+
+async def pour_some(*sizes: int) -> AsyncIterator[list[torch.Tensor]]:
+    """Handler: one item of nothing, and one with tensors of so many bytes."""
+    yield []
+    yield await give_some(*sizes)
+
+
+@pytest.mark.parametrize("least", [1 << 40, 256 * 1024], ids=["in the frame", "in chunks"])
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("sizes", [(17 * MB,), (9 * MB, 9 * MB), (*[100_000] * 200,)], ids=["one", "two", "many"])
+async def test_a_message_that_is_longer_than_the_other_end_takes_is_not_sent(
+    least: int, transport: str, sizes: Sequence[int]
+) -> None:
+    """It fails alone, with its size and the option as the reason: a call, a result, an item, and what a group gets."""
+    options = [
+        rpc.RpcBackendOptions(max_incoming_bytes=limit, min_bulk_bytes=least, shared_memory=0, transports=(transport,))
+        for limit in (16 * MB, 16 * MB, 1 << 30)
+    ]
+    said = rf"{sum(sizes)} bytes of tensors, and worker\d .* takes no more than {16 * MB} .*max_incoming_bytes"
+    async with cluster(3, options=options) as workers:
+        waiting = workers[0].call("worker1", asyncio.sleep, 30)
+        tensors = await give_some(*sizes)
+        with pytest.raises(rpc.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"):
+            await workers[0].call("worker1", give_some, *tensors)
+        with pytest.raises(rpc.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"):
+            workers[0].remote("worker1", give_some, *tensors)  # at once, as there is a link
+        with pytest.raises(rpc.SerializationError, match=rf"the result of .*give_some has {said}"):
+            await workers[0].call("worker1", give_some, *sizes)
+        stream = workers[0].stream("worker1", pour_some, *sizes)
+        assert await anext(stream) == []
+        with pytest.raises(rpc.SerializationError, match=rf"an item of .*pour_some has {said}"):
+            await anext(stream)
+        refused, served = await workers[0].group(["worker1", "worker2"]).call(count, *tensors)
+        assert isinstance(refused.error, rpc.SerializationError) and served.value == len(sizes)
+        assert await workers[0].call("worker1", count, torch.zeros(16 * MB - 4096, dtype=torch.uint8)) == 1
+        assert len(await workers[2].call("worker1", give_some, *sizes)) == len(sizes)
+        assert not waiting.done()
+        waiting.cancel()
+        with contextlib.suppress(rpc.RpcCancelled):
+            await waiting
+
+
+async def test_what_lies_in_shared_memory_is_not_counted_as_sent() -> None:
+    """A tensor that is longer than the other end takes of one message goes there, once both share memory."""
+    async with cluster(2, options=rpc.RpcBackendOptions(max_incoming_bytes=4 * MB)) as workers:
+        assert await workers[0].call("worker1", count, torch.zeros(MB, dtype=torch.uint8)) == 1
+        link = workers[0].node.peers.find("worker1").link
+        assert link is not None
+        await until(lambda: link.distribution.shared is not None)
+        large = torch.ones(9 * MB, dtype=torch.uint8)
+
+        async def comes() -> bool:
+            with contextlib.suppress(rpc.SerializationError):  # the first offers of memory may be under way
+                return torch.equal((await workers[0].call("worker1", echo_one, large)), large)
+            return False
+
+        for _ in range(100):
+            if await comes():
+                break
+        else:
+            pytest.fail("it was refused each time")
+
+
+async def echo_one(tensor: torch.Tensor) -> torch.Tensor:
+    """Handler: the same again."""
+    return tensor
+
+
+async def count(*tensors: torch.Tensor) -> int:
+    """Handler: how many there are."""
+    return len(tensors)
 
 
 async def wait_with(data: bytes) -> int:

@@ -212,8 +212,7 @@ async def test_stopped_process_and_handler_that_keeps_the_interpreter_are_not_de
     async with group(4) as (worker, children):
         assert await rpc.call("w1", bodies.add, 1, 2) == 3
         held = rpc.call("w2", bodies.hold_the_interpreter, 4.0)
-        children["w1"].kill(signal.SIGSTOP)
-        await wait_for_async(lambda: process_state(children["w1"].pid) == "T")
+        await children["w1"].stop()
         try:
             late = [rpc.call(name, bodies.add, 2, 2) for name in ("w1", "w2")]
             through = [rpc.call("w3", bodies.call_other, name, 0.0) for name in ("w1", "w2")]

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 import aiorpc as rpc
 import aiorpc.testing
 from aiorpc.runtime.calls.current import current_node
+from tests.examples.programs import run_program
+from tests.limits import busy
 
 from . import bodies
 from .test_memory import large, warm
@@ -277,3 +279,29 @@ def status_in_a_child(step: Callable[[], object]) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# --- the end of children ----------------------------------------------------------------------------------------------
+
+FORKS = """
+import os, sys, warnings, aiorpc as rpc
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+options = rpc.RpcBackendOptions(init_method=sys.argv[1], transports=("tcp",), address=sys.argv[2])
+rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
+assert rpc.rpc_sync("w0", abs, (-3,)) == 3
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_a_child_of_a_worker_with_tcp_ends_with_its_own_status(address: str, tmp_path: Path) -> None:
+    """As children of `os.fork` and of DataLoader end, which runs whatever libraries of C have to do then."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    arguments = ["forks.py", f"file://{tmp_path}/store", address]
+    done = run_program(arguments, tmp_path, timeout=60 * busy())
+    assert (done.code, done.out, done.err) == (0, "5\n", "")

@@ -34,7 +34,7 @@ def pretend(
     """Connect as that worker, with the group's secret, say something and hang up; the reason of a refusal."""
     family, address = targets(target)[transport]
     sealed = transport == "tcp"
-    shaking = Handshake(me, secret, opener=True, expect=target, sealed=sealed, link=link, pipe=link > 0)
+    shaking = Handshake(me, secret, expect=target, sealed=sealed, link=link, pipe=link > 0)
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
     source: FrameDecoder | Unsealer = decoder
     with socket.socket(family) as sock:

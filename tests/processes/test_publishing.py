@@ -122,7 +122,7 @@ async def test_a_stopped_reader_holds_up_nobody() -> None:
             await rpc.call(name, subscribe)
         first = await worker.publish("policy", weights(1))
         assert (await first.delivered()).reached
-        children["w1"].kill(signal.SIGSTOP)
+        await children["w1"].stop()
         try:
             for number in range(2, 22):
                 last = await worker.publish("policy", weights(number))

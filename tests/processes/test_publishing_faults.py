@@ -215,7 +215,7 @@ async def test_a_stopped_reader_that_fetches_for_its_host_is_passed_by(monkeypat
             assert [each[:2] for each in heard] == [(1, 1)] * 2
             (leader,) = [child for child, each in zip(readers, heard, strict=True) if each[2]]
             (other,) = [child for child in readers if child is not leader]
-            leader.kill(signal.SIGSTOP)
+            await leader.stop()
             try:
                 last = await worker.publish("policy", weights(2, SIZE))
                 assert (await last.delivered(quorum=1)).reached

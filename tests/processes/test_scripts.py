@@ -479,3 +479,22 @@ async def shuts_down() -> None:
 def calls_back(n: int) -> int:
     """So many calls to w0, one after the other."""
     return sum(rpc.rpc_sync("w0", bodies.add, args=(0, 1)) for _ in range(n))
+
+
+DAEMON = """
+import os, sys, aiorpc as rpc
+for number in range(3):
+    os.close(number)
+rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+os.write(2, b"what a library of C may say")
+assert rpc.rpc_sync("w0", abs, (-3,)) == 3
+where = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+rpc.shutdown()
+os._exit(0 if where == [os.devnull] * 3 else 3)
+"""
+
+
+def test_a_process_without_standard_streams_has_no_connection_in_their_place(tmp_path: Path) -> None:
+    """As a daemon that has closed them: what is written there goes nowhere, and shutting down does not abort it."""
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    assert run_program(["daemon.py", f"file://{tmp_path}/store"], tmp_path, timeout=60 * busy()).code == 0

@@ -345,6 +345,44 @@ def test_clean_run_prints_nothing(tmp_path: Path) -> None:
     assert (done.code, done.out, noise) == (0, "", [])
 
 
+AGAIN = """
+import multiprocessing, sys, time, warnings
+import aiorpc as rpc
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+
+def join(name, rank, world_size, path):
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+def leave(path):
+    join("child", 1, 2, path)
+    rpc.rpc_sync("parent", abs, args=(-1,))
+
+if __name__ == "__main__":
+    path = sys.argv[1]
+    join("before", 0, 1, path + "-before")
+    rpc.shutdown()
+    child = multiprocessing.get_context("fork").Process(target=leave, args=(path,))
+    child.start()
+    join("parent", 0, 2, path)
+    try:
+        rpc.rpc_sync("child", time.sleep, args=(60,))
+    except (rpc.PeerClosed, rpc.PeerLost) as error:
+        print(type(error).__name__)
+    child.join(20)
+    print(rpc.shutdown().lost)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="multiprocessing's children run nothing at exit until 3.13")
+def test_a_forked_child_says_goodbye_at_exit_though_its_parent_was_a_worker(tmp_path: Path) -> None:
+    """multiprocessing takes from it what its parent has registered, and so it has to register that itself."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    done = run_program(["again.py", str(tmp_path / "store")], tmp_path, timeout=60 * busy())
+    assert (done.code, done.out, done.err) == (0, "PeerClosed\n()\n", "")
+
+
 COMPUTES = """
 import atexit, logging, sys, threading, torch, aiorpc as rpc
 logging.getLogger("aiorpc").setLevel(logging.ERROR)  # it says that a handler runs still
@@ -419,6 +457,38 @@ async def test_a_call_that_comes_while_a_process_exits_ends_as_if_it_had_heard_t
             if program.returncode is None:
                 program.kill()
                 await program.wait()
+
+
+WAITS_LATE = """
+import atexit, sys
+def last():
+    for wait in (pending.wait, lambda: next(iter(versions))):
+        try:
+            print(wait())
+        except rpc.WorkerClosed as error:
+            print(error)
+atexit.register(last)  # before all of aiorpc's own, so it runs behind that
+import aiorpc as rpc
+from tests.processes import bodies
+rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+rpc.rpc_sync("w0", bodies.add, (1, 2))  # so there is a connection, and a goodbye on it
+pending = rpc.rpc_async("w0", bodies.ablock, (1000.0,), timeout=0)
+versions = rpc.subscribe("never", timeout=0)
+"""
+
+
+async def test_what_waits_at_the_very_end_of_a_process_is_told(tmp_path: Path) -> None:
+    """Finalizers may run when the loop has ended, and would wait for ever for what nobody brings any more."""
+    (tmp_path / "waits.py").write_text(WAITS_LATE)
+    with meeting_file() as where:
+        program = asyncio.create_task(
+            asyncio.to_thread(run_program, ["waits.py", where], tmp_path, timeout=60 * busy())
+        )
+        async with rpc.init("w0", rank=0, world_size=2, init_method=where) as worker:
+            done = await program
+        assert (await worker.shutdown()).lost == ()
+    assert (done.code, done.err) == (0, "")
+    assert [line[: line.index(",")] for line in done.out.splitlines()] == ["worker 'w1' has left"] * 2
 
 
 EXIT = """

@@ -210,8 +210,8 @@ async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
     """The opener checks too: a process that took over a worker's address never sees a call."""
     async with group(1) as (worker, _):
         fake = WorkerRecord.from_wire(worker.node.engine.record.to_wire())
-        theirs = Handshake(fake, os.urandom(32), opener=False)
-        ours = Handshake(worker.node.engine.record, worker.node.acceptor.secret, opener=True, expect=fake)
+        theirs = Handshake(fake, os.urandom(32))
+        ours = Handshake(worker.node.engine.record, worker.node.acceptor.secret, expect=fake)
         ours.feed(_frame(theirs.feed(_frame(ours.start()))))
         with pytest.raises(rpc.PeerRefused, match="secret"):
             ours.feed(Frame(Kind.WELCOME, 0, os.urandom(32)))

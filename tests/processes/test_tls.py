@@ -233,7 +233,7 @@ async def test_a_worker_that_is_killed_while_it_shakes_hands(authority: Authorit
     tls = authority.tls("w*")
     async with group(3, transports=("tcp",), tls=tls, ended=("w2",)) as (worker, children):
         assert await rpc.call("w1", bodies.add, 1, 2) == 3
-        children["w2"].kill(signal.SIGSTOP)
+        await children["w2"].stop()
         call = rpc.call("w2", bodies.add, 1, 2)
         await until(lambda: any(each.tls is not None and not each.tls.open for each in connections(worker)))
         children["w2"].kill(signal.SIGKILL)

@@ -28,7 +28,7 @@ from tests.leaks import live_threads, open_descriptors
 from tests.shared_files import named_shared_files
 
 from . import bodies
-from .workers import Child, Children, Link, Place, group, meeting_file, process_state, processes, serve, until
+from .workers import Child, Children, Link, Place, group, meeting_file, processes, serve, until
 
 KIB, MIB = 1 << 10, 1 << 20
 BOUND = 40.0  # seconds for anything that has to end
@@ -305,9 +305,8 @@ def more_than(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 @contextlib.asynccontextmanager
 async def stopped(child: Child) -> AsyncIterator[None]:
     """The process stands still in the block."""
-    child.kill(signal.SIGSTOP)
+    await child.stop()
     try:
-        await until(lambda: process_state(child.pid) == "T")
         yield
     finally:
         child.kill(signal.SIGCONT)

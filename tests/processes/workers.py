@@ -117,6 +117,11 @@ class Child:
         """Send it a signal."""
         os.kill(self.pid, number)
 
+    async def stop(self) -> None:
+        """Have it stand still: no thread of it runs any more, until it is told to go on (SIGCONT)."""
+        self.kill(signal.SIGSTOP)
+        await until(lambda: has_stopped(self.pid))
+
     def join(self, timeout: float = END) -> int:
         """Wait for its end; its exit code, negative for a signal. Fails the test when it does not end in time."""
         self.process.join(timeout)
@@ -297,6 +302,12 @@ async def until(condition: Callable[[], Any], seconds: float = LIMIT) -> None:
             return
         assert time.monotonic() < deadline, unmet(condition, held, seconds)
         await asyncio.sleep(0.005)
+
+
+def has_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs any more: the signal stops them one by one, on a busy machine not soon."""
+    states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 def process_state(pid: int) -> str:

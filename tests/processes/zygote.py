@@ -80,18 +80,23 @@ class Zygote:
         finally:
             if program.code is None:
                 os.kill(program.pid, signal.SIGKILL)
-                self.ask(10, wait=program.pid)
+                if not program.awaited:  # else the zygote waits for it already, and has it once only
+                    self.ask(10 * busy(), wait=program.pid)
 
 
 @dataclass
 class Program:
-    """A program forked from the zygote, and the files it writes to. code: how it ended, as in subprocess."""
+    """A program forked from the zygote, and the files it writes to.
+
+    code: how it ended, as in subprocess. awaited: whether the zygote was asked to wait for its end.
+    """
 
     zygote: Zygote
     pid: int
     out_file: Path
     err_file: Path
     code: int | None = None
+    awaited: bool = False
 
     @property
     def out(self) -> str:
@@ -108,8 +113,9 @@ class Program:
         wait_for(lambda: line in self.out.splitlines(), timeout)
 
     def finish(self, timeout: float) -> None:
-        """Wait for its end."""
-        self.code = self.zygote.ask(timeout, wait=self.pid)
+        """Wait for its end, `timeout` seconds where the machine has nothing else to do."""
+        self.awaited = True
+        self.code = self.zygote.ask(timeout * busy(), wait=self.pid)
 
 
 @contextlib.contextmanager

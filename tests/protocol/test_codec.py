@@ -8,6 +8,7 @@ import datetime
 import decimal
 import enum
 import functools
+import gc
 import inspect
 import math
 import pathlib
@@ -334,6 +335,59 @@ def test_functions_of_another_main_go_by_value(main_module: Any) -> None:
         encode_values([main_module.f], Outgoing(same_main=False))
 
 
+ANNOTATED = """
+import dataclasses
+lock = __import__("threading").Lock()
+def add(a: Absent, b: "Absent" = 2, *, c: int = 3) -> Absent.Other:
+    return a + b + c
+add.mark = "kept"
+def double(a: int) -> list[int]:
+    return [a, a]
+@dataclasses.dataclass
+class Data:
+    number: int
+    missing: Absent | None = None
+    def plus(self, other: Absent) -> int:
+        return self.number + other
+class Plain:
+    width: int
+    height: "int"
+"""
+LAZY = pytest.mark.skipif(sys.version_info < (3, 14), reason="Python looks annotations up where they stand until 3.14")
+
+
+def from_annotated(name: str) -> Any:
+    """That function or class of a program on another worker, whose own is not here any more."""
+    module = types.ModuleType("program_with_annotations")
+    exec(compile(ANNOTATED, module.__name__, "exec", dont_inherit=True), vars(module))  # unlike this module
+    out = Outgoing()
+    data = dumps(getattr(module, name), out)
+    del module
+    gc.collect()  # or the class that is there already is found again
+    return loads(data, Incoming(out.tensors, ()))
+
+
+@LAZY
+def test_functions_travel_by_value_whatever_their_annotations_name() -> None:
+    """As what is imported for type checkers alone. Such annotations arrive as texts, and all others as they are."""
+    add = from_annotated("add")
+    assert (add(1), add(1, c=4), add.mark, add.__qualname__) == (6, 7, "kept", "add")
+    assert add.__annotations__ == {"a": "Absent", "b": "Absent", "c": "int", "return": "Absent.Other"}
+    assert from_annotated("double").__annotations__ == {"a": int, "return": list[int]}
+
+
+@LAZY
+def test_classes_travel_by_value_with_their_annotations() -> None:
+    """Nor do those of a dataclass, which keeps what stands for the missing type, take all of its module with them."""
+    assert from_annotated("Plain").__annotations__ == {"width": int, "height": "int"}
+    data = from_annotated("Data")
+    assert data.__annotations__ == {"number": "int", "missing": "Absent | None"}
+    assert data(1).plus(2) == 3
+    assert dataclasses.asdict(data(1)) == {"number": 1, "missing": None}
+    missing: Any = dataclasses.fields(data)[1].type
+    assert missing.__forward_arg__ == "Absent | None"
+
+
 def test_main_lookup() -> None:
     """What the main module does not define is not found, and loading it says what is missing."""
     assert find_main("no.such.name") is None
@@ -342,6 +396,10 @@ def test_main_lookup() -> None:
 
 
 # --- what cannot travel -----------------------------------------------------------------------------------------------
+
+
+def double(x: Any) -> Any:
+    return 2 * x
 
 
 class Refuses:
@@ -366,6 +424,15 @@ def test_unserialisable_value_is_named(value: Any, expected: str) -> None:
     assert caught.value.position == 3
     assert isinstance(caught.value, TypeError)
     assert caught.value.__cause__ is not None
+
+
+def test_what_was_compiled_beside_its_function_is_told_how_to_go() -> None:
+    """Its name leads to what it was made of, and it cannot be pickled: the error says what to write."""
+    compiled = torch.compile(double, backend="eager")
+    with pytest.raises(
+        SerializationError, match=r"cannot be serialised: .*; what torch.compile gives goes by its name"
+    ):
+        encode_values([compiled], Outgoing())
 
 
 def test_too_deep_nesting_is_a_serialization_error() -> None:

@@ -26,13 +26,13 @@ ACCEPTOR = WorkerRecord("acceptor", 1, "2b", "host", "name", 11, "main", "/run/b
 
 
 def opening(secret: bytes = SECRET, expect: WorkerRecord = ACCEPTOR, sealed: bool = True) -> Handshake:
-    return Handshake(OPENER, secret, opener=True, expect=expect, sealed=sealed)
+    return Handshake(OPENER, secret, expect=expect, sealed=sealed)
 
 
 def accepting(
     secret: bytes = SECRET, record: WorkerRecord = ACCEPTOR, refuse: str | None = None, sealed: bool = True
 ) -> Handshake:
-    return Handshake(record, secret, opener=False, accept=lambda _: refuse, sealed=sealed)
+    return Handshake(record, secret, accept=lambda _: refuse, sealed=sealed)
 
 
 def read(written: list[Buffer]) -> list[Frame]:
@@ -74,8 +74,8 @@ def going_on(
         asked.append((record.name, link, second))
         return 8
 
-    opener = Handshake(OPENER, secret, opener=True, expect=ACCEPTOR, link=3, pipe=pipe, received=mine)
-    acceptor = Handshake(ACCEPTOR, SECRET, opener=False, session_of=lambda *_: theirs, goes_on=goes_on)
+    opener = Handshake(OPENER, secret, expect=ACCEPTOR, link=3, pipe=pipe, received=mine)
+    acceptor = Handshake(ACCEPTOR, SECRET, session_of=lambda *_: theirs, goes_on=goes_on)
     return opener, acceptor, asked
 
 
@@ -105,8 +105,8 @@ def test_only_the_same_two_workers_go_on() -> None:
 @pytest.mark.parametrize("secret", [SECRET, SESSION])
 def test_a_second_connection_needs_a_first_one(secret: bytes) -> None:
     """Where that has ended the secret of the group does not stand in for what it has left, and the reason says so."""
-    opener = Handshake(OPENER, secret, opener=True, expect=ACCEPTOR, link=3, pipe=True)
-    acceptor = Handshake(ACCEPTOR, SECRET, opener=False, session_of=lambda *_: None)
+    opener = Handshake(OPENER, secret, expect=ACCEPTOR, link=3, pipe=True)
+    acceptor = Handshake(ACCEPTOR, SECRET, session_of=lambda *_: None)
     with pytest.raises(PeerRefused, match="the connection whose second one this is to be has ended here"):
         shake(opener, acceptor)
 
@@ -130,10 +130,26 @@ def test_what_was_received_is_under_the_proof(kind: Kind, byte: int) -> None:
 @pytest.mark.parametrize(("near", "far"), [(True, True), (True, False), (False, True)])
 def test_a_session_takes_two(near: bool, far: bool) -> None:
     """Either side may do without."""
-    opener = Handshake(OPENER, SECRET, opener=True, expect=ACCEPTOR, lasting=near)
-    acceptor = Handshake(ACCEPTOR, SECRET, opener=False, lasting=far)
+    opener = Handshake(OPENER, SECRET, expect=ACCEPTOR, lasting=near)
+    acceptor = Handshake(ACCEPTOR, SECRET, lasting=far)
     shake(opener, acceptor)
     assert opener.lasting is acceptor.lasting is (near and far)
+
+
+def test_each_side_says_how_much_it_takes() -> None:
+    """And the other one knows that afterwards; whoever changes the number on its way is found out."""
+    for changed in (None, Kind.PROOF, Kind.WELCOME):
+        opener = Handshake(OPENER, SECRET, expect=ACCEPTOR, takes=1 << 40)
+        acceptor = Handshake(ACCEPTOR, SECRET, takes=7)
+        if changed is None:
+            shake(opener, acceptor)
+            assert (opener.theirs, acceptor.theirs) == (7, 1 << 40)
+            continue
+        proof = one(opener.feed(one(acceptor.feed(one(opener.start())))))
+        welcome = one(acceptor.feed(proof)) if changed is Kind.WELCOME else proof
+        more = Frame(changed, 0, (8).to_bytes(8, "little") + bytes(welcome.body[8:]))
+        with pytest.raises(PeerRefused, match="secret does not match"):
+            (opener if changed is Kind.WELCOME else acceptor).feed(more)
 
 
 def test_both_sides_know_each_other_afterwards() -> None:
@@ -313,15 +329,15 @@ def test_sides_that_do_not_agree_on_serialization_are_refused(safe: bool) -> Non
     """Whoever reads no pickles does not talk to whoever sends some; the refusal names both, on either side."""
 
     def sides() -> tuple[Handshake, Handshake]:
-        opener = Handshake(OPENER, SECRET, opener=True, expect=ACCEPTOR, safe=safe)
-        return opener, Handshake(ACCEPTOR, SECRET, opener=False, safe=not safe)
+        opener = Handshake(OPENER, SECRET, expect=ACCEPTOR, safe=safe)
+        return opener, Handshake(ACCEPTOR, SECRET, safe=not safe)
 
     opener, acceptor = sides()
     with pytest.raises(PeerRefused, match=r"'opener' has serialization=.* and the worker that it called has .* same"):
         acceptor.feed(one(opener.start()))
     opener, _ = sides()
     opener.start()
-    other = Handshake(OPENER, SECRET, opener=True, expect=ACCEPTOR, safe=not safe)
+    other = Handshake(OPENER, SECRET, expect=ACCEPTOR, safe=not safe)
     answer = one(sides()[1].feed(one(other.start())))
     with pytest.raises(PeerRefused, match=r"'acceptor' has serialization=.* and worker 'opener' has .* the same"):
         opener.feed(answer)
@@ -541,7 +557,7 @@ def test_nonces_differ() -> None:
 def test_hello_of_a_long_record_fits_the_strict_limit() -> None:
     """A record with names as long as systems give them passes the limit on what strangers may send."""
     record = replace(OPENER, name="n" * 127, hostname="h" * 255, main="m" * 1000, unix_path="/" + "p" * 107)
-    opener, acceptor = Handshake(record, SECRET, opener=True, expect=ACCEPTOR, sealed=True), accepting()
+    opener, acceptor = Handshake(record, SECRET, expect=ACCEPTOR, sealed=True), accepting()
     shake(opener, acceptor)
     assert acceptor.peer == record
     assert encode_frame(Kind.HELLO, 0, b"")

@@ -288,13 +288,13 @@ def test_a_handshake_has_these_bytes() -> None:
     nonce = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     hello, introduction = (
         "92c403920102c40570726f6f66",
-        f"970592a46e616d6503c420{nonce}c420{'77' * 32}c420{'6b' * 32}0701",
+        f"970692a46e616d6503c420{nonce}c420{'77' * 32}c420{'6b' * 32}0701",
     )
     assert write_hello(HELLO).hex() == hello
     assert read_hello(bytes.fromhex(hello)) == HELLO
     assert write_introduction(INTRODUCTION).hex() == introduction
     assert as_lists(read_introduction(bytes.fromhex(introduction))) == as_lists(INTRODUCTION)
-    assert write_introduction(CHALLENGE).hex() == f"9305c420{nonce}02"
+    assert write_introduction(CHALLENGE).hex() == f"9306c420{nonce}02"
     assert read_challenge(write_introduction(CHALLENGE)) == CHALLENGE
     assert b"".join(map(bytes, refusal("no"))).hex() == "0000000000000000020000000000000003a16e6f"
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -42,6 +43,8 @@ from tests.tensors import (
 Tensor = torch.Tensor
 # Of what stands in the body for one of the large things below: names of classes and functions, sizes, positions.
 BODY = 1500
+#: What numpy itself writes into the pickle.
+IN_BODY = {"array: permuted"} if numpy.lib.NumpyVersion(numpy.__version__) < "2.3.0" else set[str]()
 
 # torch tells once in a process that it is still working on these kinds; the tests make them themselves.
 pytestmark = [
@@ -58,7 +61,7 @@ def test_kind_arrives_and_leaves_the_body(name: str) -> None:
     assert again is inside
     assert_same(bare, sent)
     assert_same(inside, sent)
-    assert size < BODY
+    assert size < BODY or name in IN_BODY
 
 
 # --- sharing ----------------------------------------------------------------------------------------------------------

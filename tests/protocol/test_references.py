@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiorpc.errors import ProtocolError, RpcUsageError
+from aiorpc.protocol.packing import pack, unpack
 from aiorpc.protocol.reference_messages import (
     FREED,
     MESSAGES,
+    REASON_LIMIT,
     UNSENT,
     Abandon,
     Add,
@@ -38,6 +40,7 @@ from aiorpc.protocol.reference_messages import (
     ReferenceId,
     Role,
     Send,
+    fork_of_creator,
     read,
     read_passed,
 )
@@ -1616,3 +1619,11 @@ def test_the_oracle_notices_a_broken_table(mutant: MakeTable) -> None:
         if any(text.startswith(MUTANTS[mutant]) for text in found):
             return
     pytest.fail(f"not noticed; seen: {set(found)}")
+
+
+def test_a_reason_is_kept_in_part() -> None:
+    """There may be one for each reference, told to all who hold it: whatever its sender makes of it, it is short."""
+    rref = ReferenceId(2, 1, 1)
+    for message in (Abandon(rref, fork_of_creator(rref), False, 10**6 * "x"), Gone(rref, rref, 10**6 * "x")):
+        taken = read(unpack(pack(MESSAGES.write(message))))
+        assert taken == message._replace(reason=REASON_LIMIT * "x")

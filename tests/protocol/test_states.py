@@ -274,14 +274,14 @@ class Opener(Handshake):
     """A handshake whose side is known by its class."""
 
     def __init__(self, secret: bytes) -> None:
-        super().__init__(dataclasses.replace(RECORD, name="two", id=1), secret, opener=True, expect=RECORD)
+        super().__init__(dataclasses.replace(RECORD, name="two", id=1), secret, expect=RECORD)
 
 
 class Acceptor(Handshake):
     """The other one."""
 
     def __init__(self, secret: bytes) -> None:
-        super().__init__(RECORD, secret, opener=False)
+        super().__init__(RECORD, secret)
 
 
 def test_handshakes_go_the_ways_of_their_tables() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import pickle
 import sys
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -20,6 +22,8 @@ from torch.distributed import HashStore
 import aiorpc as rpc
 from aiorpc import (
     ItemLost,
+    Overloaded,
+    PeerClosed,
     PeerLost,
     QueueEmpty,
     QueueFull,
@@ -30,22 +34,29 @@ from aiorpc import (
     RRef,
     UnknownWorker,
     Worker,
+    WorkerClosed,
+    futures,
 )
+from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
-from aiorpc.queues import calls, packing
+from aiorpc.queues import calls, packing, waiting
 from aiorpc.queues.calls import Calls
 from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
 from aiorpc.queues.packing import hand_over
 from aiorpc.queues.served import HERE, ServedQueue
 from aiorpc.queues.waiting import GetFuture
 from aiorpc.runtime.callee.answers import Answers
+from aiorpc.runtime.caller import reworded
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.values import Results, encode
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links.distribution import LOOP_COPY
 from aiorpc.testing import Faults, cluster
 from tests.runtime.joining import unheard_of
+from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
+from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 LONG = 30.0
@@ -382,6 +393,53 @@ async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_que
         goes_on.set()
         await until(pair[1].node.is_idle)
     assert await mine.get() == "an item" and await queue.empty()
+
+
+async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_silent(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rpc_timeout` bounds it, as it does all other calls; the item that comes later stays in the queue."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    await queue.put("an item")
+    goes_on, take = asyncio.Event(), ServedQueue.take_items
+
+    async def nothing_put(self: ServedQueue, *_: Any) -> int:
+        await goes_on.wait()
+        return 0
+
+    async def taken_late(self: ServedQueue, *said: Any) -> Results:
+        await goes_on.wait()
+        return await take(self, *said)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ServedQueue, "put_items", nothing_put)
+        patched.setattr(ServedQueue, "take_items", taken_late)
+        patched.setattr(pair[1].node.engine, "default_timeout", 0.05)
+        for verb, future in (("get", mine.get_nowait()), ("put", mine.put_nowait(1))):
+            with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker 'worker0' is busy") as raised:
+                await asyncio.wait_for(future, LONG)
+            assert (raised.value.worker, raised.value.function) == ("worker0", f"q.{verb}")
+        goes_on.set()
+        await until(pair[1].node.is_idle)
+        await until(lambda: queue._served._items)
+    assert await queue.get() == "an item" and await queue.empty()
+
+
+async def test_who_has_given_up_leaves_also_where_the_owner_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits a while for the answer, with which items may come that go back; an owner that is stopped gives none."""
+    options = [RpcBackendOptions(dedicated_loop=True), RpcBackendOptions()]
+    async with cluster(2, dynamic=True, options=options) as (owner, other):
+        make(owner)
+        mine = handle(other)
+        assert await mine.empty()
+        other.node.engine.bounds = Bounds(given_up=0.05)
+        monkeypatch.setattr(other.node.engine, "default_timeout", 0.05)
+        with standing_still(owner):
+            futures = [mine.get(timeout=0.05), mine.put(1, timeout=0.05), mine.get_nowait(), mine.put_nowait(2)]
+            for error in await asyncio.gather(*futures, return_exceptions=True):
+                assert isinstance(error, RpcTimeout)
+            assert other.pending_calls()
+            assert await asyncio.wait_for(other.shutdown(), LONG) == rpc.ShutdownReport()
 
 
 async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker]) -> None:
@@ -923,6 +981,79 @@ async def test_who_joins_is_told_of_the_last_workers_that_took_items_along(monke
         await queue.join()
 
 
+@pytest.mark.parametrize("way", ["cancelled as it is sent", "cancelled as it comes", "late"])
+async def test_a_loss_that_nobody_has_heard_is_told_once_more(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who joined was there no more as the owner told it; what was heard is told once."""
+    tell = ServedQueue.join_items
+
+    @functools.wraps(tell)
+    async def join_items(self: ServedQueue, *args: Any) -> None:
+        try:
+            await tell(self, *args)
+        except ItemLost:
+            if way == "cancelled as it is sent":
+                waits.cancel()
+            elif way == "late":
+                with contextlib.suppress(asyncio.CancelledError):
+                    await until(joined.done)
+            raise
+
+    async def hear(join: Any) -> None:
+        await join
+
+    def give_up(_: Any) -> None:
+        waits.cancel()
+
+    monkeypatch.setattr(ServedQueue, "join_items", join_items)
+    async with cluster(3, dynamic=True) as workers:
+        queue, mine, taker = make(workers[0]), handle(workers[1]), handle(workers[2])
+        await queue.put(1)
+        await taker.get()
+        joined = mine.join(timeout=0.5 if way == "late" else LONG)
+        waits = asyncio.ensure_future(hear(joined))
+        if way == "cancelled as it comes":
+            joined.when_settled(give_up)
+        await until(lambda: len(queue._served._joiners) == 1)
+        queue._served._on_gone(workers[2].info)
+        with pytest.raises(RpcTimeout if way == "late" else asyncio.CancelledError):
+            await waits
+        monkeypatch.undo()
+        await until(lambda: queue._served._taken_along)
+        with pytest.raises(ItemLost, match=r"1 items of queue 'q' .* got by worker 'worker2'"):
+            await mine.join()
+        await mine.join()
+
+
+async def test_an_owner_that_leaves_waits_for_nobody_who_joins() -> None:
+    """As it waits for nobody who puts and gets: in a group without a size it would stay for as long as they wait."""
+    async with cluster(2, dynamic=True) as workers:
+        make(workers[0])
+        mine = handle(workers[1])
+        await mine.put(1)
+        join = mine.join(timeout=0)
+        await served(workers[0], "join_items")
+        async with asyncio.timeout(LONG):
+            assert not (await workers[0].shutdown()).timed_out
+        with pytest.raises(PeerClosed):
+            await join
+
+
+async def test_as_many_join_as_may_wait() -> None:
+    """Of one worker, with those that put and get."""
+    async with cluster(2, options=RpcBackendOptions(max_queued_calls=2)) as workers:
+        queue = make(workers[0])
+        mine = handle(workers[1])
+        await mine.put(1)
+        joins = [mine.join() for _ in range(2)]
+        await until(lambda: len(queue._served._joiners) == 2)
+        with pytest.raises(Overloaded, match=r"2 calls of worker 'worker1' wait at queue 'q'"):
+            await mine.join()
+        assert await mine.get() == 1
+        await mine.task_done()
+        await asyncio.gather(*joins)
+        await mine.join()
+
+
 async def test_shutdown_lets_go_of_all_who_wait(trio: list[Worker]) -> None:
     """Producers at once, consumers as soon as nothing is left."""
     queue = make(trio[0], maxsize=1)
@@ -974,6 +1105,36 @@ async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Work
     assert await queue.empty()
     with pytest.raises(QueueShutDown):
         await mine.get()
+
+
+ENDED = threading.Semaphore(0)  # for each handler below that has waited
+
+
+def take_one() -> Any:
+    try:
+        return rpc.queue("q", owner="worker0").get().wait()
+    finally:
+        ENDED.release()
+
+
+def put_one() -> None:
+    try:
+        rpc.queue("q", owner="worker0").put(2).wait()
+    finally:
+        ENDED.release()
+
+
+async def test_who_waits_in_a_thread_waits_no_longer_than_its_caller(pair: list[Worker]) -> None:
+    """What is got behind the deadline would be lost with the result; and nobody hears of what is put then."""
+    queue, caller = make(pair[0], maxsize=1), pair[0].peer("worker1", timeout=0.1)
+    with pytest.raises(RpcTimeout):
+        await caller.call(take_one)
+    assert await asyncio.to_thread(ENDED.acquire, timeout=LONG)
+    await queue.put(1)
+    with pytest.raises(RpcTimeout):
+        await caller.call(put_one)
+    assert await asyncio.to_thread(ENDED.acquire, timeout=LONG)
+    assert await queue.get_many(5) == [1] and await queue.empty()
 
 
 async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) -> None:
@@ -1169,6 +1330,53 @@ async def test_items_of_a_producer_that_was_never_met(monkeypatch: pytest.Monkey
         await until_no_references([*workers, late])
 
 
+async def test_what_a_producer_has_kept_that_the_consumer_alone_has_lost_comes_by_the_owner(
+    free: list[Worker],
+) -> None:
+    """The network between the two is broken, and both live: whoever gets it takes nothing away from others."""
+    queue, consumer = make(free[0]), handle(free[2])
+    reference = free[1].remote("worker0", dict, a=1)
+    await put_all(handle(free[1]), [torch.ones(LARGE), "small", {"reference": reference}, torch.zeros(LARGE)])
+    free[2].node.group.on_lost(free[1].node.engine.record, "the network between them is broken")
+    await until(lambda: 2 in free[1].node.group.lost)
+    assert (await consumer.get_nowait()).sum() == LARGE
+    small, referring = await consumer.get_many(2)
+    assert small == "small" and await referring["reference"] == {"a": 1}
+    await free[1].drop()
+    await until(lambda: 1 in free[0].node.group.lost)
+    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
+        await consumer.get()
+    del reference, referring
+    await consumer.task_done(3)
+    await queue.join()
+    await until_no_references([free[0], free[2]])
+
+
+async def test_a_loss_that_is_told_as_its_waiter_is_cancelled_is_told_to_the_next_one(free: list[Worker]) -> None:
+    """Once, as an item that comes in that moment is given once."""
+    make(free[0])
+    other = handle(free[2])
+    await put_all(handle(free[1]), [torch.ones(LARGE)])
+    await free[1].shutdown()
+    get = other.get()
+
+    async def wait() -> None:
+        await get
+
+    waiting = asyncio.ensure_future(wait())
+    while not get.done():  # noqa: ASYNC110  # in that turn of the loop
+        await asyncio.sleep(0)
+    assert waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(rpc.RpcCancelled, match="cancelled as a loss was told"):
+        await get
+    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
+        await other.get()
+    with pytest.raises(rpc.QueueEmpty):
+        await other.get_nowait()
+
+
 async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker]) -> None:
     """In good order or not makes no difference; it is told at once, also by `get_nowait`."""
     queue = make(free[0])
@@ -1181,6 +1389,71 @@ async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker
         await queue.get()
     await queue.join()
     await until_no_references([free[0], free[2]])
+
+
+async def test_an_item_that_cannot_be_taken_where_it_is_got_is_lost_for_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its producer, which has handed it over, is not said to have failed."""
+    size, empty = 2_000_003, numpy.empty
+
+    def allocate(size_of: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(size_of, int) and size < size_of < size + 4096:
+            raise MemoryError("no room here")
+        return empty(size_of, *args, **options)
+
+    async with cluster(3, options=RpcBackendOptions(shared_memory=0, transports=("tcp",))) as workers:
+        queue, mine = make(workers[0]), handle(workers[2])
+        item = torch.ones(size, dtype=torch.uint8)
+        await handle(workers[1]).put([item])
+        assert torch.equal((await mine.get())[0], item)
+        link = workers[2].node.peers.find("worker1").link
+        await until(lambda: link is not None and link.pipe is not None)  # behind the frames, where one alone fails
+        await put_all(handle(workers[1]), [[item], "next"])
+        with monkeypatch.context() as patched:
+            patched.setattr(numpy, "empty", allocate)
+            assert await mine.get_many(2) == ["next"]
+            with pytest.raises(ItemLost) as raised:
+                await mine.get()
+        text = str(raised.value)
+        assert "worker 'worker1' has handed it over, and worker 'worker2' cannot take it: " in text
+        assert "no room here" in text and "cannot hand it over" not in text
+        assert (raised.value.worker, raised.value.count) == ("worker1", 1)
+        await queue.task_done(2)
+        await queue.join()
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_one_worker_may_wait_so_often(verb: str) -> None:
+    """At one queue, whatever makes the calls: one more is refused, with the option as the reason; others' are not."""
+    options = [RpcBackendOptions(max_queued_calls=2), RpcBackendOptions(), RpcBackendOptions()]
+    async with cluster(3, options=options) as workers:
+        queue = make(workers[0], maxsize=1)
+        if verb == "put":
+            await queue.put("first")
+        waiting = [begin(handle(workers[1]), verb) for _ in range(2)]
+        await until(lambda: calls_of(workers) == 2)
+        with pytest.raises(rpc.Overloaded, match=r"2 calls of worker 'worker1' wait at queue 'q'.*max_queued_calls"):
+            await begin(handle(workers[1]), verb)
+        other = begin(handle(workers[2]), verb)
+        assert await handle(workers[1]).qsize() == (verb == "put")
+        waiting.pop().cancel()
+        await until(lambda: calls_of(workers) == 1)
+        waiting.append(begin(handle(workers[1]), verb))
+        await until(lambda: calls_of(workers) == 2)
+        for _ in range(3):
+            await (queue.get() if verb == "put" else queue.put("item"))
+        await asyncio.gather(*waiting, other)
+
+
+def begin(queue: QueueHandle, verb: str) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(queue.put("item") if verb == "put" else queue.get())
+
+
+def calls_of(workers: Sequence[Worker]) -> int:
+    """How many of worker1 are served by worker0."""
+    services = workers[0].node.services
+    return sum(len(service.calls) for service in services if service.record.name == "worker1")
 
 
 @pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_call_rate"])
@@ -1321,6 +1594,38 @@ async def test_items_that_an_owner_does_not_take_back_now_are_given_back_later(
     assert await mine.get() == "here" and len(tries) == 3
 
 
+async def test_what_was_put_back_or_finished_is_not_told_again_where_its_answer_finds_no_room(
+    pair: list[Worker],
+) -> None:
+    """An owner that has done it says so: else an item would be there twice, or would count as finished twice."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    for each in range(3):
+        await queue.put(each)
+    client = mine._client()
+    _, _, _, second = await client.ask("take_items", True, 1, 2)
+    (service,) = [each for each in pair[0].node.services if each.record.name == "worker1"]
+    service._backlog.limit = -1  # whatever is said to that one is too much
+    with pytest.raises(rpc.Overloaded):
+        await mine.qsize()
+    await client.ask("return_items", second)
+    await mine.task_done()
+    assert (await queue.qsize(), queue._unfinished()) == (2, 2)
+    assert [await queue.get(), await queue.get()] == [1, 2]
+
+
+async def test_who_joins_is_told_of_a_loss_although_little_else_is_told(free: list[Worker]) -> None:
+    """Nobody else would be: the next one who joins hears nothing of it."""
+    queue, mine, other = make(free[0]), handle(free[1]), handle(free[2])
+    await queue.put("here")
+    assert await other.get() == "here"
+    await free[2].drop()
+    await until(lambda: not queue._unfinished())
+    (service,) = [each for each in free[0].node.services if each.record.name == "worker1"]
+    service._backlog.limit = -1  # whatever is said to that one is too much
+    with pytest.raises(ItemLost, match="worker2"):
+        await mine.join()
+
+
 async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
     """An item that it was given is given to nobody else, and who joins is told; what it waits for stays."""
     queue = make(free[0])
@@ -1411,7 +1716,8 @@ async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
         assert await gets.get() == "second"
         await gets.task_done(2)
         await queue.join()
-        for who, method in ((puts, "return_items"), (puts, "finish_items"), (handle(workers[3]), "withdraw")):
+        other = handle(workers[3])
+        for who, method in ((puts, "return_items"), (puts, "finish_items"), (puts, "tell_again"), (other, "withdraw")):
             with pytest.raises(rpc.NotAllowed, match=method):
                 await who._client().ask(method, 1)
 
@@ -1566,6 +1872,7 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         ("take_items", (True, 1, 0)),
         ("take_items", (True, 1, 1 << 40)),
         ("take_items", (True, "1", 1)),
+        ("take_items", (True, 1, 1, "worker1")),
         ("put_items", (True, 1, 0)),
         ("put_items", (True, 1, RRef(1), 16)),
         ("put_items", (True, 1, RRef(1), -1)),
@@ -1589,3 +1896,158 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         with pytest.raises(ItemLost, match=r"worker 'worker1', .* cannot hand it over.*this is none"):
             await queue.get()
     await queue.join()
+
+
+class Strange:
+    """It stands in for a queue, and gives what no queue does."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def put_items(self, *said: Any) -> Any:
+        return self.answer
+
+    def take_items(self, *said: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize("many", [True, False])
+async def test_answers_that_are_none_end_who_waits(pair: list[Worker], many: bool) -> None:
+    """Of an owner that says whatever it likes: who waits hears that, and the handle goes on."""
+    tensor = torch.ones(3)
+    pair[0].serve("q", Strange(Results((tensor, None)) if many else tensor))
+    queue = handle(pair[1])
+    for wait in (
+        lambda: queue.put(1),
+        lambda: queue.put_nowait(1),
+        lambda: queue.put_nowait(torch.ones(LARGE)),
+        lambda: queue.get(),
+        lambda: queue.get_nowait(),
+    ):
+        with pytest.raises(ProtocolError, match="'q' of worker 'worker0'"):
+            await asyncio.wait_for(wait(), LONG)
+
+
+async def test_no_more_is_put_back_than_was_taken(pair: list[Worker]) -> None:
+    """Whoever may take items, and not put any, does not put what it likes by giving back what it has not got."""
+    queue = make(pair[0])
+    await put_all(queue, [1, 2])
+    peer = pair[1].node.peers.find("worker0")
+    with pytest.raises(rpc.RpcUsageError, match="2 items are put back, and 0 have been taken"):
+        await peer.call(ObjectMethod("q", "return_items"), (b"x", b"y"), None, 0.0)
+    assert await queue.qsize() == 2
+    assert [await queue.get(), await queue.get()] == [1, 2]
+
+
+async def test_words_of_one_worker_drop_none_of_another(trio: list[Worker]) -> None:
+    """A call that was given up before it came does not come to pass, whatever others give up meanwhile."""
+    queue = make(trio[0])
+    good, bad = (worker.node.peers.find("worker0") for worker in trio[1:])
+    await good.call(ObjectMethod("q", "withdraw"), (7,), None, LONG)
+    await asyncio.gather(*(bad.call(ObjectMethod("q", "withdraw"), (number,), None, LONG) for number in range(1, 2000)))
+    assert await good.call(ObjectMethod("q", "put_items"), (True, 7, b"item"), None, LONG) == 0
+    assert await queue.empty()
+
+
+_taken: list[Any] = []
+
+
+def take_in_a_thread() -> None:
+    _taken.append(rpc.queue("q", owner="worker0").get(timeout=0).wait())
+
+
+async def test_a_get_in_a_thread_whose_caller_has_given_up_takes_no_item(trio: list[Worker]) -> None:
+    """As one that is awaited: whoever gets next has it."""
+    queue = make(trio[0])
+    call = trio[2].call("worker1", take_in_a_thread)
+    await served(trio[0], "take_items")
+    call.cancel()
+    await until(lambda: trio[1].statistics().threads_idle == trio[1].statistics().threads)
+    await queue.put(7)
+    assert await handle(trio[2]).get() == 7 and not _taken
+
+
+# --- signal handlers that raise ---------------------------------------------------------------------------------------
+
+
+async def test_a_get_in_which_a_signal_handler_raises_loses_no_item(pair: list[Worker]) -> None:
+    """Wherever it does: also when the item has come, and is about to be returned."""
+    make(pair[0])
+    other = handle(pair[1])
+    got: list[int] = []
+    places: list[str] = []
+    while True:
+        await other.put(len(places))
+        take = partial(lambda: got.append(other.get().wait()))
+        place = await asyncio.to_thread(interrupted, take, len(places), waiting.__file__, signals=True)
+        if not got:
+            got.append(await other.get())
+        assert got == [len(places)], place
+        got.clear()
+        if place is None:
+            break
+        places.append(place)
+    assert any(place.startswith("_take") for place in places), "it was not interrupted as the item was there"
+
+
+@pytest.mark.parametrize("outcome", [Results((7,)), PeerLost("gone")], ids=["value", "error"])
+async def test_an_interrupted_answer_is_told_once(pair: list[Worker], outcome: Any) -> None:
+    """The thread that reads it may be interrupted anywhere; whoever put or takes items hears of it, and only once."""
+    make(pair[0])
+    told: list[Any] = []
+    owed = pair[1].node.peers.find("worker0").owed
+    value, error = (None, outcome) if isinstance(outcome, Exception) else (outcome, None)
+
+    async def play(at: int) -> str | None:
+        made = Calls(pair[1].node, "q", "worker0")
+        made.call("take_items", True, at + 1, (1,), lambda *said: told.append(said))
+        (call,) = [each for each in owed.pending.values() if each.function.endswith("take_items")]
+        answer = partial(call.settle, value, error)
+        place = await asyncio.to_thread(interrupted, answer, at, calls.__file__, futures.__file__)
+        answer()  # if it had not begun
+        await until(lambda: bool(told))
+        await asyncio.sleep(0)
+        assert told == [(value, error)], place
+        told.clear()
+        owed.cancel(call.call_id)
+        return place
+
+    at = 0
+    while (place := await play(at)) is not None:
+        at += 1
+        assert "_ended" in place or at < 400
+    assert at > 50, "it was not interrupted"
+
+
+async def test_a_join_whose_answer_is_interrupted_ends(pair: list[Worker]) -> None:
+    """With the answer, or as one that was cancelled."""
+    make(pair[0])
+    other = handle(pair[1])
+    await other.put(1)
+    at = 0
+    while True:
+        joined = other.join()
+        (call,) = joined.sources
+        answer = partial(call.settle, None)
+        place = await asyncio.to_thread(interrupted, answer, at, reworded.__file__, futures.__file__)
+        answer()  # if it had not begun
+        assert joined.done(), place
+        joined.mark_seen()
+        pair[1].node.peers.find("worker0").owed.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
+        if place is None:
+            break
+        at += 1
+    assert at > 50, "it was not interrupted"
+
+
+async def test_a_queue_whose_worker_has_gone_is_none_of_the_next_one() -> None:
+    """Who holds it still, and puts, hears so, also where a worker of the same name has a queue of that name."""
+    first = await rpc.init("w", rank=0, world_size=1, store=HashStore())
+    old = rpc.Queue("q")
+    await first.shutdown()
+    async with rpc.init("w", rank=0, world_size=1, store=HashStore()):
+        new = rpc.Queue("q")
+        for use in (lambda: old.put(1), lambda: old.put_nowait(1), lambda: old.get(), lambda: old.qsize()):
+            with pytest.raises(WorkerClosed, match="'w' has shut down"):
+                await use()
+        assert await new.qsize() == 0

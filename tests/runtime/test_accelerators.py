@@ -74,7 +74,7 @@ async def devices_of(peer: subprocess.Popen[bytes]) -> tuple[Accelerators, Worke
 async def test_who_dies_after_its_connection_is_waited_for_no_more(peer: subprocess.Popen[bytes], later: float) -> None:
     """At once, and when it was taken for one that lives on, so that its memory is being closed."""
     made, record, driver, inbox = await devices_of(peer)
-    made.ended(record, [], [inbox])
+    made.ended(record, [inbox])
     await asyncio.sleep(later)
     assert not driver.let_go.is_set()
     peer.kill()
@@ -95,7 +95,7 @@ async def test_who_dies_while_its_memory_is_closed_is_waited_for_no_more(peer: s
 async def test_a_worker_that_leaves_looks_once_more(peer: subprocess.Popen[bytes]) -> None:
     """Its process may live on, and so may the streams that wait."""
     made, record, driver, inbox = await devices_of(peer)
-    made.ended(record, [], [inbox])
+    made.ended(record, [inbox])
     peer.kill()
     await made.close(LIMIT)
     assert driver.let_go.is_set()

@@ -142,7 +142,7 @@ async def test_the_second_connection_of_who_has_just_left_is_no_intruder(caplog:
         await until(lambda: worker.node.links.find(record, number, opener=False) is None)
 
         def opener(secret: bytes, number: int) -> Handshake:
-            return Handshake(record, secret, opener=True, expect=worker.node.engine.record, link=number, pipe=True)
+            return Handshake(record, secret, expect=worker.node.engine.record, link=number, pipe=True)
 
         def turned_away() -> tuple[int, int]:
             statistics = worker.statistics()
@@ -175,3 +175,52 @@ async def test_who_looks_whether_a_socket_is_alive_is_not_counted() -> None:
         await until(lambda: worker.statistics().connections_given_up > before.connections_given_up)
         after = worker.statistics()
         assert (after.connections_given_up, after.connections_refused) == (1, 0)
+
+
+async def prove(sock: socket.socket, by: Worker, to: Worker, link: int) -> None:
+    """The handshake of one member with another one, for a connection that its runtime knows nothing of."""
+    loop, mine, theirs = asyncio.get_running_loop(), by.node.engine.record, to.node.engine.record
+    shaking = Handshake(mine, by.node.acceptor.secret, expect=theirs, link=link)
+    decoder = FrameDecoder(max_body=1 << 16)
+    await loop.sock_sendall(sock, b"".join(shaking.start()))
+    while shaking.peer is None:
+        for frame in decoder.feed(await loop.sock_recv(sock, 65536)):
+            if shaking.peer is None and (reply := b"".join(shaking.feed(frame))):
+                await loop.sock_sendall(sock, reply)
+
+
+async def test_a_member_does_not_fill_our_log(caplog: pytest.LogCaptureFixture) -> None:
+    """One that breaks a connection after the other over TCP, and is there when it is asked."""
+    options = RpcBackendOptions(transports=("tcp",), authenticate_frames=False, reconnect_grace=0.0)
+    loop, crowd = asyncio.get_running_loop(), accepting.REFUSALS_LOGGED + 20
+    async with cluster(3, options=options) as workers:
+        record = workers[0].node.engine.record
+        for number in range(crowd):
+            with socket.socket() as sock:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, (record.tcp_host, record.tcp_port))
+                await prove(sock, workers[2], workers[0], 1000 + number)
+                await loop.sock_sendall(sock, 50 * b"x")
+                await asyncio.wait_for(loop.sock_recv(sock, 1), LIMIT)
+        assert await workers[2].call("worker0", len, "abc") == 3
+    said = [each.getMessage() for each in caplog.records if "ended a connection of worker2" in each.getMessage()]
+    assert len(said) == accepting.REFUSALS_LOGGED and "only counted" in said[-1]
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_the_log_says_where_a_stranger_was(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By what the system knows, as he may say of himself what he likes: so an operator knows where to look."""
+    async with cluster(1, options=RpcBackendOptions(transports=(transport,))) as (worker,):
+        record = worker.node.engine.record
+        if transport == "tcp":
+            reader, writer = await asyncio.open_connection(record.tcp_host, record.tcp_port)
+        else:
+            reader, writer = await asyncio.open_unix_connection(record.unix_path)
+        host, port = writer.get_extra_info("sockname") if transport == "tcp" else ("", 0)
+        writer.write(b"".join(encode_frame(Kind.CALL, 0, b"")))
+        await asyncio.wait_for(reader.read(), LIMIT)
+        writer.close()
+        await writer.wait_closed()
+        await until(lambda: worker.statistics().connections_refused)
+    (said,) = [each for each in caplog.messages if "refused a connection: " in each]
+    assert said.endswith(f" (from {host}:{port})" if transport == "tcp" else f" (from process {os.getpid()})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
@@ -59,17 +60,32 @@ class Timer:
     def ring(self) -> Batch | None:
         return self.armed.pop(0)[1]()
 
+    def ring_all(self) -> Iterator[Batch]:
+        """Until it is not armed any more. Other threads may ring it, too."""
+        with contextlib.suppress(IndexError):
+            while True:
+                batch = self.ring()
+                if batch is not None:
+                    yield batch
+
+
+class Scope:
+    """What stands for a worker: it has queues of its own."""
+
+
+scopes: list[Scope] = []
+
 
 @pytest.fixture(autouse=True)
-def no_callers_left() -> Iterator[None]:
+def scope_of_test() -> Iterator[None]:
     """Each test begins with empty queues of this module's functions."""
+    scopes.append(Scope())
     yield
-    for function in (tripled, doubled, scaled, single):
-        batcher_of(function).abort(WorkerClosed("end of test"))
+    scopes.clear()
 
 
 def batcher_of(function: Any, scope: Any = None) -> Batcher:
-    batcher = get_batcher(function, scope)
+    batcher = get_batcher(function, scopes[-1] if scope is None else scope)
     assert batcher is not None
     return batcher
 
@@ -213,6 +229,19 @@ def test_an_exception_among_the_results_is_raised_at_that_caller_alone() -> None
     assert str(callers[1].error) == "3 is odd"
 
 
+def test_what_is_no_exception_of_the_program_is_raised_too_and_not_returned() -> None:
+    """As `asyncio.gather(..., return_exceptions=True)` has cancellations among its results."""
+
+    @batched(max_size=3)
+    def gathered(xs: list[BaseException | int]) -> list[BaseException | int]:
+        return xs
+
+    cancelled, left, well = call_all(gathered, [asyncio.CancelledError("stop"), SystemExit(3), 7])
+    assert isinstance(cancelled.error, RpcCancelled) and isinstance(cancelled.error.__cause__, asyncio.CancelledError)
+    assert isinstance(left.error, SystemExit)
+    assert well.result == 7
+
+
 def test_an_exception_of_the_function_reaches_every_caller() -> None:
     """If the call itself fails, it failed for all."""
 
@@ -334,7 +363,7 @@ def single(xs: list[int]) -> list[int]:
 
 
 def test_a_size_that_is_a_function_is_asked_at_every_arrival() -> None:
-    """max_size may be 'all current peers'; shrinking is noticed by the next arrival or by flush(only_full=True)."""
+    """max_size may be 'all current peers'; shrinking is noticed by the next arrival."""
     peers = {"a", "b", "c"}
 
     @batched(max_size=lambda: len(peers))
@@ -344,11 +373,8 @@ def test_a_size_that_is_a_function_is_asked_at_every_arrival() -> None:
     batcher = batcher_of(gather)
     first, none = arrive(batcher, 1)
     assert none is None
-    second, none = arrive(batcher, 2)
-    assert none is None
-    assert batcher.flush(only_full=True) is None
     peers.discard("c")
-    batch = batcher.flush(only_full=True)
+    second, batch = arrive(batcher, 2)
     assert batch is not None
     batch.run()
     assert (first.result, second.result) == (3, 3)
@@ -401,39 +427,32 @@ def test_a_wait_that_makes_no_sense_is_refused(wait: Any) -> None:
         batched(max_size=2, max_wait=wait)
 
 
-def test_flush_hands_out_what_waits() -> None:
-    """Without max_wait a partial batch goes only when somebody says so."""
-    batcher = batcher_of(tripled)
-    assert batcher.flush() is None
-    caller, _ = arrive(batcher, 5)
-    assert batcher.deadline is None
-    assert batcher.due(time.monotonic() + 1e9) is None
-    batch = batcher.flush()
-    assert batch is not None
-    batch.run()
-    assert caller.result == 15
+def test_without_max_wait_no_timer_is_armed() -> None:
+    """A partial batch waits until it is full."""
+    batcher, timer = batcher_of(tripled), Timer()
+    assert batcher.add((5,), {}, Caller(), timer) is None
+    assert (batcher.waiting, timer.armed) == (1, [])
 
 
 def test_a_partial_batch_is_due_max_wait_after_its_first_caller() -> None:
-    """due() hands it out at its deadline, not before; later callers do not move it."""
+    """The timer hands it out; later callers do not move it."""
 
     @batched(max_size=10, max_wait=timedelta(seconds=30))
     def function(xs: list[int]) -> list[int]:
         return xs
 
-    batcher = batcher_of(function)
+    batcher, timer = batcher_of(function), Timer()
+    first, second = Caller(), Caller()
     before = time.monotonic()
-    first, _ = arrive(batcher, 1)
-    deadline = batcher.deadline
-    assert deadline is not None
-    assert before + 30 <= deadline <= time.monotonic() + 30
-    second, _ = arrive(batcher, 2)
-    assert batcher.deadline == deadline
-    assert batcher.due(deadline - 0.001) is None
-    batch = batcher.due(deadline)
-    assert batch is not None
+    batcher.add((1,), {}, first, timer)
+    ((seconds, _),) = timer.armed
+    assert seconds <= 30.0
+    batcher.add((2,), {}, second, timer)
+    assert len(timer.armed) == 1
+    batch = timer.ring()
+    assert batch is not None and before + 30 <= (batch.deadline or 0.0) <= time.monotonic() + 30
     batch.run()
-    assert batcher_of(function).deadline is None
+    assert timer.armed == []
     assert (first.result, second.result) == (1, 2)
 
 
@@ -468,7 +487,6 @@ def test_a_timer_that_finds_nothing_rests_until_the_next_caller() -> None:
     assert timer.armed == []
     batcher.add((3.0,), {}, Caller(), timer)
     assert len(timer.armed) == 1
-    assert batcher.abort(WorkerClosed("end")) == 2
 
 
 async def test_on_a_real_loop_a_partial_batch_goes_after_max_wait() -> None:
@@ -537,7 +555,7 @@ def test_a_batch_all_of_whose_callers_left_is_no_batch() -> None:
     caller = Caller()
     batcher.add((1.0,), {}, caller, timer)
     assert batcher.discard(caller)
-    assert (batcher.waiting, batcher.deadline) == (0, None)
+    assert batcher.waiting == 0
     assert timer.ring() is None
     lone, batch = arrive(batcher_of(single), 1)
     assert batch is not None
@@ -546,13 +564,11 @@ def test_a_batch_all_of_whose_callers_left_is_no_batch() -> None:
     assert lone.told == []
 
 
-def test_abort_settles_all_that_has_not_started() -> None:
-    """At shutdown open and full batches are told the reason."""
-    batcher = batcher_of(tripled)
-    callers = [arrive(batcher, value)[0] for value in range(5)]
-    assert batcher.abort(WorkerClosed("bye")) == 2
-    assert [str(caller.error) for caller in callers] == ["bye"] * 5
-    assert batcher.waiting == 0
+def test_abort_settles_the_callers_of_a_batch_that_has_not_started() -> None:
+    """They are told the reason."""
+    callers, batches = zip(*(arrive(batcher_of(tripled), value) for value in range(3)), strict=True)
+    batches[-1].abort(WorkerClosed("bye"))
+    assert [str(caller.error) for caller in callers] == ["bye"] * 3
 
 
 # How many run at once.
@@ -714,11 +730,11 @@ def test_an_instance_is_held_weakly_but_lives_while_callers_wait() -> None:
     batcher = batcher_of(model.scale)
     del model
     assert watch() is not None
-    batch = batcher.flush()
+    second, batch = arrive(batcher, 6)
     assert batch is not None
     batch.run()
     del batch
-    assert caller.result == 15
+    assert (caller.result, second.result) == (15, 18)
     assert watch() is None
     late, none = arrive(batcher, 1)
     assert none is None
@@ -748,15 +764,6 @@ def test_callers_of_two_workers_do_not_share_a_batch() -> None:
     del one, two, batch
     gc.collect()
     assert not any(queue() is not None for queue in queues)
-
-
-def test_an_aborted_batcher_arms_a_new_timer() -> None:
-    """After a shutdown the old loop's timer is gone; the next worker's callers are not left waiting for it."""
-    batcher, old, new = batcher_of(scaled), Timer(), Timer()
-    batcher.add((1.0,), {}, Caller(), old)
-    batcher.abort(WorkerClosed("bye"))
-    batcher.add((2.0,), {}, Caller(), new)
-    assert len(new.armed) == 1
 
 
 def test_an_instance_without_weak_references_is_refused_by_name() -> None:
@@ -843,39 +850,39 @@ def test_generators_are_refused() -> None:
 
 
 def test_arrivals_from_many_threads_are_settled_exactly_once() -> None:
-    """Threads that add, discard, flush and run at the same time: every caller is told once or was discarded."""
+    """Threads that add, discard and run, also before batches are full: each caller is told once, or was discarded."""
 
     @batched(max_size=4, max_wait=30.0)
     def function(xs: list[int]) -> list[int]:
         return [x + 1 for x in xs]
 
-    batcher = batcher_of(function)
+    batcher, timer = batcher_of(function), Timer()
     callers = [Caller() for _ in range(2000)]
     discarded = [False] * 2000
 
     def work(first: int) -> None:
         for index in range(first, 2000, 4):
-            batch = batcher.add((index,), {}, callers[index])
+            batch = batcher.add((index,), {}, callers[index], timer)
             if index % 7 == 0:
                 discarded[index] = batcher.discard(callers[index])
-            for ready in (batch, batcher.flush() if index % 50 == first else None):
-                if ready is not None:
-                    ready.run()
+            if batch is not None:
+                batch.run()
+            for early in timer.ring_all() if index % 50 == first else ():
+                early.run()
 
     threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    rest = batcher.flush()
-    if rest is not None:
+    for rest in timer.ring_all():
         rest.run()
     for index, caller in enumerate(callers):
         assert caller.told == ([] if discarded[index] else [(index + 1, None)])
     assert batcher.waiting == 0
 
 
-@given(st.lists(st.sampled_from(["add", "discard", "flush", "due", "run"]), max_size=60), st.integers(1, 4))
+@given(st.lists(st.sampled_from(["add", "discard", "ring", "run"]), max_size=60), st.integers(1, 4))
 def test_any_order_of_events_settles_each_caller_once(events: list[str], size: int) -> None:
     """Whatever happens in which order: told once with its own result, or discarded and told nothing."""
 
@@ -884,25 +891,23 @@ def test_any_order_of_events_settles_each_caller_once(events: list[str], size: i
         assert 1 <= len(xs) <= size
         return [x * x for x in xs]
 
-    batcher = batcher_of(function)
+    batcher, timer = batcher_of(function), Timer()
     callers: list[Caller] = []
     removed: set[int] = set()
     ready: list[Batch | None] = []
     for event in events:
         if event == "add":
             callers.append(Caller())
-            ready.append(batcher.add((len(callers) - 1,), {}, callers[-1]))
+            ready.append(batcher.add((len(callers) - 1,), {}, callers[-1], timer))
         elif event == "discard" and callers:
             index = (len(events) * 7 + len(ready)) % len(callers)
             if batcher.discard(callers[index]):
                 removed.add(index)
-        elif event == "flush":
-            ready.append(batcher.flush())
-        elif event == "due":
-            ready.append(batcher.due(time.monotonic() + 2.0))
+        elif event == "ring" and timer.armed:
+            ready.append(timer.ring())
         elif event == "run" and ready and (batch := ready.pop(0)) is not None:
             batch.run()
-    for batch in [*ready, batcher.flush()]:
+    for batch in [*ready, *timer.ring_all()]:
         if batch is not None:
             batch.run()
     for index, caller in enumerate(callers):

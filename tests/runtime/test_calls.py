@@ -22,12 +22,14 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker, WorkerInfo
-from aiorpc.protocol.frames import Kind
+from aiorpc import RpcError, RpcUsageError, SerializationError, UnknownWorker, Worker, WorkerInfo
+from aiorpc.protocol.frames import REPLY, Kind
 from aiorpc.protocol.messages import ByName
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
+from tests.runtime.bad_member import say, serving
+from tests.runtime.waiting import LIMIT, until
 
 
 def add(a: int, b: int = 10, *, c: int = 0) -> int:
@@ -574,3 +576,17 @@ async def count_for_ever() -> Any:
     while True:
         yield number
         number += 1
+
+
+async def test_an_answer_that_is_none_says_whose_it_is(pair: list[Worker]) -> None:
+    """Whoever waits for it hears which worker has sent it, and for what."""
+    assert await pair[0].call("worker1", len, "abc") == 3
+    release = _events["hold"] = threading.Event()
+    call = pair[0].call("worker1", hold)
+    connection = serving(pair[1], "worker0")
+    await until(lambda: any(each.user_calls() for each in pair[1].node.services))
+    (number,) = [number for each in pair[1].node.services for number, one in each.calls.items() if not one.system]
+    say(connection, REPLY, number, b"\xc1")
+    with pytest.raises(RpcError, match=r"the result of .*hold on .*worker1.* cannot be read here: ProtocolError"):
+        await asyncio.wait_for(call, LIMIT)
+    release.set()

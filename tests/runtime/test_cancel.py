@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
 import logging
 import signal
 import threading
@@ -91,6 +93,135 @@ async def test_a_thread_can_ask_whether_its_caller_has_given_up(pair: list[Worke
     assert not flags.finished.is_set()
 
 
+def block_in_call() -> None:
+    aiorpc.rpc_sync("worker0", coroutine)
+
+
+def block_in_group() -> None:
+    aiorpc.group(["worker0"]).rpc_sync(coroutine)
+
+
+def block_in_stream() -> None:
+    with aiorpc.stream("worker0", one_and_then_wait) as items:
+        for _ in items:
+            pass
+
+
+async def one_and_then_wait() -> AsyncIterator[int]:
+    yield 1
+    await coroutine()
+
+
+def block_in_subscription() -> None:
+    _flags["it"].entered.set()
+    try:
+        with aiorpc.subscribe("what-nobody-publishes") as versions:
+            next(versions)
+    finally:
+        _flags["it"].cancelled.set()
+
+
+BLOCKED = {each.__name__: each for each in (block_in_call, block_in_group, block_in_stream, block_in_subscription)}
+_ended: list[Any] = []
+
+
+def wait_in(what: str) -> None:
+    """Waits, and once more as it ends."""
+    try:
+        BLOCKED[what]()
+    except BaseException as error:
+        _ended.append(error)
+        _ended.append(aiorpc.rpc_sync("worker0", len, args=("abc",)))
+        raise
+
+
+def generate_in(what: str) -> Iterator[int]:
+    wait_in(what)
+    yield 1
+
+
+@pytest.mark.parametrize("what", BLOCKED)
+@pytest.mark.parametrize("handler", [wait_in, generate_in])
+async def test_a_thread_that_waits_hears_that_its_caller_has_given_up(
+    pair: list[Worker], flags: Flags, what: str, handler: Callable[[str], Any]
+) -> None:
+    """Once, as a coroutine is cancelled once: what it waits for is called off, what it waits for behind that is not."""
+    _ended.clear()
+    if handler is generate_in:
+        reading = asyncio.ensure_future(anext(pair[0].stream("worker1", handler, what)))
+    else:
+        reading = asyncio.ensure_future(pair[0].call("worker1", handler, what))
+    await until(flags.entered.is_set)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    if handler is generate_in:
+        del reading  # and the stream with it, which ends it
+    await until(lambda: len(_ended) == 2)
+    error, answer = _ended
+    assert type(error) is RpcCancelled and "has given up" in str(error) and answer == 3
+    await until(flags.cancelled.is_set)
+    await until(lambda: pair[1].statistics().threads_idle == pair[1].statistics().threads)
+    await until(lambda: not any(worker.pending_calls() for worker in pair))
+
+
+def ask_and_then_wait() -> str:
+    flags = _flags["it"]
+    flags.entered.set()
+    while not aiorpc.cancelled():
+        flags.release.wait(0.002)
+    _ended.append(aiorpc.rpc_sync("worker0", len, args=("abc",)))
+    return "nobody hears it"
+
+
+async def test_a_thread_that_has_asked_waits_undisturbed(pair: list[Worker], flags: Flags) -> None:
+    """It knows that its caller has given up, and what it still waits for is its own matter."""
+    _ended.clear()
+    call = pair[0].call("worker1", ask_and_then_wait)
+    await until(flags.entered.is_set)
+    call.cancel()
+    await until(lambda: _ended == [3])
+
+
+def wait_in_another_thread() -> None:
+    """With the same context, in which the same call is served."""
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(lambda: _ended.append(aiorpc.rpc_sync("worker0", coroutine)),))
+    thread.start()
+    aiorpc.rpc_sync("worker0", coroutine)
+
+
+async def test_what_another_thread_of_a_handler_waits_for_goes_on(pair: list[Worker], flags: Flags) -> None:
+    """Nobody could say which of them the caller meant; as a thread that a coroutine has started goes on."""
+    _ended.clear()
+    call = pair[0].call("worker1", wait_in_another_thread)
+    await until(lambda: len(pair[0].pending_calls()) == 3)
+    call.cancel()
+    await until(flags.cancelled.is_set)
+    flags.release.set()
+    await until(lambda: _ended == ["done"])
+
+
+async def test_an_error_that_comes_as_its_waiter_is_cancelled_is_not_told_as_one_that_nobody_looked_at(
+    pair: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever waited has given up, as it might have a moment before."""
+    call = pair[0].call("worker1", coroutine)
+
+    async def wait(future: aiorpc.Future[Any]) -> None:
+        await future
+
+    task = asyncio.ensure_future(wait(call))
+    await asyncio.sleep(0)
+    call.settle(None, ValueError("late"))
+    assert task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del call, task
+    await until(lambda: gc.collect() >= 0 and not pair[1].pending_calls())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_the_result_of_a_thread_that_goes_on_is_dropped(pair: list[Worker], flags: Flags) -> None:
     """A thread that does not ask runs to its end; nobody gets its result, and no late answer is sent."""
     call = pair[0].call("worker1", hold)
@@ -138,11 +269,11 @@ async def test_an_answer_that_meets_its_cancellation_takes_its_references_along(
     (answers,) = [service._answers for service in pair[1].node.services if service.record.name == "worker0"]
     take, may_answer = answers.take, answers._may_answer
 
-    def meet(call_id: int) -> Any:
-        call = take(call_id)
+    def meet(call: Any) -> bool:
+        taken = take(call)
         taken_out.set()
         assert answered.wait(LIMIT)
-        return call
+        return taken
 
     def tell(call: Any) -> bool:
         ready.set()

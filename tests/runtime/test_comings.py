@@ -235,8 +235,9 @@ def reason_missing(error: BaseException, do: Deed) -> str:
         return ""
     if isinstance(error, rpc.Overloaded):  # by options
         return ""
-    if isinstance(error, rpc.GroupError):
-        return "; ".join(filter(None, (reason_missing(each, do) for each in error.exceptions)))
+    if isinstance(error, rpc.GroupError):  # a member that was called off for the errors of others is one of its errors
+        caused = [each for each in error.exceptions if not isinstance(each, rpc.RpcCancelled)]
+        return "; ".join(filter(None, (reason_missing(each, do) for each in caused or error.exceptions)))
     named = [name for name in NAMES if name in str(error)]
     away = [name for name in named if world.was_away(name, do.began)]
     if isinstance(error, rpc.PeerLost):

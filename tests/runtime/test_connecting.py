@@ -29,6 +29,7 @@ from aiorpc import (
     RemoteError,
     RpcBackendOptions,
     RpcError,
+    RpcTimeout,
     SerializationError,
     Worker,
     WorkerLeft,
@@ -249,6 +250,20 @@ async def test_connecting_is_tried_again_after_growing_pauses(
     assert pauses == [connecting.FIRST_PAUSE * 2**number for number in range(4)]
 
 
+async def test_a_call_whose_time_is_up_first_says_what_is_in_the_way(pair: list[Worker]) -> None:
+    """The error with the reason comes when connecting is given up, which a short timeout does not live to see."""
+    pair[0].node.engine.bounds = Bounds(connect=100 * LONG, refused=100 * LONG)
+    path = Path(pair[1].node.engine.record.unix_path)
+    aside = path.with_suffix(".aside")
+    path.rename(aside)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(path))  # and it does not listen: whoever connects is refused
+        with pytest.raises(RpcTimeout, match=r"no connection to it yet \(connecting: .*Connection refused\)\. Nothing"):
+            await answer(pair[0].peer("worker1", timeout=0.1).call(abs, -3))
+    aside.rename(path)
+    assert await answer(pair[0].call("worker1", abs, -3)) == 3
+
+
 async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
     """The system would try for minutes; the worker is lost when the time for connecting is up."""
     elsewhere = RpcBackendOptions(transports=("tcp",), address="127.0.0.2", shutdown_timeout=0.1)
@@ -395,6 +410,28 @@ def test_what_the_runtime_adds_to_a_message_is_bounded() -> None:
     error = encode_error(ValueError("\N{WHITE SMILING FACE}" * (1 << 18)), "w" * 128)
     way = [SHARED, *Block(1 << 16, 1 << 40, 1 << 40, 1 << 40), 1, 1 << 20, 1 << 20]
     assert max(len(pack(error)), MAX_SEGMENTS * len(pack(way))) < connecting.OWN_WORDS < 1 << 26
+
+
+async def test_who_has_no_descriptors_loses_nobody(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its calls wait for longer than for a worker that does not answer, and the log says once why."""
+    pair[0].node.engine.bounds = Bounds(connect=0.05)
+    tries, begun, connect = 0, time.monotonic(), sockets.connect_unix
+
+    async def refuse(path: str) -> socket.socket:
+        nonlocal tries
+        tries += 1
+        if tries > 4 and time.monotonic() > begun + 0.3:
+            return await connect(path)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(sockets, "connect_unix", refuse)
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        assert await answer(pair[0].call("worker1", abs, -3)) == 3
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "worker worker0 cannot connect to worker1 " in said
+    assert f": [Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}; it tries on" in said
 
 
 # --- the listeners ----------------------------------------------------------------------------------------------------

@@ -9,22 +9,23 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 import uvloop
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft
+from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerClosed, WorkerInfo, WorkerJoined, WorkerLeft
 from aiorpc.runtime.calls import current
 from aiorpc.runtime.calls.current import current_call, registry
 from aiorpc.runtime.group import events
 from aiorpc.testing import cluster
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 from tests.transport.ends import meanwhile
 
 
@@ -165,6 +166,63 @@ async def test_what_a_handler_sets_in_its_context_is_of_its_call_alone(trio: lis
         assert await trio[2].call("worker1", seen) == usual
 
 
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+async def alices_numbers() -> AsyncIterator[int]:
+    user.set("alice")
+    while True:
+        yield 1
+
+
+async def test_a_call_that_has_waited_for_room_has_nothing_of_a_stream_that_did() -> None:
+    """Both wait until their caller has read enough, and who began to wait first is not who is started then."""
+
+    async def read(numbers: AsyncIterator[int]) -> None:
+        for _ in range(20):
+            assert await anext(numbers) == 1
+
+    async with cluster(2) as workers, workers[0].stream("worker1", alices_numbers) as numbers:
+        await read(numbers)
+        (service,) = workers[1].node.services
+        backlog = service._backlog
+        backlog.half = -1  # as if so much waited to be sent
+        reading = asyncio.ensure_future(read(numbers))
+        await until(lambda: backlog._looking)
+        call = asyncio.ensure_future(awaited(workers[0].call("worker1", seen_on_the_loop)))
+        await until(lambda: bool(backlog.parked))
+        backlog.half = backlog.limit // 2
+        assert (await call)[0] == "nobody"
+        await reading
+
+
+def without_gradients() -> bool:
+    torch.set_grad_enabled(False)
+    return torch.is_grad_enabled()
+
+
+def count_without_gradients() -> Iterator[bool]:
+    yield without_gradients()
+
+
+@aiorpc.batched(max_size=1)
+def batch_without_gradients(values: list[int]) -> list[bool]:
+    return [without_gradients() for _ in values]
+
+
+@pytest.mark.parametrize("function", [without_gradients, count_without_gradients, batch_without_gradients])
+async def test_a_handler_that_turns_gradients_off_does_so_for_its_call_alone(trio: list[Worker], function: Any) -> None:
+    """torch keeps that for the thread, and the next handler of the thread would compute without them."""
+    for _ in range(20):
+        if function is count_without_gradients:
+            assert [item async for item in trio[0].stream("worker1", function)] == [False]
+        else:
+            arguments = [1] if function is batch_without_gradients else []
+            assert await trio[0].call("worker1", function, *arguments) is False
+        assert await trio[2].call("worker1", torch.is_grad_enabled)
+
+
 async def test_what_a_callback_sets_in_its_context_stays_in_no_thread(trio: list[Worker]) -> None:
     """The pool that runs it runs handlers, too."""
 
@@ -224,6 +282,67 @@ async def test_inside_async_with_its_worker_is_current() -> None:
 
 async def _current() -> Worker:
     return aiorpc.current()
+
+
+class Late:
+    """What goes on after its worker has gone: what each verb said."""
+
+    begun, go, over = threading.Event(), threading.Event(), threading.Event()
+    said: ClassVar[list[Any]] = []
+
+
+def verbs_when_told() -> None:
+    """Handler, in a thread, which nobody can end."""
+    Late.begun.set()
+    Late.go.wait(LIMIT)
+    try_verbs()
+
+
+async def verbs_in_a_task() -> None:
+    """Handler that leaves a task of its own behind."""
+
+    async def wait() -> None:
+        await until(Late.go.is_set)
+        try_verbs()
+
+    Late.said.append(asyncio.create_task(wait()))
+    Late.begun.set()
+
+
+def try_verbs() -> None:
+    for verb in (
+        lambda: aiorpc.call("second", len, "abc"),
+        lambda: aiorpc.remote("second", list),
+        lambda: aiorpc.serve("late", []),
+        aiorpc.get_worker_info,
+    ):
+        try:
+            Late.said.append(verb())
+        except WorkerClosed as error:
+            Late.said.append(str(error))
+    Late.over.set()
+
+
+@pytest.mark.parametrize("handler", [verbs_when_told, verbs_in_a_task])
+async def test_what_outlives_its_worker_does_not_act_for_the_next_one(handler: Any) -> None:
+    """A handler that goes on, or what it has begun: it hears that its worker has shut down."""
+    for event in (Late.begun, Late.go, Late.over):
+        event.clear()
+    Late.said.clear()
+    first = await aiorpc.init("first", rank=0, world_size=1, store=HashStore())
+    call = first.call("first", handler)
+    await until(Late.begun.is_set)
+    if handler is verbs_in_a_task:
+        await call
+    await first.shutdown(graceful=False)
+    call.mark_seen()
+    async with aiorpc.init("second", rank=0, world_size=1, store=HashStore()) as second:
+        Late.go.set()
+        await until(Late.over.is_set)
+        assert aiorpc.current() is second
+        assert await aiorpc.call("second", len, "abc") == 3
+    said = [each for each in Late.said if not isinstance(each, asyncio.Task)]
+    assert said == ["worker 'first' has shut down; it makes no more calls"] * 4
 
 
 async def test_a_loop_of_its_own_is_the_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import Any
 
 import pytest
@@ -34,11 +35,11 @@ class FakeLoop:
         self.timers: list[Timer] = []
         self.wakeups = 0
 
-    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
+    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any, context: Context | None = None) -> None:
         self.wakeups += 1
-        callback(*args)
+        (context or copy_context()).run(callback, *args)
 
-    def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
+    def call_later(self, delay: float, callback: Callable[[], None], *, context: Context | None = None) -> Timer:
         timer = Timer(self.now + delay, callback)
         self.timers.append(timer)
         return timer

@@ -8,14 +8,24 @@ import itertools
 import re
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import aiorpc
-from aiorpc import GroupError, Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
+from aiorpc import (
+    GroupError,
+    Overloaded,
+    RpcBackendOptions,
+    RpcError,
+    RpcTimeout,
+    RpcUsageError,
+    Worker,
+    WouldBlockLoop,
+)
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
 from tests.conftest import LoopFactory
@@ -38,6 +48,23 @@ async def left_after_a_while() -> float | None:
 
 async def for_ever() -> None:
     await asyncio.Event().wait()
+
+
+class Asks:
+    """A value whose method calls another worker."""
+
+    alive: ClassVar[weakref.WeakSet[Asks]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+    def ask(self) -> int:
+        result: int = aiorpc.rpc_sync("worker0", abs, args=(-3,))
+        return result
+
+    async def ask_async(self) -> int:
+        result: int = await aiorpc.call("worker0", abs, -3)
+        return result
 
 
 def relay(to: str) -> float | None:
@@ -384,6 +411,69 @@ def test_the_time_of_a_call_passes_where_it_is_awaited_on_another_loop(loop_fact
         del rref
 
 
+async def one(items: AsyncIterable[Any]) -> Any:
+    """The first of them."""
+    async for item in items:
+        return item
+
+
+async def joined(queue: Any) -> None:
+    """Once all is done that was put, which is nothing."""
+    await queue.put(1)
+    await queue.join()
+
+
+#: What is awaited on another loop, without a limit that would pass there.
+IDLE: dict[str, Callable[[Worker, aiorpc.RRef[Any], Any], Any]] = {
+    "a call": lambda worker, rref, queue: worker.call("worker1", left),
+    "without a deadline": lambda worker, rref, queue: worker.peer("worker1", timeout=0).call(left),
+    "retries": lambda worker, rref, queue: worker.peer("worker1", retries=3).call(left),
+    "then": lambda worker, rref, queue: worker.call("worker1", left).then(lambda future: future.value()),
+    "collect_all": lambda worker, rref, queue: aiorpc.collect_all([worker.call("worker1", left)]),
+    "a reference": lambda worker, rref, queue: rref,
+    "its own value": lambda worker, rref, queue: worker.remote("worker0", left),
+    "a group": lambda worker, rref, queue: worker.group("*").call(left),
+    "outcomes": lambda worker, rref, queue: first(worker.group("*").call(left)),
+    "map": lambda worker, rref, queue: one(worker.group("*").map(len, ["a", "b"])),
+    "any": lambda worker, rref, queue: worker.group("*").any(left),
+    "a barrier": lambda worker, rref, queue: worker.group("*").barrier(),
+    "a stream": lambda worker, rref, queue: one(worker.stream("worker1", range, 3)),
+    "a stream of a group": lambda worker, rref, queue: one(worker.group("*").stream(range, 3)),
+    "publish": lambda worker, rref, queue: worker.publish("policy", 1),
+    "unpublish": lambda worker, rref, queue: worker.unpublish("policy"),
+    "subscribe": lambda worker, rref, queue: one(worker.subscribe("policy", timeout=0)),
+    "put": lambda worker, rref, queue: queue.put(1),
+    "get": lambda worker, rref, queue: queue.get(),
+    "get_many": lambda worker, rref, queue: queue.get_many(2),
+    "join": lambda worker, rref, queue: joined(queue),
+}
+
+
+@pytest.mark.parametrize("verb", IDLE)
+def test_what_can_never_come_on_another_loop_is_refused(loop_factory: LoopFactory, verb: str) -> None:
+    """The loop that has to bring it is this thread's, which runs another one: that is said, and nobody hangs."""
+
+    async def make(worker: Worker) -> Any:
+        token = current_node.set(worker.node)
+        try:
+            return aiorpc.Queue("items").bind()
+        finally:
+            current_node.reset(token)
+
+    async def use(worker: Worker, rref: aiorpc.RRef[Any], queue: Any) -> Any:
+        async with asyncio.timeout(LIMIT):
+            return await IDLE[verb](worker, rref, queue)
+
+    runners = asyncio.Runner(loop_factory=loop_factory), asyncio.Runner(loop_factory=loop_factory)
+    with runners[0] as runner, runners[1] as other, two_workers(runner) as workers:
+        rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
+        queue = runner.run(make(workers[0]))
+        with pytest.raises(WouldBlockLoop, match="would never end"):
+            other.run(use(workers[0], rref, queue))
+        check_that_all_goes_on(runner, workers)
+        del rref
+
+
 def test_a_call_that_is_awaited_on_another_loop_is_answered_in_time(loop_factory: LoopFactory) -> None:
     """Where its own loop runs, in another thread, looking after the deadline changes nothing."""
     runners = asyncio.Runner(loop_factory=loop_factory), asyncio.Runner(loop_factory=loop_factory)
@@ -541,3 +631,20 @@ async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> N
             call.cancel()
     assert len(drained) == 5000
     assert earliest == [min(call.deadline or 0 for call in pending)] * 20
+
+
+@pytest.mark.parametrize("method", ["ask", "ask_async"])
+async def test_the_next_look_at_deadlines_keeps_nothing_of_who_has_asked_for_it(
+    pair: list[Worker], method: str
+) -> None:
+    """A handler that calls others has the first deadline; the value whose method it is goes with its references."""
+    ref = pair[0].remote("worker1", Asks)
+    assert await getattr(ref.rpc_async(), method)() == 3
+    assert len(Asks.alive) == 1
+    del ref
+
+    def gone() -> bool:
+        gc.collect()
+        return not Asks.alive
+
+    await until(gone)

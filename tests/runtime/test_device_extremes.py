@@ -646,7 +646,7 @@ async def test_all_goes_on(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.random
+@pytest.mark.long
 async def test_all_goes_on_with_devices_that_refuse() -> None:
     """Now and then, with several options at their ends; and with connections that break, or a worker that leaves."""
     for seed in range(examples(20)):

@@ -345,6 +345,27 @@ async def test_names_of_a_store_that_does_not_answer_leave_nothing_behind() -> N
         await until(lambda: left() <= UNMET + 1)
 
 
+async def test_a_call_to_who_is_met_while_the_store_says_nothing_does_not_wait_for_that() -> None:
+    """The newcomer makes itself known, wherever this worker looks for it."""
+    inner = HashStore()
+    stalled, stuck = WatchedStore(inner), Stuck()
+    entered: list[str] = []
+
+    def look(operation: str, keys: tuple[str, ...]) -> None:
+        entered.append(operation)
+        stuck(operation, keys)
+
+    async with cluster(1, dynamic=True, store=stalled) as (worker,):
+        stalled.look = look
+        try:
+            call = worker.call("late", where)
+            await until(lambda: len(entered) >= 2)  # the look for it, and that for newcomers
+            async with aiorpc.init("late", store=inner):
+                assert await asyncio.wait_for(call, LIMIT / 2) == "late"
+        finally:
+            stuck.open.set()
+
+
 async def test_who_has_a_peer_that_is_let_go_of_can_call_it(store: Store) -> None:
     """A thread may have found it just before: its calls have their deadlines, find their worker, and end with ours."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
@@ -507,6 +528,23 @@ async def test_leaving_finishes_what_is_under_way(store: Store) -> None:
         go_on.set()
         await leaving
         assert [await theirs, await ours] == ["done", "done"]
+
+
+async def test_what_leaving_waits_for_is_told(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, after a while: a call without an end keeps a worker for as long as nothing bounds its leaving."""
+    go_on = _go_on["it"] = asyncio.Event()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        guest = await aiorpc.init("guest", store=store)
+        guest.node.engine.bounds = Bounds(told=0.05)
+        theirs, ours = worker.call("guest", once_told), guest.call("worker0", once_told)
+        await until(lambda: guest.statistics().calls_running == worker.statistics().calls_running == 1)
+        leaving = asyncio.ensure_future(guest.shutdown())
+        await until(lambda: "worker guest leaves once these have ended" in caplog.text)
+        assert "once_told for worker0" in caplog.text and "once_told on worker0" in caplog.text
+        go_on.set()
+        await leaving
+        assert [await theirs, await ours] == ["done", "done"]
+    assert caplog.text.count("leaves once these have ended") == 1
 
 
 def text(size: int) -> str:

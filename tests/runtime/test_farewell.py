@@ -77,6 +77,17 @@ async def test_a_store_that_does_not_answer_keeps_no_loss_back(monkeypatch: pyte
         opened.set()
 
 
+async def test_a_store_that_answers_a_packet_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is lost on the way there is sent again after a second; the worker has left, and is not lost."""
+    async with cluster(3, options=options("unix")) as (_, leaver, caller):
+        caller.node.engine.bounds = Bounds(refused=0.02)
+        has_left, late = caller.node.rendezvous.has_left, threading.Event()
+        monkeypatch.setattr(caller.node.rendezvous, "has_left", lambda record: late.wait(1.2) or has_left(record))
+        await leaver.shutdown(graceful=False)
+        assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerClosed)
+        assert caller.node.group.lost == {}
+
+
 @pytest.mark.parametrize("sign", ["the line is given up", "its process ends"])
 async def test_who_leaves_while_its_line_is_down_is_not_lost(sign: str) -> None:
     """No goodbye can arrive; the others find that it is gone, by whatever sign, and look into the store."""

@@ -121,6 +121,11 @@ def together(values: list[int]) -> list[int]:
     return values
 
 
+@torch.library.custom_op("aiorpc_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +165,11 @@ NAMED = [
     torch.fft.fft,
     torch.special.gammaln,
     torch.tensor,
+    torch.ops.aten.relu,
+    torch.ops.aten.add.Tensor,
+    doubled,
+    torch.ops.aiorpc_tests.doubled,
+    torch.ops.aiorpc_tests.doubled.default,
     np.add,
     np.sum,
 ]
@@ -174,6 +184,16 @@ def test_named_function_is_found_under_its_name(target: Callable[..., Any]) -> N
     assert is_loaded(name)
     assert resolve(name).function == target
     assert resolve(name).name == name
+
+
+async def test_operators_of_every_kind_can_be_called(pair: list[Worker]) -> None:
+    """torch's own and those that a program has defined, with an overload or without."""
+    ones = torch.ones(2)
+    aten, ours = torch.ops.aten, torch.ops.aiorpc_tests.doubled
+    for target in (doubled, ours, ours.default):
+        assert (await pair[0].call("worker1", target, ones)).tolist() == [2, 2]
+    assert (await pair[0].call("worker1", aten.add.Tensor, ones, 1)).tolist() == [2, 2]
+    assert (await pair[0].call("worker1", aten.relu, -ones)).tolist() == [0, 0]
 
 
 NAMELESS = [

@@ -11,10 +11,21 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, UnknownWorker, Worker
+from aiorpc.protocol.frames import Kind, encode_frame
 from aiorpc.protocol.messages import Fetch, Method
-from aiorpc.protocol.reference_messages import Abandon, Del, PassedReference, ReferenceId, fork_of_creator
+from aiorpc.protocol.packing import pack
+from aiorpc.protocol.reference_messages import (
+    MESSAGES,
+    Abandon,
+    Add,
+    Del,
+    PassedReference,
+    ReferenceId,
+    fork_of_creator,
+)
 from aiorpc.runtime.references.rref import RRef
 from aiorpc.testing import cluster
+from tests.runtime.bad_member import call_of, calling, say, serving
 from tests.runtime.waiting import LIMIT, until
 
 COUNT = 300
@@ -126,14 +137,15 @@ async def test_values_that_their_creator_gave_up_are_waited_for_no_more() -> Non
             assert not waiting.done()
             owner.on_message(1, Abandon(rref, fork_of_creator(rref), False, "given up"))
             owner.on_message(1, Del(rref, fork_of_creator(rref)))
-            with pytest.raises(RpcError, match="gave up"):
+            with pytest.raises(RpcError, match="never created: given up"):
                 await asyncio.wait_for(waiting, LIMIT)
 
 
 async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:
     """Whoever has one reference to a value of a worker fetches no other, and calls no method of it."""
     async with cluster(2) as (owner, guesser):
-        known, other = (owner.node.references.own(value)[0] for value in ("known", "other"))
+        handles = [owner.node.references.refer_to(value) for value in ("known", "other")]
+        known, other = (handle._rref for handle in handles)
         peer = guesser.node.peers.find("worker0")
         assert await peer.call(Fetch(*known), (), None, 10.0) == "known"
         for guess in (known._replace(number=other.number), other._replace(key=known.key), other._replace(key=0)):
@@ -142,3 +154,42 @@ async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:
                     await peer.call(function, (), None, 10.0)
                 assert str(other.key) not in str(caught.value)
         assert await peer.call(Fetch(*other), (), None, 10.0) == "other"
+
+
+async def test_who_takes_no_messages_about_references_sends_no_more() -> None:
+    """Each of them may have an answer, which goes over another connection: one that is not read would grow for ever."""
+    options = RpcBackendOptions(max_references=500, max_pending_calls=500)
+    async with cluster(3, options=options) as workers:
+        for one, other in ((0, 2), (2, 0)):
+            assert await workers[one].call(f"worker{other}", len, "abc") == 3
+        answers = calling(workers[0], "worker2")
+        serving(workers[2], "worker0").pause()
+        connection, most = calling(workers[2], "worker0"), 0
+        for number in range(100_000):
+            add = Add(ReferenceId(0, 1 << 40, 1), ReferenceId(2, (1 << 40) + number, 0))
+            connection.send(encode_frame(Kind.REFERENCE, 0, pack(MESSAGES.write(add))))
+            if number % 200 == 0:
+                await asyncio.sleep(0)
+                most = max(most, answers.unsent)
+                if answers.ended:
+                    break
+        await until(lambda: [info.name for info in workers[0].worker_infos()] == ["worker0", "worker1"])
+        assert most < 20_000
+        assert await workers[1].call("worker0", len, "abc") == 3
+
+
+async def test_references_of_a_call_that_is_not_run_are_its_own_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that cannot be, in a call of a module that is not there: it is answered, and nothing is logged."""
+    loop, faults = asyncio.get_running_loop(), list[object]()
+    async with cluster(2) as workers:
+        loop.set_exception_handler(lambda _, context: faults.append(context))
+        assert await workers[1].call("worker0", len, "abc") == 3
+        passed = PassedReference(ReferenceId(0, 1, 1), 0, ReferenceId(7, 7, 0), None)
+        call = call_of("no.such.module:function")
+        before = workers[0].statistics().calls_failed
+        call = call._replace(arguments=call.arguments._replace(references=[passed]))
+        say(calling(workers[1], "worker0"), Kind.CALL, 1 << 40, call)
+        await until(lambda: workers[0].statistics().calls_failed > before)
+        assert await workers[1].call("worker0", len, "abc") == 3
+    loop.set_exception_handler(None)
+    assert not faults

@@ -152,6 +152,7 @@ async def test_a_quorum_does_not_wait_for_the_rest(four: list[Worker]) -> None:
     assert outcomes.answers == {"worker0": "worker0", "worker2": "worker2"}
     assert outcomes.missing == ("worker1", "worker3")
     assert type(outcomes["worker1"].error) is RpcCancelled
+    assert "enough others had answered" in str(outcomes["worker1"].error)
     await until(lambda: sorted(_stopped) == ["worker1", "worker3"])
 
 
@@ -161,6 +162,8 @@ async def test_a_quorum_that_cannot_be_had_fails_at_once(four: list[Worker]) -> 
     with pytest.raises(GroupError, match="where 3 values are wanted") as caught:
         await four[0].group("worker[123]", quorum=3).call(fail_at_or_hang, "worker2", "worker3")
     assert (caught.value.failed, caught.value.missing) == (("worker2",), ("worker3",))
+    missing = [str(error) for error in caught.value.exceptions if isinstance(error, RpcCancelled)]
+    assert len(missing) == 1 and "too many others had failed" in missing[0]
     await until(lambda: _stopped == ["worker3"])
 
 
@@ -561,7 +564,7 @@ class Three:
     """A call to three workers, as it goes on: one after the other answers, and somebody takes outcomes as they come."""
 
     def __init__(self, quorum: int | None) -> None:
-        engine: Any = SimpleNamespace(loop=asyncio.get_running_loop(), pool=None)
+        engine: Any = SimpleNamespace(loop=asyncio.get_running_loop(), thread=threading.get_ident(), pool=None)
         self.peer = _Peer()
         self.call = call = GroupCall(engine, "function", ["a", "b", "c"], quorum, call_site(sys._getframe()))
         self.members = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import socket
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,12 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import RendezvousError, RpcBackendOptions, RpcError, WorkerClosed
 from aiorpc.protocol.handshake import VERSION
+from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime import life
+from aiorpc.runtime.engine import loops
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
+from aiorpc.transport import sockets
 from tests.ports import free_port
 from tests.runtime.stores import ROSTER
 from tests.runtime.waiting import LIMIT, until
@@ -133,3 +138,60 @@ async def test_joining_is_told_step_by_step(caplog: pytest.LogCaptureFixture) ->
         "the time of",
     ):
         assert said in caplog.text
+
+
+@pytest.mark.parametrize("way", ["init_rpc", "dedicated_loop", "a loop of the user's"])
+@pytest.mark.parametrize("lacking", ["threads", "descriptors"])
+async def test_a_worker_that_the_system_gives_too_little_cannot_join(
+    way: str, lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That is a RendezvousError with the reason; once there is enough, the next one joins."""
+    start, directory = threading.Thread.start, tmp_path / "store"
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name.startswith("aiorpc-"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def no_more(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def join(number: int) -> None:
+        where = f"file://{directory}{number}"
+        if way == "init_rpc":
+            options = RpcBackendOptions(init_method=where)
+            init = partial(aiorpc.init_rpc, "w", rank=0, world_size=1, rpc_backend_options=options)
+            await asyncio.to_thread(init)
+            await asyncio.to_thread(aiorpc.shutdown)
+        else:
+            options = RpcBackendOptions(dedicated_loop=way == "dedicated_loop")
+            async with aiorpc.init("w", rank=0, world_size=1, init_method=where, options=options):
+                pass
+
+    with monkeypatch.context() as patch:
+        if lacking == "threads":
+            patch.setattr(threading.Thread, "start", refuse)
+        else:
+            patch.setattr(loops, "new_loop", no_more)
+            patch.setattr(sockets, "remove_stale", no_more)
+        with pytest.raises(RendezvousError, match=r"worker 'w' .*(can't start new thread|Too many open files)"):
+            await join(0)
+    await join(1)
+
+
+async def test_a_worker_leaves_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word to the store; its own threads end all the same."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name.startswith("aiorpc-"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    worker = await aiorpc.init("w", rank=0, world_size=1, store=HashStore())
+    assert await worker.call("w", len, "abc") == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        report = await worker.shutdown()
+    assert report.lost == () and worker.state is WorkerState.CLOSED
+    await until(lambda: not any(each.name.startswith("aiorpc-w-") for each in threading.enumerate()))

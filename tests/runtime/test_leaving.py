@@ -34,11 +34,12 @@ from aiorpc.runtime.calls.values import LARGE_PICKLE
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.engine.observing import Passage
 from aiorpc.runtime.engine.pool import ThreadPool
+from aiorpc.runtime.group.hearsay import Hearsay
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.runtime.observers import seen, standing_still
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
-from tests.runtime.waiting import until
+from tests.runtime.waiting import until, wait_until
 
 LARGE = torch.zeros(1 << 22)  # 16 MiB: more than a socket takes
 LONG = 30.0
@@ -155,9 +156,10 @@ async def test_a_member_that_hears_no_poll_keeps_the_group_together(gate: Gate) 
         leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
         await until(lambda: len(pair[0].node.group.departure.entered) == 2)
         with standing_still(pair[1]):
-            before = pair[0].statistics().calls_timed_out
+            before = pair[0].statistics().messages_sent
+            # A poll is a call, and the word that nobody waits for its answer any more.
             await until(
-                lambda: pair[0].statistics().calls_timed_out >= before + 4 or any(each.done() for each in leaving)
+                lambda: pair[0].statistics().messages_sent >= before + 8 or any(each.done() for each in leaving)
             )
             assert not any(each.done() for each in leaving)
         gate.open.set()
@@ -195,6 +197,26 @@ async def test_a_loss_lets_nobody_go_whom_a_living_member_needs(dead: int) -> No
         assert not any(each.done() for each in leaving)
         reports = await asyncio.wait_for(asyncio.gather(*leaving, works.shutdown()), LONG)
         assert reports == [ShutdownReport(lost=(workers[dead].info,))] * 3
+
+
+async def test_all_who_leave_together_report_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader lets them go while they ask a member, of whom it says that it is lost, whether it is there."""
+    let_go = asyncio.Event()
+    ask = Hearsay.is_together
+
+    async def asks_for_long(self: Hearsay, *args: Any) -> bool:
+        await let_go.wait()
+        return await ask(self, *args)
+
+    monkeypatch.setattr(Hearsay, "is_together", asks_for_long)
+    async with cluster(3) as workers:
+        assert await workers[2].call("worker0", abs, -1) == 1
+        await workers[2].drop()
+        leaving = [asyncio.ensure_future(worker.shutdown()) for worker in workers[:2]]
+        await leaving[0]
+        let_go.set()
+        reports = await asyncio.gather(*leaving)
+        assert [[each.name for each in report.lost] for report in reports] == [["worker2"], ["worker2"]]
 
 
 async def test_a_bound_on_the_wait_for_those_who_work_on() -> None:
@@ -367,6 +389,22 @@ async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
             await workers[1].call("worker0", abs, -3)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_shutdown_at_once_ends_a_graceful_one_that_waits(begun: bool) -> None:
+    """Who leaves at once waits for nobody, also where somebody else has begun to leave with patience; both hear it."""
+    async with cluster(2) as workers:
+        call = workers[0].peer("worker0", timeout=0).call(for_ever)
+        patient = asyncio.ensure_future(workers[0].shutdown())
+        if begun:
+            await until(lambda: workers[0].leaving)
+        else:
+            await asyncio.sleep(0)
+        report = await asyncio.wait_for(workers[0].shutdown(graceful=False), LONG)
+        assert report.lost == () and await patient == report and workers[0].closed
+        with pytest.raises(WorkerClosed):
+            await call
+
+
 async def test_of_two_that_wait_for_a_shutdown_the_one_that_is_cancelled_is_alone() -> None:
     """Also while it waits for a handshake with a member that stands still: the other one gets the report."""
     async with cluster(2, options=[RpcBackendOptions(), APART]) as workers:
@@ -459,6 +497,84 @@ async def test_init_that_is_cancelled_in_the_turn_in_which_it_has_joined_leaves(
         assert late.state is WorkerState.CLOSED
         await until(lambda: [info.name for info in first.worker_infos()] == ["worker0"])
         assert not first.node.group.lost
+
+
+async def test_init_with_a_loop_of_its_own_that_is_cancelled_as_it_has_joined_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before the loop that awaits it hears of that: as above, and its own loop does not end under it."""
+    a = aiorpc.init("a", rank=0, world_size=1, store=HashStore(), options=APART)
+    joining = asyncio.ensure_future(a.start())
+    await asyncio.sleep(0)
+    wait_until(lambda: a.state is WorkerState.RUNNING)  # this loop stands still
+    assert joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert a.state is WorkerState.CLOSED
+    assert not caplog.records
+
+
+async def cancel_again_and_again(task: asyncio.Task[Any]) -> None:
+    """In each turn of the loop, until it has ended."""
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("options", [RpcBackendOptions(), APART], ids=["one loop", "apart"])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_init_that_is_cancelled_again_and_again_cleans_up(
+    options: RpcBackendOptions, at_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever is cancelled hears so behind the end of the worker, however often that is."""
+    store, before = HashStore(), private_files()
+    a = aiorpc.init("a", rank=0, world_size=2, store=store, options=options)
+    joining = asyncio.ensure_future(a.start())
+    if not at_once:
+        await until(lambda: store.check(["aiorpc/1/slot/0"]))
+    await asyncio.sleep(0)
+    await cancel_again_and_again(joining)
+    assert a.state is WorkerState.CLOSED
+    assert private_files() == before and not caplog.records
+
+
+@pytest.mark.parametrize("options", [RpcBackendOptions(), APART], ids=["one loop", "apart"])
+async def test_a_block_that_is_cancelled_again_and_again_is_left_behind_the_end_of_its_worker(
+    options: RpcBackendOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cancelled in it, and while it leaves: nothing of the worker is left, and the others have seen it leave."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        late = aiorpc.init("late", store=store, options=options)
+        before = asyncio.all_tasks()
+
+        async def stay() -> None:
+            async with late:
+                assert await late.call("worker0", abs, -3) == 3
+                assert await first.call("late", abs, -3) == 3
+                await for_ever()
+
+        staying = asyncio.ensure_future(stay())
+        await until(lambda: late.state is WorkerState.RUNNING and late.statistics().calls_served)
+        await cancel_again_and_again(staying)
+        assert late.state is WorkerState.CLOSED
+        await until(lambda: [info.name for info in first.worker_infos()] == ["worker0"])
+        await until(lambda: asyncio.all_tasks() <= before)
+        assert not caplog.records
+
+
+async def test_whoever_is_cancelled_while_another_one_gives_up_joining_hears_that() -> None:
+    """And not that the worker was shut down, which a timeout around it would take for an error."""
+    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
+    joining = asyncio.ensure_future(a.start())
+    await until(lambda: a.state is WorkerState.STARTING)
+    leaving = asyncio.ensure_future(a.shutdown())
+    await asyncio.sleep(0)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert await leaving == ShutdownReport() and a.state is WorkerState.CLOSED
 
 
 async def give_up_once_joining(worker: Worker, in_place: Callable[[], object]) -> None:
@@ -651,6 +767,21 @@ async def test_shutdown_from_another_loop_is_refused_while_it_joins() -> None:
     with pytest.raises(RpcUsageError, match="another loop"):
         await asyncio.to_thread(lambda: asyncio.run(a.shutdown()))
     joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert a.state is WorkerState.CLOSED
+
+
+@pytest.mark.parametrize("way", ["cancelled", "dropped"])
+async def test_a_start_that_is_given_up_in_the_turn_in_which_it_begins_closes_the_worker(way: str) -> None:
+    """Nothing was made yet; it seemed to be starting for ever."""
+    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
+    joining = asyncio.ensure_future(a.start())
+    await asyncio.sleep(0)
+    if way == "dropped":
+        await a.drop()
+    else:
+        joining.cancel()
     with pytest.raises(asyncio.CancelledError):
         await joining
     assert a.state is WorkerState.CLOSED

@@ -20,13 +20,19 @@ from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
 from aiorpc.channels import shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Frame, Kind
+from aiorpc.protocol.messages import ChannelMessage, Parcel
+from aiorpc.protocol.packing import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.runtime.links import link
 from aiorpc.runtime.links.link import Link
+from aiorpc.runtime.links.messages import DEVICE, LINK, MESSAGES, Pipe
+from aiorpc.runtime.links.on_devices import PIECES
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from aiorpc.transport.writing import FrameWriter
+from tests.runtime.bad_member import call_of, say
+from tests.runtime.bad_member import calling as calling_connection
 from tests.runtime.waiting import LIMIT, until, until_no_references
 from tests.transport.ends import meanwhile
 
@@ -631,3 +637,55 @@ async def test_messages_that_threads_read_at_once_are_all_counted(pair: list[Wor
 
     moments = next(at for at in range(10_000) if not happened(at))
     assert moments > 1
+
+
+# --- a member that says what none says --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("behind", [True, False])
+async def test_what_waits_for_a_buffer_takes_no_more_than_may_be_under_way(behind: bool) -> None:
+    """Messages whose buffers never come, and what comes behind one of them, would fill the memory."""
+    options = RpcBackendOptions(transports=("tcp",), max_incoming_bytes=1 << 20)
+    async with cluster(3, options=options) as workers:
+        assert await workers[2].call("worker0", len, "abc") == 3
+        connection, link = calling_connection(workers[2], "worker0"), None
+        (link,) = [each.link for each in workers[0].node.services if each.record.name == "worker2"]
+        call = call_of("builtins:len", 10_000 * "x")
+        parcel = Parcel(Kind.CALL, [(2, [1, 1000])], pack(call))
+        say(connection, Kind.PARCEL, 1 << 40, parcel)
+        await until(lambda: link.held)
+        most = 0
+        for number in range(1000):
+            if behind:
+                say(connection, Kind.CALL, 1 << 40, call)
+            else:
+                say(connection, Kind.PARCEL, (1 << 40) + number + 1, parcel._replace(wires=[(2, [number + 2, 10])]))
+            await asyncio.sleep(0)
+            most = max(most, sum(len(each.behind) + 1 for each in link.held.values()))
+        await until(lambda: link.closed)
+        assert 20 < most <= (1 << 20) // 10_000
+        assert await workers[0].call("worker1", len, "abc") == 3
+
+
+async def test_a_piece_without_its_buffer_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """As any other message that cannot be, with the reason: it is no mistake of the worker that gets it."""
+    async with cluster(3) as workers:
+        assert await workers[2].call("worker0", len, "abc") == 3
+        piece = ChannelMessage(DEVICE, ["piece"])
+        say(calling_connection(workers[2], "worker0"), Kind.CHANNEL, PIECES, piece)
+        await until(lambda: [info.name for info in workers[0].worker_infos()] == ["worker0", "worker1"])
+        assert "a piece of a tensor that has not one buffer" in caplog.text
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_why_there_is_no_second_connection_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The reason is in the words of the other end, which may write no lines of its own."""
+    with caplog.at_level(logging.INFO, "aiorpc"):
+        async with cluster(2, options=RpcBackendOptions(transports=("tcp",))) as workers:
+            assert await workers[0].call("worker1", abs, -3) == 3
+            link = workers[0].node.peers.find("worker1").link
+            assert link is not None
+            link.say(LINK, MESSAGES.write(Pipe("none\nERROR all is lost" + 9999 * "x")))
+            await until(lambda: "no second connection" in caplog.text)
+    (said,) = [each for each in caplog.messages if "no second connection" in each]
+    assert "none?ERROR all is lost" in said and said.isprintable() and len(said) < 500

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import gc
 import logging
+import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +23,11 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import NotInitialized, PeerClosed, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.protocol.states import WorkerState
+from aiorpc.runtime.engine.engine import Engine
 from aiorpc.runtime.engine.loops import Handed, LoopThread
 from aiorpc.testing import cluster
 from tests.conftest import LoopFactory
+from tests.limits import busy
 from tests.ports import free_port
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
@@ -115,9 +121,80 @@ def end_the_loop(worker: Worker) -> None:
     assert thread.loop.is_closed()
 
 
+@pytest.mark.parametrize("when", ["as its thread starts", "as it has joined"])
+def test_an_init_that_is_interrupted_leaves_nothing(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever Ctrl-C comes: no thread, no loop and no worker, and the next one can be started."""
+    start, run = threading.Thread.start, LoopThread.run
+
+    def start_and_raise(self: threading.Thread) -> None:
+        start(self)
+        if self.name == "aiorpc-alone-loop":
+            raise KeyboardInterrupt
+
+    def run_and_raise(self: LoopThread, coroutine: Coroutine[Any, Any, Any]) -> None:
+        patch.undo()
+        run(self, coroutine)
+        raise KeyboardInterrupt
+
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/interrupted")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if when == "as its thread starts":
+            patch.setattr(threading.Thread, "start", start_and_raise)
+        else:
+            patch.setattr(LoopThread, "run", run_and_raise)
+        aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    wait_until(lambda: not any(each.name.startswith("aiorpc-alone") for each in threading.enumerate()))
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/again")
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
+    aiorpc.shutdown()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_shutdown_that_is_interrupted_twice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who presses Ctrl-C again: the loop does not end in the midst of it, which would leave threads behind."""
+    close = Engine.close
+
+    async def slowly(self: Engine, patience: float) -> int:
+        await asyncio.sleep(0.1)  # so that it is under way as the thread that waits for it has gone
+        return await close(self, patience)
+
+    def interrupted(self: Handed[Any], ended: str) -> None:
+        self._loop.call_soon_threadsafe(self._begin)
+        wait_until(lambda: worker.closed)
+        raise KeyboardInterrupt
+
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    worker = aiorpc.current()
+    assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "close", slowly)
+        patch.setattr(Handed, "wait", interrupted)
+        aiorpc.shutdown(graceful=False)
+    assert worker.state is WorkerState.CLOSED
+    wait_until(lambda: not any(each.name.startswith("aiorpc-alone") for each in threading.enumerate()))
+
+
+def test_the_end_of_a_loop_that_is_interrupted_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ends, and closes it."""
+    thread = LoopThread("interrupted").start()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(concurrent.futures, "wait", interrupted)
+        thread.close()
+    wait_until(thread.loop.is_closed)
+    thread.close()
+
+
 def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
     """What was handed to it fails, and so does what comes later; nothing waits for ever."""
-    thread = LoopThread("short")
+    thread = LoopThread("short").start()
     started = threading.Event()
 
     async def wait() -> None:
@@ -141,7 +218,7 @@ def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
 
 def test_nothing_is_begun_on_a_loop_that_comes_to_its_end() -> None:
     """It would be destroyed in the midst of what it does, and its caller would wait for the end of the loop."""
-    thread = LoopThread("ending")
+    thread = LoopThread("ending").start()
     ready, tidying, began = threading.Event(), threading.Event(), threading.Event()
     tried = asyncio.Event()
 
@@ -171,7 +248,7 @@ def test_nothing_is_begun_on_a_loop_that_comes_to_its_end() -> None:
 
 def test_what_a_signal_handler_raises_is_not_taken_for_the_end_of_the_loop() -> None:
     """A loop that is closed raises a RuntimeError, as the handler may."""
-    thread, began, ended = LoopThread("interrupted"), threading.Event(), threading.Event()
+    thread, began, ended = LoopThread("interrupted").start(), threading.Event(), threading.Event()
     interrupts = [RuntimeError("of a signal handler")]
 
     def post(callback: Callable[[], None]) -> None:
@@ -201,7 +278,7 @@ def test_what_a_signal_handler_raises_is_not_taken_for_the_end_of_the_loop() -> 
 @pytest.mark.parametrize("kind", [TimeoutError, SystemExit, KeyboardInterrupt])
 def test_what_a_signal_handler_raises_ends_a_wait_for_a_loop(kind: type[BaseException]) -> None:
     """Whatever it is, also what waits raise themselves; the coroutine has ended by then, and the loop goes on."""
-    thread, began, ended = LoopThread("waited-for"), threading.Event(), threading.Event()
+    thread, began, ended = LoopThread("waited-for").start(), threading.Event(), threading.Event()
 
     async def wait() -> None:
         began.set()
@@ -431,7 +508,7 @@ def test_a_worker_meets_where_one_hosted_the_store_whose_loop_was_closed(loop_fa
 
 def test_the_others_see_a_goodbye_of_a_worker_whose_loop_was_closed(loop_factory: LoopFactory) -> None:
     """And what it owed them, or was owed, ends at once; so does what it was about to make."""
-    store, options = HashStore(), RpcBackendOptions(rpc_timeout=LIMIT, shutdown_timeout=0.1)
+    store, options = HashStore(), RpcBackendOptions(rpc_timeout=LIMIT, shutdown_timeout=1.0)
     ready, pending = threading.Event(), []
     over.clear()
 
@@ -513,3 +590,47 @@ def test_a_shutdown_by_a_handler_of_the_worker_of_init_rpc(
         aiorpc.shutdown()
     assert aiorpc.shutdown() == aiorpc.ShutdownReport()
     assert not [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
+
+
+async def test_what_is_cancelled_before_it_has_begun_begins_all_the_same() -> None:
+    """And hears of it there: a shutdown that was cancelled so would leave its worker as it was."""
+    thread, held, heard = LoopThread("busy").start(), threading.Event(), []
+
+    async def hears() -> None:
+        try:
+            await asyncio.sleep(LIMIT)
+        except asyncio.CancelledError:
+            heard.append("cancelled")
+            raise
+
+    thread.loop.call_soon_threadsafe(held.wait, LIMIT)
+    task = asyncio.ensure_future(thread.run_async(hears()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    held.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert heard == ["cancelled"]
+    thread.close()
+
+
+@pytest.mark.slow
+def test_a_script_without_stdin_and_stdout(tmp_path: Path) -> None:
+    """Started with ``<&-``: the loop closes descriptors in good order, where libuv would abort the process."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, sys\n"
+        "import aiorpc as rpc\n"
+        "free = [each for each in (0, 1) if not os.path.lexists(f'/proc/self/fd/{each}')]  # a library may have one\n"
+        f"options = rpc.RpcBackendOptions(init_method='file://{tmp_path}/place')\n"
+        "rpc.init_rpc('me', rank=0, world_size=1, rpc_backend_options=options)\n"
+        "said = rpc.rpc_sync('me', abs, args=(-3,))\n"
+        "rpc.shutdown()\n"
+        "print(said, [(os.readlink(f'/proc/self/fd/{each}'), os.get_inheritable(each)) for each in free][-1:],\n"
+        "    file=sys.stderr)\n"
+    )
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(aiorpc.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120 * busy())
+    assert (done.returncode, done.stderr) == (0, "3 [('/dev/null', True)]\n")

@@ -26,6 +26,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.meeting import rendezvous
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from aiorpc.runtime.meeting.stores import serve
+from aiorpc.runtime.meeting.watch import FileWatch
 from tests.limits import busy
 from tests.runtime.stores import Stuck, WatchedStore
 from tests.runtime.test_rendezvous import make_record
@@ -148,11 +149,11 @@ def test_another_group_at_the_place_is_not_mixed_with() -> None:
     with closing(opened()) as old, closing(opened()) as second:
         assert found(old, "a") == ["a"] and found(second, "b") == ["a", "b"]
         for each in (old, second):
-            each.serve_secret_requests()
+            each.serve_newcomers()
         mine = old.members()[0]
         del store
         with pytest.raises(StoreGone, match="the process that served it has ended"):
-            old.serve_secret_requests()
+            old.serve_newcomers()
         assert not old.meet_again(mine)
         store, _ = serve("127.0.0.1", port)
         with closing(opened()) as other:
@@ -173,7 +174,7 @@ def one_of_two_is_back() -> Iterator[tuple[Callable[[], Rendezvous], Rendezvous,
     opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
     with closing(opened()) as first, closing(opened()) as unseen:
         assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
-        unseen.serve_secret_requests()  # and the first one does not look again
+        unseen.serve_newcomers()  # and the first one does not look again
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)
@@ -215,7 +216,7 @@ def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest
             assert each.swap(key, "before", each.record.name) == each.record.name
         assert first.swap("released", "a", "nobody's", lasting=False) == "nobody's"
         assert first.swap("y", "", "late") == "b"
-        first.serve_secret_requests()
+        first.serve_newcomers()
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)
@@ -264,6 +265,28 @@ def test_a_file_that_was_removed_is_told_at_once(tmp_path: Path) -> None:
     opened.abandon()
     opened.close()
     timer.join()
+
+
+@pytest.mark.long
+def test_a_file_that_is_removed_just_after_the_look_is_told_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is seen by what torch says, which tries to open the file for a while; by itself that would be minutes."""
+    path = tmp_path / "store"
+    opened = Rendezvous.open(f"file://{path}", rank=1, world_size=2, timeout=60.0)
+    gone = FileWatch.gone
+
+    def then_removed(watch: FileWatch) -> str:
+        reason = gone(watch)
+        path.unlink(missing_ok=True)
+        return reason
+
+    monkeypatch.setattr(FileWatch, "gone", then_removed)
+    start = time.monotonic()
+    with pytest.raises(StoreGone, match=r"the store at file://.*store has gone: its file was removed"):
+        opened.look_up("key")
+    assert time.monotonic() - start < 60
+    opened.close()
 
 
 def test_a_file_that_was_replaced_is_no_meeting_place(tmp_path: Path) -> None:

@@ -37,12 +37,12 @@ from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.channels.space import PAGE
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
-from aiorpc.runtime.caller import future, peer
+from aiorpc.runtime.caller import addressee, future, peer
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links import distribution, link, memory
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
-from aiorpc.transport import connection, send_queue, writing
+from aiorpc.transport import connection, reading, send_queue, writing
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
@@ -391,7 +391,10 @@ async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatc
 
 INTERRUPTED = [
     module.__file__
-    for module in (distribution, link, shared, shm, arena, peer, future, writing, send_queue, connection)
+    for module in (
+        *(distribution, link, shared, shm, arena, addressee, peer, future),
+        *(writing, send_queue, reading, connection),
+    )
     if module.__file__ is not None
 ]
 

@@ -849,3 +849,21 @@ async def test_what_a_reader_does_not_take_is_bounded() -> None:
         calls = [workers[0].call("worker1", bodies.echo, tensor) for _ in range(300)]
         answers = await under_cuts(asyncio.gather(*calls), 5, pause=0.1)
         assert all(torch.equal(answer, tensor) for answer in answers)
+
+
+async def test_calls_that_come_together_as_a_connection_goes_on_are_not_too_many() -> None:
+    """Where more waits for their caller than may: nothing was sent to it before it has spoken, so it has read none."""
+    few = rpc.RpcBackendOptions(**TCP, max_queued_calls=4, max_unsent_bytes=1000)
+    async with cluster(2, options=[rpc.RpcBackendOptions(**TCP), few]) as workers:
+        go_on = _go_on["it"] = asyncio.Event()
+        long = workers[0].call("worker1", once_told, bytes(10_000))
+        await until(lambda: workers[1].statistics().calls_running == 1)
+        with away():
+            cut()
+            await until(lambda: all(each.statistics().connections_suspended for each in workers))
+            go_on.set()
+            await until(lambda: not workers[1].statistics().calls_running)
+            calls = [workers[0].call("worker1", bodies.add, each, 1) for each in range(20)]
+        assert len(await long) == 10_000
+        for each, outcome in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+            assert outcome == each + 1 or isinstance(outcome, rpc.Overloaded), outcome

@@ -8,10 +8,12 @@ import gc
 import logging
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -105,6 +107,35 @@ async def test_functions_that_take_them_get_them(pair: list[Worker]) -> None:
     assert await call("worker1", any_of, args=1, timeout=2) == {"args": 1, "timeout": 2}
     with pytest.raises(TypeError, match="timeout"):
         await call("worker1", torch.add, torch.ones(1), torch.ones(1), timeout=5)
+
+
+def forms_of_timeout(worker: Worker) -> list[Callable[[Any], Any]]:
+    """What takes a timeout, beside the verbs whose options it is one of."""
+    refs, group = worker.group(["worker1"]).remote(Model, 3), worker.group(["worker1"])
+    one, some = worker.peer("worker1").object("model"), group.object("model")
+    return [
+        lambda timeout: refs[0].rpc_async(timeout).size(),
+        lambda timeout: refs.rpc_async(timeout).size(),
+        lambda timeout: one.rpc_async(timeout=timeout).size(),
+        lambda timeout: some.rpc_async(timeout=timeout).size(),
+        lambda timeout: group.rpc_async(add, (1, 2), timeout=timeout),
+        lambda timeout: aiorpc.remote("worker1", add, (1, 2), timeout=timeout),
+        lambda timeout: aiorpc.remote("worker1", add, (1, 2), {}, timeout),
+    ]
+
+
+async def test_timeouts_are_durations_of_all_kinds(current_pair: list[Worker]) -> None:
+    """A timedelta and a number of numpy are as good as a float, wherever one is said; what is none is refused."""
+    current_pair[1].serve("model", Model(3))
+    wrong: list[Any] = [None, "1", float("nan"), timedelta(-1)]
+    for made in forms_of_timeout(current_pair[0]):
+        for timeout in (timedelta(seconds=30), numpy.float32(30), numpy.float64(30), 30, 0, -1):
+            got = await made(timeout)
+            assert (got.values()[0] if isinstance(got, aiorpc.Outcomes) else got) == 3
+    for made in forms_of_timeout(current_pair[0])[:-2]:  # of `remote` it may be an argument of the function
+        for timeout in wrong:
+            with pytest.raises(RpcUsageError, match="timeout must be a number of seconds"):
+                made(timeout)
 
 
 # --- what is no function, and what cannot travel ----------------------------------------------------------------------
@@ -259,6 +290,27 @@ async def test_what_belongs_to_a_worker_does_not_travel(pair: list[Worker]) -> N
             with pytest.raises(RpcUsageError, match=text):
                 use(value)
     assert pair[0].statistics().calls_made == before
+
+
+async def test_what_verbs_give_to_a_worker_alone_does_not_travel(pair: list[Worker]) -> None:
+    """The error of a handler that returns it says what to send in its place, and not that a lock cannot be pickled."""
+    worker = pair[0]
+    events, stream, mapped = worker.events(), worker.group("*").stream(items), worker.group("*").map(later, [1])
+    given = {
+        r"publication of 'w' stays with .*send its name and its version": await worker.publish("w", 1),
+        r"stays with its worker.*rpc\.peer\('worker0'\)\.object\('o'\)": worker.serve("o", Model(1)),
+        r"stream of a group has one consumer.*send the items": stream,
+        r"what map\(\) gives cannot be .*send those": mapped,
+        r"what events\(\) gives cannot be .*send those": events,
+    }
+    for text, value in given.items():
+        with pytest.raises(SerializationError, match=text):
+            worker.call("worker1", any_of, a=value)
+        for use in (pickle.dumps, copy.copy):
+            with pytest.raises(RpcUsageError, match=text):
+                use(value)
+    for each in (events, stream, mapped):
+        await each.aclose()
 
 
 async def test_handles_can_be_copied(pair: list[Worker]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import re
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,11 +17,18 @@ import pytest
 import torch
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc.protocol.frames import CALL, Kind, encode_frame
+from aiorpc.protocol.messages import ByName
+from aiorpc.protocol.packing import pack
+from aiorpc.runtime.callee import resolver
 from aiorpc.runtime.callee.resolver import Resolver
 from aiorpc.runtime.calls import functions
-from aiorpc.runtime.engine.loops import run_in_thread
 from aiorpc.runtime.group.group import present
 from aiorpc.testing import cluster
+from aiorpc.threads import run_in_thread
+from aiorpc.transport import sockets, writing
+from aiorpc.transport.lasting import LastingConnection
+from tests.runtime.bad_member import call_of, calling, say, serving
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 
@@ -331,3 +340,122 @@ async def test_a_step_that_gets_no_thread_ends_with_an_error_of_the_tree(monkeyp
     Threads(monkeypatch, "a-step")
     with pytest.raises(Overloaded, match="thread a-step cannot be started: can't start new thread; nothing was run"):
         await run_in_thread(gc.collect, "a-step")
+
+
+@pytest.mark.parametrize("called", [77_777, "aiorpc.runtime.group.group:present"])
+async def test_a_caller_that_takes_no_answers_is_not_read_from(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its calls are answered: errors, and what the runtime's own calls give, would fill the memory."""
+    monkeypatch.setattr(writing, "SEND_BUFFER", 64 * 1024)
+    limit = 100_000
+    async with cluster(3, options=[RpcBackendOptions(max_unsent_bytes=limit), *[RpcBackendOptions()] * 2]) as workers:
+        assert await workers[2].call("worker0", len, "abc") == 3
+        connection, answers = calling(workers[2], "worker0"), serving(workers[0], "worker2").queue
+        connection.pause()
+        most = 0
+        for number in range(100):
+            for each in range(100):
+                connection.send(encode_frame(CALL, (1 << 40) + 100 * number + each, pack(call_of(called))))
+            await asyncio.sleep(0)
+            most = max(most, answers.size)
+        assert await workers[1].call("worker0", len, "abc") == 3
+        assert limit < most < 40 * limit
+        connection.resume()
+        await until(lambda: not connection.queue and not answers)
+        assert await workers[2].call("worker0", len, "abc") == 3
+
+
+async def test_a_caller_that_acknowledges_nothing_is_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP whoever has much to send reads on, as it has to hear what has come; but not calls without end."""
+    monkeypatch.setattr(LastingConnection, "must_hear", True)  # as long as nothing is acknowledged
+    options = RpcBackendOptions(transports=("tcp",), max_unsent_bytes=10_000, max_queued_calls=2000)
+    async with cluster(3, options=options) as workers:
+        assert await workers[2].call("worker0", len, "abc") == 3
+        connection = calling(workers[2], "worker0")
+        connection.pause()
+        for number in range(20_000):
+            connection.send(encode_frame(CALL, (1 << 40) + number, pack(call_of(77_777))))
+            if number % 20 == 0:
+                await asyncio.sleep(0)
+        await until(lambda: "it makes calls, and takes none of the" in caplog.text)
+        assert await workers[0].call("worker1", len, "abc") == 3
+
+
+async def test_calls_while_a_second_connection_is_opened_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caller can take nothing of what waits for that one: those that are too many are refused, and no more."""
+    options = [RpcBackendOptions(transports=("tcp",), **each) for each in ({}, TIGHT)]
+    async with cluster(2, options=options) as workers:
+        assert await workers[0].call("worker1", len, "abc") == 3
+        (service,) = [each for each in workers[1].node.services if each.record.name == "worker0"]
+        connect, may_connect = sockets.connect_tcp, asyncio.Event()
+
+        async def connect_later(host: str, port: int) -> socket.socket:
+            await may_connect.wait()
+            return await connect(host, port)
+
+        monkeypatch.setattr(sockets, "connect_tcp", connect_later)
+        large = workers[0].call("worker1", torch.zeros, 2_000_000)
+        await until(lambda: service._backlog.bulk.unsent)
+        calls = [workers[0].call("worker1", len, "abc") for _ in range(50)]
+        await until(lambda: sum(each.done() for each in calls) >= 40)
+        may_connect.set()
+        assert len(await large) == 2_000_000
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(each == 3 or isinstance(each, Overloaded) for each in outcomes), outcomes
+
+
+#: Little room for answers, and for calls.
+TIGHT: dict[str, Any] = {"max_queued_calls": 8, "max_unsent_bytes": 1 << 20}
+
+
+def fails() -> None:
+    gate = _gates["it"]
+    assert gate.open.wait(30)
+    gate.ran.append(0)
+    raise ValueError("late")
+
+
+async def waits_for_other() -> None:
+    await until(_gates["other"].open.is_set)
+
+
+async def test_a_number_that_is_used_again_is_that_of_another_call(gate: Gate, pair: list[Worker]) -> None:
+    """What has become of the call that was given up ends no other: it would run on, and be counted no longer."""
+    assert await pair[1].call("worker0", len, "abc") == 3
+    other = _gates["other"] = Gate()
+    connection, number = calling(pair[1], "worker0"), 1 << 40
+    (service,) = [each for each in pair[0].node.services if each.record.name == "worker1"]
+    answers = service.calls
+
+    def runs(function: str) -> bool:
+        call = answers.get(number)
+        return call is not None and call.begun and call.function.endswith(function)
+
+    say(connection, CALL, number, call_of(f"{__name__}:fails"))
+    await until(lambda: runs("fails"))
+    say(connection, Kind.CANCEL, number, [False])
+    say(
+        connection,
+        CALL,
+        number,
+        call_of(f"{__name__}:waits_for_other")._replace(function=ByName(5, f"{__name__}:waits_for_other")),
+    )
+    await until(lambda: runs("waits_for_other"))
+    gate.open.set()
+    await until(lambda: gate.ran and not pair[0].statistics().threads - pair[0].statistics().threads_idle)
+    assert await pair[1].call("worker0", len, "abc") == 3
+    assert runs("waits_for_other")
+    other.open.set()
+    await until(lambda: not answers)
+
+
+async def test_functions_of_one_caller_have_a_limit(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that it names stays known; beyond the limit its calls of further ones are refused, and of those go on."""
+    monkeypatch.setattr(resolver, "MOST_FUNCTIONS", 10)
+    for function in (len, str, int, float, abs, min, max, sum, repr, hash):
+        with contextlib.suppress(TypeError, Overloaded):
+            await pair[1].call("worker0", function, 5)
+    with pytest.raises(Overloaded, match="'worker1' has named 10 functions"):
+        await pair[1].call("worker0", bool, 1)
+    assert await pair[1].call("worker0", len, "abc") == 3

@@ -13,6 +13,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,10 +33,15 @@ from aiorpc import (
     UnknownWorker,
     Worker,
     WouldBlockLoop,
+    futures,
 )
+from aiorpc.runtime.fanout import mapping
 from aiorpc.runtime.fanout.barriers import come_to_barrier
+from aiorpc.runtime.fanout.mapping import GroupMap
 from aiorpc.testing import Faults, cluster
+from tests.runtime.test_returning import lose, place
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+from tests.transport.ends import interrupted
 
 _gates: dict[str, asyncio.Event] = {}
 _begun: list[str] = []
@@ -386,6 +392,52 @@ async def test_a_thread_that_may_block_takes_streams_by_for(four: list[Worker]) 
         list(four[0].group("worker3").stream(count, 1))
 
 
+async def test_a_stream_is_taken_in_turn_by_threads_and_on_any_loop(four: list[Worker]) -> None:
+    """Whatever comes after the first items, and whether the loop that took these lives on: none is lost."""
+
+    def use(first: str, then: str) -> list[tuple[str, int]]:
+        items = four[0].group("worker[12]").stream(count, 5)
+        seen: list[tuple[str, int]] = []
+
+        async def take(number: int) -> None:
+            async for each in items:
+                seen.append(each)
+                if len(seen) == number:
+                    return
+
+        def by(way: str, number: int) -> None:
+            if way == "loop":
+                asyncio.run(asyncio.wait_for(take(number), LIMIT))
+            elif way == "loop of the worker":
+                asyncio.run_coroutine_threadsafe(asyncio.wait_for(take(number), LIMIT), loop).result()
+            else:
+                seen.extend(itertools.islice(items, number - len(seen)))
+
+        by(first, 2)
+        by(then, 20)
+        return sorted(seen)
+
+    loop = asyncio.get_running_loop()
+    every = sorted((name, number) for name in ("worker1", "worker2") for number in range(5))
+    for first, then in itertools.product(("loop", "loop of the worker", "thread"), repeat=2):
+        assert await asyncio.to_thread(use, first, then) == every, (first, then)
+
+
+async def test_a_member_whose_item_is_late_fails_alone(four: list[Worker]) -> None:
+    """Behind what the others bring, and its producer is stopped."""
+    _gates["worker1"], _gates["worker2"] = asyncio.Event(), asyncio.Event()
+    stream = four[0].group("worker[12]", timeout=0.05).stream(gated, 10)
+    with pytest.raises(GroupError, match="2 of 2 streams") as caught:
+        await anext(stream)
+    assert caught.value.missing == ("worker1", "worker2")
+    for error in caught.value.exceptions:
+        assert isinstance(error, RpcTimeout)
+        assert re.match(r"no item of the stream of .*gated.* within 0\.05 s", str(error))
+    await until(lambda: sorted(_closed) == ["worker1", "worker2"])
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
 async def gated(limit: int, bad: str = "") -> AsyncIterator[int]:
     """Waits for the gate of its worker before each item and before its end."""
     name = aiorpc.current().name
@@ -456,6 +508,31 @@ async def test_a_cancelled_turn_of_a_map_takes_no_result(four: list[Worker]) -> 
         with pytest.raises(StopAsyncIteration):
             await anext(results)
     assert _begun == [str(number) for number in range(6)]
+
+
+async def test_a_map_that_was_begun_on_another_loop_is_refused(four: list[Worker]) -> None:
+    """What it waits for ends with that: it would seem to be at its end, or hang."""
+
+    def use() -> list[int]:
+        results = four[0].group("worker1").map(partial(fail_for, bad=99), range(8))
+        seen: list[int] = []
+
+        async def take(number: int) -> None:
+            async for each in results:
+                seen.append(each)
+                if len(seen) == number:
+                    return
+
+        with asyncio.Runner() as runner:
+            runner.run(take(2))
+            with pytest.raises(RpcUsageError, match="this map\\(\\) are taken on the loop"):
+                asyncio.run(asyncio.wait_for(take(8), LIMIT))
+            runner.run(take(4))
+        with pytest.raises(RpcUsageError, match="this map\\(\\) are taken on the loop"):
+            asyncio.run(asyncio.wait_for(take(8), LIMIT))
+        return seen
+
+    assert await asyncio.to_thread(use) == [0, 1, 2, 3]
 
 
 async def test_a_turn_that_is_cancelled_at_any_moment_takes_nothing(four: list[Worker]) -> None:
@@ -782,6 +859,60 @@ async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) 
         await four[1].group(["worker0", "worker1", "worker3"]).barrier()
 
 
+@pytest.mark.parametrize("graceful", [True, False])
+async def test_a_barrier_ends_with_the_member_where_all_wait(four: list[Worker], graceful: bool) -> None:
+    """In the same words, and not in those of a call that nobody has made."""
+    waiting = asyncio.ensure_future(_awaited(four[1].group("worker*")))
+    await until(lambda: four[0].node.barriers._barriers)
+    if graceful:
+        await four[0].shutdown(graceful=False)
+    else:
+        await four[0].drop()
+    told = r"^barrier '' of 4 workers: worker0 will not come any more: worker0 \(rank 0, .*\) (has shut down|was lost)"
+    with pytest.raises(PeerClosed if graceful else PeerLost, match=told) as failure:
+        await waiting
+    assert "come_to_barrier" not in str(failure.value)
+    if isinstance(error := failure.value, PeerLost):
+        assert (error.worker, error.rank, error.pid) == ("worker0", 0, os.getpid())
+
+
+async def test_a_barrier_says_who_does_not_answer(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The member where all wait, which is to say who is missing, may be stopped itself."""
+    monkeypatch.setattr("aiorpc.runtime.fanout.barriers._GRACE", 0.05)
+    _gates["barrier"] = asyncio.Event()
+    monkeypatch.setattr(four[0].node.barriers, "arrive", lambda *_: _gates["barrier"].wait())
+    told = r"^barrier 't' of 4 workers: worker0, where they wait for each other, has not answered after 0\.05 s"
+    with pytest.raises(RpcTimeout, match=told) as failure:
+        await four[1].group("worker*", timeout=0.05).barrier("t")
+    assert (failure.value.worker, failure.value.function, failure.value.seconds) == ("worker0", "barrier", 0.05)
+    _gates["barrier"].set()
+
+
+async def test_who_has_taken_the_place_of_a_lost_member_stands_where_that_stood() -> None:
+    """Members that a pattern chooses are in the order of their ranks."""
+    async with place() as (workers, here):
+        await lose(workers[0], *workers[1:])
+        for each in (*workers[1:], await here.come_back(0)):
+            assert [info.id for info in each.group("worker*").members] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+async def test_who_has_taken_the_place_of_a_lost_member_comes_to_barriers(rank: int) -> None:
+    """Of all, by names and by ranks; and the loss of that one is told there by its rank."""
+    async with place() as (workers, here):
+        others = [each for each in workers if each.id != rank]
+        await lose(workers[rank], *others)
+        newcomer = await here.come_back(rank)
+        for everybody in ("worker*", [0, 1, 2], ["worker0", "worker1", "worker2"]):
+            await asyncio.gather(*(each.group(everybody).barrier() for each in (*others, newcomer)))
+        waiting = [asyncio.ensure_future(_awaited(each.group([0, 1, 2]))) for each in others]
+        await newcomer.drop()
+        for each in waiting:
+            with pytest.raises(PeerLost) as failure:
+                await each
+            assert (failure.value.worker, failure.value.rank) == (f"worker{rank}", rank)
+
+
 async def _awaited(group: aiorpc.PeerGroup) -> None:
     await group.barrier()
 
@@ -805,6 +936,27 @@ async def test_who_gives_up_may_come_again_at_once(four: list[Worker]) -> None:
             await again
 
 
+async def test_who_is_interrupted_at_a_barrier_may_come_again(
+    four: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C: it is taken back, as nobody has its Future. One that has waited for a while is there still."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    first = four[1].group("worker*").barrier()
+    barriers = four[0].node.barriers
+    await until(lambda: len(barriers._barriers) == 1)
+    with pytest.raises(RpcTimeout):
+        await asyncio.to_thread(first.wait, 0.01)
+    assert not first.done()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(futures.Future, "_block", interrupt)
+        first.wait()
+    await asyncio.gather(*(worker.group("worker*").barrier() for worker in four))
+    assert not barriers._barriers
+
+
 async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
     """Who is no member, a tag that is none, the same barrier twice at once, and whatever a peer may send."""
     with pytest.raises(RpcUsageError, match="no member"):
@@ -821,7 +973,51 @@ async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
             await four[1].call("worker0", come_to_barrier, *arguments)
 
 
+async def test_a_barrier_with_a_member_that_has_not_joined_says_how_to_wait_for_it() -> None:
+    """Who comes early to a group without a size has no reference to send, and is told of none."""
+    async with cluster(1, dynamic=True) as (worker,):
+        with pytest.raises(UnknownWorker, match=r"'late' has not joined yet.* rpc\.wait_for\('late'\)`") as caught:
+            worker.group(["worker0", "late"]).barrier()
+        assert "reference" not in str(caught.value)
+
+
 async def test_barriers_without_pickles() -> None:
     """In a group with safe serialization, which runs nothing for anybody."""
     async with cluster(2, options=RpcBackendOptions(serialization="safe", serve=[])) as workers:
         await asyncio.gather(*(worker.group("*").barrier() for worker in workers))
+
+
+async def test_an_interrupted_answer_wakes_who_awaits_the_result_of_map(pair: list[Worker]) -> None:
+    """Wherever a signal handler raises in the thread that brings it."""
+    at = 0
+    while True:
+        call = futures.Future[str]()
+        results = GroupMap(pair[0].node.engine, lambda _, call=call: call, [0], lambda: 1)  # type: ignore[misc]  # no type for a default
+        result = asyncio.ensure_future(anext(results))
+        await until(lambda call=call: call.waiters == 1)  # type: ignore[misc]  # as above
+        answer = partial(call.settle, "answer")
+        place = await asyncio.to_thread(interrupted, answer, at, mapping.__file__, futures.__file__)
+        answer()  # if it had not begun
+        async with asyncio.timeout(LIMIT):
+            assert await result == "answer", place
+        await results.aclose()
+        if place is None:
+            break
+        at += 1
+    assert at > 50, "it was not interrupted"
+
+
+async def test_a_large_call_that_is_interrupted_as_it_is_sent_is_called_off(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gets it, so nobody else could."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    await pair[0].call("worker1", torch.sum, torch.ones(1))  # so that they are connected
+    monkeypatch.setattr("aiorpc.runtime.fanout.sending.Sending.flush", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pair[0].group(["worker1"], timeout=0).call(torch.sum, torch.ones(1 << 20))
+    monkeypatch.undo()
+    await until(pair[0].is_idle)

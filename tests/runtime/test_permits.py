@@ -76,6 +76,7 @@ def test_every_way_that_there_is_ends_inside(rule: Any, leads_to: set[str]) -> N
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:co_lnotab is deprecated:DeprecationWarning")  # of code, from Python 3.12 on
 def test_longer_ways_end_inside_as_well() -> None:
     """One step more, below the classes and functions of the module."""
     asked = permits(f"{HERE}:*")

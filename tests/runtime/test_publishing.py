@@ -9,6 +9,7 @@ import errno
 import gc
 import logging
 import pickle
+import signal
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +29,15 @@ from aiorpc import RpcBackendOptions, Worker
 from aiorpc.channels.segments import PrivateMapping
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Claim, Latest, Message, SubscriptionClosed, Unpublished, VersionsReleased, Want
-from aiorpc.runtime.publication import feed, known
+from aiorpc.runtime.publication import content, feed, known
+from aiorpc.runtime.publication import subscription as subscription_module
 from aiorpc.runtime.publication.claims import release_claim
 from aiorpc.runtime.publication.shelf import MOST_HELD, Key, Shelf
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
+from tests.runtime.stores import Stuck, WatchedStore
+from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 LARGE = 1 << 16  # floats: more than stands in a message itself
@@ -69,6 +74,41 @@ async def test_readers_get_what_was_published(trio: list[Worker]) -> None:
             await anext(subscription)
 
 
+@asynccontextmanager
+async def with_a_silent_store(timeout: float) -> AsyncIterator[list[Worker]]:
+    """Two workers; the store of the second one does not answer that any more. timeout: its option rpc_timeout."""
+    inner = HashStore()
+    silent, stuck = WatchedStore(inner), Stuck()
+    options = RpcBackendOptions(rpc_timeout=timeout)
+    async with (
+        rpc.init("worker0", store=inner) as first,
+        rpc.init("worker1", store=silent, options=options) as second,
+    ):
+        await until(lambda: len(first.worker_infos()) == 2)
+        silent.look = stuck
+        try:
+            yield [first, second]
+        finally:
+            stuck.open.set()
+
+
+async def test_a_subscriber_hears_of_the_publisher_while_the_store_says_nothing() -> None:
+    """It is the publisher that says so, wherever the reader looks for it."""
+    async with with_a_silent_store(20.0) as workers, workers[1].subscribe("policy") as versions:
+        reading = asyncio.ensure_future(anext(versions))
+        for _ in range(100):
+            await asyncio.sleep(0)  # it looks in the store
+        await workers[0].publish("policy", weights(1))
+        assert number_of((await reading).value) == 1
+
+
+async def test_who_publishes_at_a_store_that_says_nothing_is_told_so_in_time() -> None:
+    """After as long as a call may take, in place of a wait without an end."""
+    async with with_a_silent_store(0.2) as workers:
+        with pytest.raises(rpc.RendezvousError, match=r"the store of the group has not answered for 0\.2 s"):
+            await workers[1].publish("policy", weights(1))
+
+
 async def test_a_late_subscriber_begins_with_the_newest_version(pair: list[Worker]) -> None:
     """What was published before it came is skipped but for the last one."""
     for number in (1, 2, 3):
@@ -88,6 +128,44 @@ async def test_versions_that_nobody_began_are_skipped(pair: list[Worker]) -> Non
         assert (await last.delivered()).reached
         got = await anext(versions)
         assert (got.version, number_of(got.value)) == (4, 4)
+
+
+ENDED = threading.Semaphore(0)  # for each handler below that has waited
+
+
+def read_one() -> Any:
+    try:
+        return next(rpc.subscribe("policy"))
+    finally:
+        ENDED.release()
+
+
+def wait_for_readers() -> bool:
+    try:
+        return rpc.publish("policy", 1).wait().delivered(quorum=2).wait().reached
+    finally:
+        ENDED.release()
+
+
+def publish_one() -> None:
+    rpc.publish("policy", 5).wait()
+
+
+async def test_a_thread_that_waits_for_a_version_leaves_its_place_to_others() -> None:
+    """As one that waits for a call does: the handler that publishes it may be behind."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1, rpc_timeout=30.0)) as workers:
+        reading = workers[0].call("worker1", read_one)
+        await workers[0].call("worker1", publish_one)
+        assert (await reading).value == 5
+    assert ENDED.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("handler", [read_one, wait_for_readers])
+async def test_who_waits_in_a_thread_waits_no_longer_than_its_caller(pair: list[Worker], handler: Any) -> None:
+    """For a version, and for those who read one: the thread is free then."""
+    with pytest.raises(rpc.RpcTimeout):
+        await pair[0].peer("worker1", timeout=0.1).call(handler)
+    assert await asyncio.to_thread(ENDED.acquire, timeout=30.0)
 
 
 async def test_a_reader_may_write_and_nobody_sees_it(trio: list[Worker]) -> None:
@@ -354,6 +432,100 @@ def test_a_subscription_that_is_half_made_may_be_dropped() -> None:
     versions.__del__()
 
 
+class Signals:
+    """Its unpickling is interrupted by a signal, as long as a handler is there."""
+
+    def __reduce__(self) -> Any:
+        return signal.raise_signal, (signal.SIGUSR1,)
+
+
+def test_what_a_signal_handler_raises_in_a_turn_is_no_error_of_the_version(tmp_path: Path) -> None:
+    """It goes to the program as it is, and the version comes in the next turn."""
+
+    class Alarm(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Alarm
+
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        rpc.publish("policy", Signals()).wait()
+        with rpc.subscribe("policy") as versions:
+            for _ in range(2):
+                with pytest.raises(Alarm):
+                    next(versions)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            assert next(versions).version == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        rpc.shutdown()
+
+
+async def test_a_turn_in_which_a_signal_handler_raises_loses_no_version(pair: list[Worker]) -> None:
+    """Wherever it does, also while the turn waits; and nothing else is raised in its place."""
+    got: list[int] = []
+    with pair[1].subscribe("policy", timeout=20.0) as versions:
+        at = 0
+        while True:
+            turn = asyncio.create_task(
+                asyncio.to_thread(
+                    interrupted,
+                    lambda: got.append(next(versions).version),
+                    at,
+                    subscription_module.__file__,
+                    feed.__file__,
+                    threading.__file__,
+                    signals=True,
+                )
+            )
+            await asyncio.sleep(0)
+            last = await pair[0].publish("policy", at)
+            place = await turn
+            await comes_once(last.version, got, versions, place)
+            if place is None:
+                break
+            at += 1
+    assert at > 5, "it was not interrupted"
+
+
+async def comes_once(version: int, got: list[int], versions: Subscription, place: str | None) -> None:
+    """That a turn which was interrupted at a place has got the version, or that the next one does. Clears `got`."""
+    if not got:
+        got.append((await anext(versions)).version)
+    assert got == [version], place
+    got.clear()
+
+
+# If it comes just before one of these is awaited:
+@pytest.mark.filterwarnings("ignore:coroutine 'Timeout.__a(enter|exit)__' was never awaited")
+async def test_a_turn_of_a_task_in_which_a_signal_handler_raises_loses_no_version(pair: list[Worker]) -> None:
+    """As one of a thread: where a main thread runs the loop, its handlers raise in what runs there."""
+    got: list[int] = []
+    at = 0
+    async with pair[1].subscribe("policy", timeout=20.0) as versions:
+        while True:
+            last = await pair[0].publish("policy", at)
+            await until(lambda: versions._feed.newest == last.version)  # noqa: B023  # awaited in the same turn
+            turn = versions.__anext__()
+
+            def step() -> None:
+                try:
+                    turn.send(None)  # noqa: B023  # called in the same turn
+                except StopIteration as end:
+                    got.append(end.value.version)
+
+            places = (subscription_module.__file__, feed.__file__, content.__file__)
+            place = interrupted(step, at, *places, signals=True)
+            await comes_once(last.version, got, versions, place)
+            if place is None:
+                break
+            at += 1
+    assert at > 5, "it was not interrupted"
+
+
 async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker]) -> None:
     """Who keeps all versions takes memory of its own for them, and the publisher's slots go round."""
     async with pair[1].subscribe("policy") as versions:
@@ -378,6 +550,30 @@ async def test_without_shared_memory_versions_come_with_the_answers(limit: int) 
             kept.append((await anext(versions)).value)
         assert [number_of(value) for value in kept] == list(range(1, 8))
         assert workers[0].node.memory.slots.size <= limit
+
+
+async def test_a_version_that_is_too_long_for_its_reader_is_told_in_a_turn() -> None:
+    """Without a timeout it would wait for ever. It is not asked again before somebody wants a version."""
+    store, few = HashStore(), RpcBackendOptions(max_incoming_bytes=1 << 20, shared_memory=0)
+    async with rpc.init("worker0", store=store) as publisher, rpc.init("worker1", store=store, options=few) as reader:
+        await publisher.publish("policy", weights(1, 1 << 20))
+        versions = reader.subscribe("policy", timeout=0)
+        for _ in range(2):
+            with pytest.raises(rpc.RpcError, match=r"newest version of 'policy' cannot come .*max_incoming_bytes"):
+                await anext(versions)
+        with pytest.raises(rpc.RpcError, match=r"newest version of 'policy' cannot come .*max_incoming_bytes"):
+            await asyncio.to_thread(next, versions)
+        await publisher.publish("policy", weights(2))
+        async with asyncio.timeout(20):
+            assert number_of((await told_and_then(versions)).value) == 2
+        versions.close()
+
+
+async def told_and_then(versions: Subscription) -> rpc.PublishedVersion:
+    """The next version, behind what was told of the one before."""
+    while True:
+        with contextlib.suppress(rpc.RpcError):
+            return await anext(versions)
 
 
 async def test_publishing_and_reading_at_the_same_time(trio: list[Worker]) -> None:
@@ -628,7 +824,7 @@ async def test_a_publisher_with_few_rights_runs_no_pickle() -> None:
         await workers[0].publish("policy", torch.ones(LARGE))
         assert torch.equal((await anext(versions)).value, torch.ones(LARGE))
         await workers[0].publish("policy", weights(1))
-        with pytest.raises(rpc.NotAllowed, match="serve"):
+        with pytest.raises(rpc.NotAllowed, match=r"serve.* publish each tensor by itself"):
             await anext(versions)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Message, PieceWanted, ReadersOfHost, VersionsReleased
+from aiorpc.protocol.publication import Message, PieceWanted, ReadersOfHost, VersionsReleased, Want
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
 from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf
@@ -51,6 +51,15 @@ async def turn(subscriptions: list[Subscription], version: int) -> None:
     """All get that version."""
     for got in await asyncio.gather(*map(anext, subscriptions)):
         assert (got.version, number_of(got.value), got.publisher.name) == (version, version, "learner")
+
+
+async def read_first(learner: Worker, *readers: Worker) -> list[Subscription]:
+    """Subscriptions of these, one after the other, that have got version 1; the first one's worker leads its host."""
+    await learner.publish("policy", weights(1, SIZE))
+    subscriptions = [reader.subscribe("policy") for reader in readers]
+    for subscription in subscriptions:
+        await turn([subscription], 1)
+    return subscriptions
 
 
 async def test_what_leaves_the_publisher_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +172,7 @@ async def test_who_is_busy_with_an_older_version_is_passed_by(monkeypatch: pytes
     """It holds up the host behind it once, until that has waited long enough for a piece."""
     async with hosts(monkeypatch, learner="a", b="b", c="c") as workers:
         learner, busy, behind = workers.values()
-        await learner.publish("policy", weights(1, SIZE))
-        subscriptions = [busy.subscribe("policy"), behind.subscribe("policy")]
-        for subscription in subscriptions:
-            await turn([subscription], 1)
+        subscriptions = await read_first(learner, busy, behind)
         going_on = asyncio.Event()
 
         async def stall(*_: object) -> None:
@@ -205,6 +211,35 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
                 else:
                     await workers.pop("c").drop()
                 await until(lambda: relay.stored == 1)
+
+
+async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one fetches for the host then, and nobody would tell it that the version is not read from its memory."""
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
+        learner, late, other = workers.values()
+        subscriptions = await read_first(learner, late, other)
+        assert late.node.publications.relays
+        leader, there, publisher = late.node.engine.record, other.node.publications, learner.node.publications
+        want = there.want
+
+        async def lose(record: WorkerRecord, message: Want, timeout: float = 0.0) -> Any:
+            answer = await want(record, message, timeout)
+            if record == leader:
+                raise RpcTimeout("it has come too late")
+            return answer
+
+        monkeypatch.setattr(there, "want", lose)
+        monkeypatch.setattr(publisher.publishers["policy"], "_is_stalled", lambda leads: leads.record == leader)
+        for version in (2, 3, 4):  # the first question was under way before
+            await learner.publish("policy", weights(version, SIZE))
+            await turn(subscriptions, version)
+        assert there.relays
+        await until(lambda: not late.node.publications.relays)
+        await learner.publish("policy", weights(5, SIZE))
+        await turn(subscriptions, 5)  # its own reader had the one before from its own memory
+        await until(lambda: late.node.memory.slots.used == 0)
+        for subscription in subscriptions:
+            subscription.close()
 
 
 async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

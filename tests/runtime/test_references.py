@@ -9,13 +9,17 @@ import dataclasses
 import gc
 import logging
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
@@ -26,15 +30,19 @@ from aiorpc import (
     RpcTimeout,
     RpcUsageError,
     RRef,
+    SerializationError,
     Worker,
     WorkerClosed,
 )
 from aiorpc.errors import ProtocolError
+from aiorpc.protocol import references as table_module
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.references import references as references_module
+from aiorpc.runtime.references import rref as rref_module
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import LIMIT, until, until_no_references
+from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+from tests.transport.ends import interrupted
 
 
 class Thing:
@@ -575,6 +583,34 @@ async def test_a_failed_construction_leaves_nothing_to_the_garbage_collector(wor
         gc.enable()
 
 
+def refer_to_what_is_never_made(to: str) -> RRef[Thing]:
+    return aiorpc.remote(to, never_made)
+
+
+async def test_a_broken_reference_that_is_a_value_is_freed(workers: list[Worker]) -> None:
+    """Also after somebody has tried to fetch it, which raises the error that its construction has ended with."""
+    ref = workers[0].remote("worker1", refer_to_what_is_never_made, "worker2")
+    assert await ref.rpc_async().owner_name() == "worker2"
+    await workers[2].shutdown(graceful=False)
+    await until(lambda: not (workers[1].node.references.counts().pending or workers[1].pending_calls()))
+    with pytest.raises(SerializationError, match=r"has shut down; the call of .*never_made"):
+        await ref
+    del ref
+    await until_no_references(workers)
+
+
+async def test_a_call_that_is_not_sent_as_a_reference_in_it_is_broken_leaves_nothing(workers: list[Worker]) -> None:
+    """Its owner hears that nothing of a value that such a call was to create will come."""
+    broken = workers[0].remote("worker2", never_made)
+    await workers[2].shutdown(graceful=False)
+    await until(lambda: not workers[0].node.references.counts().pending)
+    made = workers[0].remote("worker1", Thing, broken)
+    with pytest.raises(PeerClosed):
+        await made
+    del made, broken
+    await until_no_references(workers)
+
+
 async def test_arguments_that_cannot_travel_raise_at_once(workers: list[Worker]) -> None:
     """No reference is made, and those among the arguments are given back."""
     other = workers[0].remote("worker2", Thing, 1)
@@ -675,6 +711,35 @@ async def test_the_owner_calls_the_value_of_what_it_was_lent(workers: list[Worke
     gate.kept.clear()
     del first, second
     await until(lambda: gc.collect() < 0 or not Thing.alive)
+
+
+async def test_calls_on_a_reference_of_a_lost_owner_fail_for_who_waits_for_them() -> None:
+    """As calls by name do; and so for one that was being created, whose error is then told by that."""
+    async with cluster(2) as workers:
+        reference = workers[0].remote("worker1", Thing, 1)
+        await reference.rpc_async().get()
+        made_too_late = workers[0].remote("worker1", asyncio.sleep, 1000)
+        await workers[1].drop()
+        await until(lambda: workers[0].node.peers.by_id(1).gone is not None)
+        for each in (reference, made_too_late):
+            call, made, items = each.rpc_async().get(), each.remote().get(), each.stream().get()
+            for waits in (call, made, anext(items)):
+                with pytest.raises(PeerLost):
+                    await waits
+            with pytest.raises(PeerLost):
+                await asyncio.to_thread(each.rpc_sync().get)
+
+
+async def test_who_awaits_a_value_whose_creation_is_too_long_is_told_so() -> None:
+    """What its receiver takes is known only once that is connected, and by then the value was asked for."""
+    store, few = HashStore(), RpcBackendOptions(max_incoming_bytes=1 << 20, shared_memory=0)
+    async with Worker("worker0", store=store) as maker, Worker("worker1", store=store, options=few):
+        reference = maker.remote("worker1", len, torch.zeros(1 << 20))
+        with pytest.raises(RpcError, match=r"the value was never created: .*max_incoming_bytes"):
+            await reference
+        with pytest.raises(SerializationError, match="max_incoming_bytes"):
+            await reference
+        del reference
 
 
 async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Worker]) -> None:
@@ -900,6 +965,19 @@ async def test_where_handles_die_often_the_loop_is_not_woken_for_each(
     assert len(woken) == 3
 
 
+async def test_who_drops_references_and_makes_as_many_holds_no_more_than_before() -> None:
+    """Also in one turn of the loop: their owner hears of the end of the old ones first."""
+    async with cluster(2, options=RpcBackendOptions(max_references=20)) as workers:
+        made: list[RRef[Thing]] = []
+        for _ in range(3):
+            made.clear()
+            made += [workers[0].remote("worker1", Thing) for _ in range(20)]
+            await until(lambda: workers[0].node.references.counts().pending == 0)
+        assert workers[1].node.references.counts().owned == 20
+        made.clear()
+        await until_no_references(workers)
+
+
 async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Worker]) -> None:
     """A function that is not there, a wrong verb, an error in unpickling: references among the arguments go back."""
     rref = workers[0].remote("worker2", Thing, 1)
@@ -1069,3 +1147,92 @@ async def test_who_waits_for_a_value_of_its_own_worker_hears_that_it_shuts_down(
         await owner.shutdown(graceful=False)
         with pytest.raises(WorkerClosed, match="worker 'worker0', which owns the value, shut down"):
             await asyncio.wait_for(WAITING.pop(), LIMIT)
+
+
+# --- signal handlers that raise ---------------------------------------------------------------------------------------
+
+
+def own(worker: Worker) -> None:
+    worker.node.references.refer_to(Thing())
+
+
+def create(worker: Worker) -> None:
+    worker.remote("worker1", Thing)
+
+
+def pass_on(worker: Worker) -> None:
+    worker.call("worker1", type, worker.node.references.refer_to(Thing())).wait()
+
+
+@pytest.mark.parametrize("work", [own, create, pass_on])
+async def test_no_value_stays_where_a_signal_handler_raises(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, work: Callable[[Worker], None]
+) -> None:
+    """Wherever it does as a reference is made or passed on: nobody has it, so the value goes."""
+    monkeypatch.setattr(RRef, "__del__", lambda _: None)  # what is raised in it goes to nobody; see the next test
+
+    def nothing_left() -> bool:
+        gc.collect()
+        for worker in pair:
+            worker.node.references.flush()  # as soon as anything of the kind is looked after
+        return not any(worker.node.references.counts().owned for worker in pair)
+
+    files = [module.__file__ or "" for module in (references_module, rref_module, table_module)]
+    at = 0
+    while True:
+        place = await asyncio.to_thread(interrupted, partial(work, pair[0]), at, *files, signals=True)
+        await until(nothing_left)
+        if place is None:
+            break
+        at += 1
+    assert at > 3, "it was not interrupted"
+
+
+async def test_the_death_of_a_handle_is_told_if_its_end_was_interrupted(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler may raise before `__del__` has done anything; Python tells that, and goes on."""
+    ref = pair[0].remote("worker1", Thing)
+    await ref.rpc_async().get()
+    assert pair[1].node.references.counts().owned == 1
+    monkeypatch.setattr(RRef, "__del__", lambda _: None)
+    del ref
+    gc.collect()
+    monkeypatch.undo()
+    pair[0].node.references.flush()  # as soon as anything of the kind is looked after
+    await until_no_references(pair)
+
+
+def test_a_reference_in_an_answer_that_is_interrupted_is_taken(tmp_path: Path) -> None:
+    """Its sender waits for that, although whoever was to have it has got an alarm in its place."""
+
+    def handler(*_: object) -> None:
+        raise KeyError("alarm")
+
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", busy_wait=0.1)
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    references = aiorpc.current().node.references
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        real = references.load
+
+        def load(*args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGUSR1)
+            return real(*args)
+
+        for _ in range(20):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(references, "load", load)
+                with contextlib.suppress(KeyError):
+                    aiorpc.rpc_sync("alone", give_reference)
+        aiorpc.rpc_sync("alone", len, ((),))
+        references.flush()
+        wait_until(lambda: references.counts().owned == 0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        aiorpc.shutdown()
+
+
+def give_reference() -> RRef[Thing]:
+    return RRef(Thing())

@@ -20,24 +20,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting import stores
+from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from aiorpc.runtime.meeting.secret import Secret, make_key
-from aiorpc.runtime.meeting.stores import Board
 from tests.limits import busy
 from tests.ports import free_port
-from tests.processes.workers import process_state
+from tests.processes.workers import has_stopped, process_state
 from tests.processes.zygote import Zygote, zygote
+from tests.runtime.stores import WatchedStore
 
 pytestmark = pytest.mark.usefixtures("server_made_once")
 T = TypeVar("T")
@@ -205,42 +208,6 @@ def test_only_rank_0_hosts_a_tcp_store() -> None:
     group.close()
 
 
-@pytest.mark.parametrize(
-    ("host", "means", "connected", "address"),
-    [
-        ("node0", "10.0.0.7", True, "10.0.0.1"),
-        ("node0", "127.0.1.1", True, "172.16.0.9"),  # its own name, on a host as Debian sets it up
-        ("node0", "127.0.1.1", False, "127.0.0.1"),
-        ("localhost", "127.0.0.1", True, "127.0.0.1"),
-        ("127.0.1.1", "127.0.1.1", True, "127.0.0.1"),
-        ("::1", "::1", True, "::1"),
-        ("localhost", "::1 127.0.0.1", True, "127.0.0.1"),
-        ("", "", True, "127.0.0.1"),
-    ],
-)
-def test_others_are_led_to_an_address_that_they_can_reach(
-    host: str, means: str, connected: bool, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a host's own name stands for its loopback address, which leads others to themselves."""
-    own = {"10.0.0.7": "10.0.0.1", "127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
-    if connected:
-        own["192.0.2.1"] = "172.16.0.9"
-    own["::1"] = "::1"
-    monkeypatch.setattr(stores, "_addresses", lambda _: means.split())
-    monkeypatch.setattr(stores, "_own_address", lambda to, _: own.get(to))
-    assert stores.local_address(stores.MeetingPlace(0, 2, host=host, port=4000)) == address
-
-
-@pytest.mark.parametrize(("host", "means"), [("::1", ["::1"]), ("localhost", ["::1", "127.0.0.1"]), ("", [])])
-def test_where_there_is_no_ipv4_the_loopback_address_is_that_of_ipv6(
-    host: str, means: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nothing names an address, as when workers meet in a file."""
-    monkeypatch.setattr(stores, "_addresses", lambda _: means)
-    monkeypatch.setattr(stores, "_own_address", lambda to, _: to if to == "::1" else None)
-    assert stores.local_address(stores.MeetingPlace(0, 2, host=host, port=4000)) == "::1"
-
-
 def test_a_name_used_twice_is_an_error_on_every_rank(group: Group) -> None:
     """The error names the name and both ranks."""
     names = ["same", "other", "same"]
@@ -381,6 +348,26 @@ def test_missing_ranks_are_named_when_the_time_is_up(group: Group) -> None:
         assert f"waited {patience:g} s for ranks 1, 3 of 4" in text
         assert "here: worker0 (rank 0," in text and "worker2 (rank 2," in text
     assert patience <= time.monotonic() - started < patience + 3 * busy()
+
+
+def test_who_is_missing_is_told_though_the_store_goes_with_its_host() -> None:
+    """Whoever hosts it does not wait for long for the others, which may be far away, and have read no more than why."""
+    inner = HashStore()
+    far = WatchedStore(inner)
+
+    def look(operation: str, keys: tuple[str, ...]) -> None:
+        if inner.check(["aiorpc/1/verdict"]) and keys != ("aiorpc/1/verdict",):
+            raise RuntimeError("the process that served it has ended")
+
+    far.look = look
+
+    def join(rank: int, store: Store, timeout: float) -> list[WorkerRecord]:
+        with closing(Rendezvous.open("env://", rank=rank, world_size=3, timeout=timeout, store=store)) as opened:
+            return opened.join(lambda number: make_record(f"worker{number}", number))
+
+    results = together(partial(join, 0, inner, 2 * SOON), partial(join, 1, far, PATIENCE))
+    for text in texts(results):
+        assert f"worker0 (rank 0, pid {os.getpid()} on node) waited {2 * SOON:g} s for rank 2 of 3; here: " in text
 
 
 def test_the_group_can_be_formed_after_one_gave_up(group: Group) -> None:
@@ -540,16 +527,80 @@ def test_rank_0_hosts_at_an_address_that_leads_to_it(monkeypatch: pytest.MonkeyP
     group.close()
 
 
+def test_a_store_is_there_though_the_first_packet_to_it_is_lost() -> None:
+    """It is sent again after a second. Who took the store for gone before that would publish and leave in vain."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        host, port = listener.getsockname()
+        # One that nobody has accepted fills the backlog, and the system drops what comes to open another one.
+        with socket.create_connection((host, port)):
+            accepting = threading.Timer(0.3, lambda: listener.accept()[0].close())
+            accepting.start()
+            began = time.monotonic()
+            assert stores.listens(MeetingPlace(None, None, host=host, port=port))
+            assert time.monotonic() - began > 0.3  # it was lost
+            accepting.join()
+
+
 def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
     """torch alone would try for minutes."""
     with pytest.raises(RendezvousError, match="cannot open the rendezvous file"):
         Rendezvous.open(f"file://{tmp_path}/none/meet", rank=0, world_size=1, timeout=5)
 
 
+def test_a_folder_in_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
+    """It is there, and may be written to: the error says what is wrong, and of a path without its `/` what it means."""
+    with pytest.raises(RendezvousError, match=f"{tmp_path}: that is a folder; name a file in it"):
+        Rendezvous.open(f"file://{tmp_path}", rank=0, world_size=1, timeout=5)
+    with pytest.raises(RendezvousError, match=f"cannot open .* none/meet: there is no folder {Path.cwd()}/none"):
+        Rendezvous.open("file://none/meet", rank=0, world_size=1, timeout=5)
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_once() -> None:
     """As where its disk is full: torch's own error names no file."""
     with pytest.raises(RendezvousError, match="cannot open the rendezvous file /dev/full: No space left on device"):
         Rendezvous.open("file:///dev/full", rank=0, world_size=1, timeout=5)
+
+
+@pytest.mark.parametrize("kind", ["cut off", "no store", "no pairs"])
+def test_a_file_that_is_no_whole_store_is_refused_soon(kind: str, prepared: Zygote, tmp_path: Path) -> None:
+    """Of another program's, or of a disk that was full: torch reads it for ever, with the interpreter lock."""
+    path = tmp_path / "meet"
+    length = (8).to_bytes(4, sys.byteorder)
+    content = {
+        "cut off": length + b"12345678" + length + b"123",
+        "no store": b"a: 1\n",
+        "no pairs": length + b"12345678",
+    }
+    path.write_bytes(content[kind])
+    lines = f"""
+try:
+    Rendezvous.open("file://{path}", rank=0, world_size=1, timeout=5)
+except RendezvousError as error:
+    print(error)
+"""
+    with prepared.run("from aiorpc.errors import RendezvousError\n" + CHILD + lines, [], tmp_path) as child:
+        child.finish(10 * busy())
+        assert f"cannot open the rendezvous file {path}: it holds something else than a store, or its last" in child.out
+    assert path.read_bytes() == content[kind]
+
+
+def test_a_file_is_looked_at_while_others_write_to_it(prepared: Zygote, tmp_path: Path) -> None:
+    """torch waits for its lock with the interpreter's: who looked at it under that lock could not give it back."""
+    lines = f"""
+def open_often():
+    for _ in range(100):
+        Rendezvous.open("file://{tmp_path}/meet", rank=0, world_size=2, timeout=20).close()
+
+threads = [threading.Thread(target=open_often) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("all have")
+"""
+    with prepared.run(CHILD + lines, [], tmp_path) as child:
+        child.finish(20 * busy())
+        assert "all have" in child.out
 
 
 @contextmanager
@@ -569,12 +620,6 @@ def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote,
     with pytest.raises(RendezvousError, match=r"the store at .* no longer answers|cannot reach the store at"):
         opened.join(lambda number: make_record("b", number))
     group.close()
-
-
-def has_stopped(process: int) -> bool:
-    """Whether no thread of a process runs any more: the signal stops them one by one."""
-    states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{process}/task").glob("*/stat")]
-    return set(states) == {"T"}
 
 
 def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path) -> None:
@@ -652,6 +697,8 @@ def test_rank_and_world_size_may_stand_in_the_url() -> None:
         ("tcp://:4000", 0, 1, "names no host"),
         ("tcp://a..b:4000", 0, 1, r"names no host: 'a\.\.b' can be no name of one"),
         (f"tcp://{'a' * 64}.b:4000", 0, 1, "names no host: 'aaa.*' can be no name of one"),
+        ("tcp://[fe80::1%eth0]:4000", 0, 1, "init_method names 'fe80::1%eth0', an address within one link"),
+        ("tcp://[fe80::1]:4000", None, None, "init_method names 'fe80::1', an address within one link"),
         ("tcp://a:x", 0, 1, "port in init_method must be an integer"),
         ("tcp://a:70000", 0, 1, "between 1 and 65535"),
         ("tcp://a:4000?rank=x", None, 1, "rank in init_method must be an integer"),
@@ -700,6 +747,23 @@ def test_a_process_group_of_torch_may_share_the_port() -> None:
     assert all(isinstance(result, list) for result in group.join_all(2))
     assert {opened.generation for opened in group.opened} == {2}
     group.leave_all()
+
+
+def test_a_torch_without_libuv_serves_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's, whose store has another server; it took the port, and nobody answered there."""
+
+    def without_libuv(*args: Any, **options: Any) -> TCPStore:
+        if options.get("use_libuv", True):
+            raise DistStoreError("use_libuv was requested but PyTorch was built without libuv support, ...")
+        return TCPStore(*args, **options)
+
+    monkeypatch.setattr(stores, "TCPStore", without_libuv)
+    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
+    assert all(isinstance(result, list) for result in group.join_all(2, timeout=5))
+    group.leave_all()
+    store, port = stores.serve("127.0.0.1", 0)
+    store.set("a", "1")
+    assert port and store.get("a") == b"1"
 
 
 def test_a_group_that_lives_on_loopback_is_not_served_to_the_network() -> None:
@@ -896,6 +960,68 @@ def test_a_lost_peer_can_be_taken_off_the_list_by_others(here: Group) -> None:
     assert lost is not None
     here.opened[1].leave(lost)
     assert [record.name for record in here.join(None, None, "far")] == ["near", "far"]
+
+
+def one_struck_off(here: Group) -> Sequence[Rendezvous]:
+    """Two members, of which the second has taken the first off the list."""
+    for name in ("a", "b"):
+        here.join(None, None, name)
+    first, second = here.opened
+    first.serve_newcomers()
+    second.leave(first.record)
+    return first, second
+
+
+def test_a_member_that_was_taken_off_the_list_and_lives_comes_back(
+    here: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever cannot reach it strikes it off; others may reach it, and newcomers are to find it."""
+    first, second = one_struck_off(here)
+    assert [record.name for record in second.members()] == ["b"]
+    first.serve_newcomers(PATIENCE)  # it may be about to hear why
+    first.serve_newcomers(parted=True)  # those who are there go on without it
+    assert [record.name for record in second.members()] == ["b"]
+    first.serve_newcomers()
+    assert second.members() == [second.record, first.record]
+    assert "worker a was struck off the list of its group by a member that cannot reach it; it lives" in caplog.text
+    assert {record.name for record in here.join(None, None, "c")} == {"a", "b", "c"}
+    with pytest.raises(RendezvousError, match=f"rank {first.record.id} "):
+        here.join(first.record.id, None, "d")
+
+
+def test_members_that_have_taken_each_other_off_the_list_do_not_leave_it_empty(here: Group) -> None:
+    """The first one that looks comes back although it has lost all others; the rest find it, and stay away."""
+    for name in ("a", "b"):
+        here.join(None, None, name)
+    first, second = here.opened
+    for each in here.opened:
+        each.serve_newcomers(parted=True)
+    records = first.record, second.record
+    first.leave(records[1])
+    second.leave(records[0])
+    assert first.members() == []
+    for each in here.opened:
+        each.serve_newcomers(parted=True)
+    assert second.members() == [first.record]
+    with pytest.raises(RendezvousError, match=f"rank {records[1].id} belonged to a worker that has left this group"):
+        here.join(records[1].id, None, "c")
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "replaced"])
+def test_a_member_that_leaves_or_was_replaced_does_not_come_back(
+    here: Group, leaves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the list, from which others have taken it off; who has its name now is told once."""
+    first, second = one_struck_off(here)
+    if leaves:
+        first.say_farewell(first.record)
+    else:
+        here.join(None, None, "a")
+    before = second.members()
+    for _ in range(2):
+        first.serve_newcomers()
+    assert second.members() == before and first.record not in before
+    assert caplog.text.count("stands there now, and newcomers find that") == (0 if leaves else 1)
 
 
 # ---- devices
@@ -1101,9 +1227,9 @@ def test_a_far_newcomer_is_not_sent_the_secret(here: Group, tmp_path: Path) -> N
     value = first.agree_secret(records[0], records, tmp_path)
     here.require_secret = False
     far = here.join(None, None, "far", SOON, host=ELSEWHERE)
-    asking = together(lambda: here.opened[1].agree_secret(far[-1], far, tmp_path), first.serve_secret_requests)
+    asking = together(lambda: here.opened[1].agree_secret(far[-1], far, tmp_path), first.serve_newcomers)
     assert isinstance(asking[0], RendezvousError) and here.store is not None
-    first.serve_secret_requests()
+    first.serve_newcomers()
     assert value.hex() not in here.store.get("aiorpc/1/secret").decode()
 
 
@@ -1350,7 +1476,7 @@ def test_a_newcomer_from_another_host_is_served_the_secret(
     here.join(None, None, "a")
     first = here.opened[0]
     value = first.agree_secret(first.members()[0], first.members(), tmp_path)
-    first.serve_secret_requests()
+    first.serve_newcomers()
     assert here.store is not None
     assert value.hex() not in here.store.get("aiorpc/1/secret").decode() and not caplog.records
     assert served(here, "far", [first], tmp_path) == value
@@ -1421,7 +1547,7 @@ def served(group: Group, name: str, servers: list[Rendezvous], folder: Path, hos
     def serve() -> bytes:
         while not finished.wait(0.01):
             for server in servers:
-                server.serve_secret_requests()
+                server.serve_newcomers()
         return b""
 
     value = together(ask, serve)[0]

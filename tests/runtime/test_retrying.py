@@ -28,10 +28,13 @@ from aiorpc import (
     RpcUsageError,
     Worker,
     WorkerClosed,
+    futures,
 )
 from aiorpc.protocol.retries import Backoff
 from aiorpc.runtime.caller import retrying
+from aiorpc.runtime.caller.future import CallFuture
 from aiorpc.runtime.caller.retrying import RetryOptions
+from aiorpc.runtime.calls.functions import describe
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
 from tests.runtime.waiting import until
@@ -388,6 +391,39 @@ async def test_cancelling_and_leaving_in_a_pause(store: Store) -> None:
                 await call
 
 
+async def test_a_call_that_is_in_a_pause_is_pending(store: Store) -> None:
+    """It is named where one looks what a worker waits for, with the worker, the rest of its time and its line."""
+    async with cluster(2, store=store) as workers:
+        await die(workers)
+        no_limit = workers[0].peer("worker1", timeout=0, retries=3, backoff=PAUSED).call(ran, "a")
+        await until(lambda: workers[0].statistics().calls_retried == 1)
+        bounded = workers[0].peer("worker1", timeout=50_000, retries=3, backoff=PAUSED).call(where)
+        await until(lambda: workers[0].statistics().calls_retried == 2)
+        first, second = workers[0].pending_calls()
+        assert (first.direction, first.worker, first.function) == ("made", "worker1", describe(ran))
+        assert (second.direction, second.worker, second.function) == ("made", "worker1", describe(where))
+        assert first.deadline is None and second.deadline is not None
+        assert 0 < second.deadline <= 50_000 and "test_retrying.py" in second.made_at
+        assert describe(where) in workers[0].node.describe_pending()
+        for call in (no_limit, bounded):
+            call.cancel()
+            with pytest.raises(RpcCancelled):
+                await call
+        assert not workers[0].pending_calls()
+
+
+async def test_a_call_that_was_refused_here_and_is_in_a_pause_is_pending(store: Store) -> None:
+    """Nothing was sent, to nobody."""
+    async with cluster(2, store=store, options=RpcBackendOptions(max_pending_calls=1)) as workers:
+        held = workers[0].call("worker1", for_ever)
+        refused = workers[0].peer(1, retries=3, backoff=PAUSED, timeout=0).call(where)
+        assert [(call.worker, call.function) for call in workers[0].pending_calls()[1:]] == [("1", describe(where))]
+        for call in (held, refused):
+            call.cancel()
+            with pytest.raises(RpcCancelled):
+                await call
+
+
 @pytest.mark.parametrize("at", ["first try", "answer"])
 async def test_a_call_that_is_interrupted_keeps_nobody_from_leaving(
     store: Store, monkeypatch: pytest.MonkeyPatch, at: str
@@ -424,6 +460,26 @@ async def test_a_call_that_is_interrupted_anywhere_keeps_nobody_from_leaving(pai
     while (place := await interrupt(len(found))) is not None:
         found.append(place)
     assert len(found) > 10 and any("_on_cancel" in place for place in found), "it was not interrupted"
+
+
+async def test_an_interrupted_answer_ends_the_call(pair: list[Worker]) -> None:
+    """Wherever a signal handler raises in who brings it: else nobody could end the call, nor leave."""
+    peer = pair[0].peer("worker1", timeout=0, retries=3, backoff=QUICK)
+    at = 0
+    while True:
+        future = peer.call(for_ever)
+        (call,) = future.sources
+        assert isinstance(call, CallFuture)
+        answer = partial(call.settle, "answer")
+        place = interrupted(answer, at, futures.__file__)
+        answer()  # if it had not begun
+        assert future.done(), place
+        pair[0].node.peers.find("worker1").owed.cancel(call.call_id)
+        if place is None:
+            break
+        at += 1
+    assert at > 5, "it was not interrupted"
+    await until(pair[0].is_idle)
 
 
 async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,10 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
+from aiorpc.runtime.meeting.board import Board
 from aiorpc.runtime.meeting.membership import Member, Proof
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
-from aiorpc.runtime.meeting.stores import Board
 from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
 from tests.runtime.observers import standing_still
@@ -447,6 +447,50 @@ async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
         told = [type(await asyncio.wait_for(anext(news), LONG)) for _ in range(6 if heard else 4)]
         assert told.count(WorkerLost) == told.count(WorkerReplaced)
         await news.aclose()
+
+
+async def test_a_leader_that_cannot_read_who_wants_to_come_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not at each look at the store, as long as the same stands there; newcomers come as soon as it does not."""
+    looks: list[str] = []
+    reasons = ["rubbish"]
+
+    def spoilt(*_: object) -> list[WorkerRecord]:
+        looks.append(reasons[-1])
+        raise RendezvousError(f"what stands there is {reasons[-1]}")
+
+    async with place() as (workers, here):
+        workers[0].node.engine.bounds = Bounds(serving_pause=0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(PlacesInStore, "applicants", spoilt)
+            await lose(workers[2], workers[0])
+            await until(lambda: looks.count("rubbish") > 5)
+            reasons.append("nonsense")
+            await until(lambda: looks.count("nonsense") > 5)
+        said = [each.getMessage() for each in caplog.records if "cannot see who wants to come" in each.getMessage()]
+        assert [each.rpartition(" ")[2] for each in said] == reasons
+        await here.come_back(2)
+
+
+async def test_a_newcomer_whose_leader_leaves_before_it_has_the_secret_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file with the secret goes with that leader: the next one lets it in, and `init` does not wait in vain."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        await lose(c, a, b)
+        loop, agree_secret = asyncio.get_running_loop(), Rendezvous.agree_secret
+
+        def agree_late(rendezvous: Rendezvous, *args: Any) -> bytes:
+            if not a.closed:
+                asyncio.run_coroutine_threadsafe(a.shutdown(graceful=False), loop).result(LONG)
+            return agree_secret(rendezvous, *args)
+
+        monkeypatch.setattr(Rendezvous, "agree_secret", agree_late)
+        new = await here.come_back(2)
+        assert new.node.engine.id == SIZE + 1 and b.node.group.leads
+        assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
 
 
 async def test_who_listens_to_a_newcomer_that_begins_anew_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:

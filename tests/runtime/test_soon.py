@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc.protocol.frames import Kind, encode_frame
 from aiorpc.protocol.states import PeerState
-from aiorpc.runtime.caller import peer as peer_module
+from aiorpc.runtime.caller import addressee as addressee_module
 from aiorpc.runtime.caller.waiting import WaitingFrame
 from aiorpc.runtime.engine import deadlines as deadlines_module
 from aiorpc.runtime.engine import engine as engine_module
@@ -102,7 +102,7 @@ def test_a_deadline_is_not_forgotten_when_interrupted() -> None:
 
 async def test_a_first_message_that_is_interrupted_does_not_keep_later_ones_from_connecting() -> None:
     """A signal handler raises as the loop is asked to look for the worker: it looks, and once."""
-    files = peer_module.__file__, engine_module.__file__
+    files = addressee_module.__file__, engine_module.__file__
     states = set()
     worker = await aiorpc.init("alone", store=HashStore())
     try:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcBackendOptions, Worker
+from aiorpc import RpcBackendOptions, RpcTimeout, Worker
+from aiorpc.runtime.calls import functions
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -87,6 +88,49 @@ async def test_bytes_and_connections(pair: list[Worker]) -> None:
     await until(lambda: pair[1].statistics().bytes_received > 1_000_000)
     assert sent.connections >= 1 and received.connections >= 1
     assert sent.connections_refused == 0
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_what_goes_with_a_frame_is_counted_at_both_ends(transport: str) -> None:
+    """Buffers that no other channel takes: what one end has sent inline, the other one has received so."""
+    options = RpcBackendOptions(transports=(transport,), shared_memory=0)
+    async with cluster(2, options=options) as workers:
+        short = torch.zeros(20_000)
+        for size in (1, 2):  # a lone one, and several
+            assert await workers[0].call("worker1", len, [short] * size) == size
+        assert torch.equal(await workers[0].call("worker1", torch.neg, short), -short)
+        there, here = (worker.statistics().channels["inline"] for worker in workers)
+        assert (here.received, here.bytes_received) == (there.sent, there.bytes_sent)
+        assert (there.received, there.bytes_received) == (here.sent, here.bytes_sent) == (1, short.nbytes)
+
+
+async def test_a_value_that_is_fetched_counts_at_both_ends(pair: list[Worker]) -> None:
+    """As made by whoever fetches it, and as served by its owner."""
+    reference = pair[0].remote("worker1", list)
+    for _ in range(3):
+        assert await reference == []
+    made, served = pair[0].statistics(), pair[1].statistics()
+    assert made.calls_made == made.calls_answered == served.calls_served == 4
+
+
+@functions.system
+async def of_the_runtime(*, waits: bool) -> None:
+    if waits:
+        await wait_async()
+    raise ValueError
+
+
+async def test_failures_of_the_runtime_are_none_of_the_user(pair: list[Worker], gate: threading.Event) -> None:
+    """Its own calls are not among those that were made and served, and so not among those that have failed."""
+    peer = pair[0].node.peers.find("worker1")
+    for waits, error in ((False, ValueError), (True, RpcTimeout)):
+        with pytest.raises(error):
+            await peer.call(of_the_runtime, (), {"waits": waits}, 0.1 if waits else 30.0, system=True)
+    await until(lambda: not any(each.calls for each in pair[1].node.services))
+    for worker in pair:
+        stats = worker.statistics()
+        assert stats.calls_made == stats.calls_served == 0
+        assert (stats.calls_failed, stats.calls_cancelled, stats.calls_timed_out) == (0, 0, 0)
 
 
 async def test_what_is_under_way_is_seen_at_both_ends(pair: list[Worker], gate: threading.Event) -> None:

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
+from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.protocol.frames import ITEM
 from aiorpc.runtime.caller.stream import Stream
 from aiorpc.runtime.engine import blocking as blocking_module
 from aiorpc.runtime.engine import loops as loops_module
 from aiorpc.testing import cluster
+from tests.runtime.bad_member import say, serving, values_of
 from tests.runtime.observers import seen
 from tests.runtime.waiting import until, until_no_references
 from tests.transport.ends import interrupted
@@ -394,6 +395,31 @@ async def test_a_turn_that_is_interrupted_loses_no_item(apart: list[Worker], pro
     assert producer.closed.wait(20.0)
 
 
+@pytest.mark.parametrize("kind", ["one", "of a group"])
+async def test_what_an_interrupted_thread_has_not_taken_comes_to_the_task_that_goes_on(
+    pair: list[Worker], producer: Producer, kind: str
+) -> None:
+    """Of a stream that is read by `for` and then by `async for`; one that is closed has nothing more."""
+    stream: Any = pair[0].stream("worker1", plain, "it")
+    if kind != "one":
+        stream = pair[0].group(["worker1"]).stream(plain, "it")
+    got: list[Any] = [await asyncio.to_thread(next, stream)]
+
+    def interrupted_turn() -> None:
+        """A turn of a thread up to where a signal handler raises as its item is there."""
+        stream._block_for(stream._bring)
+
+    await asyncio.to_thread(interrupted_turn)
+    got.append(await anext(stream))
+    got.append(await anext(stream))
+    assert [each if kind == "one" else each[1] for each in got] == [0, 1, 2]
+    await asyncio.to_thread(interrupted_turn)
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    await until(producer.closed.is_set)
+
+
 async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:
     """A second task that waits for an item is refused; the first goes on."""
     stream = pair[0].stream("worker1", stall)
@@ -649,3 +675,20 @@ async def test_a_producer_whose_worker_leaves_ends_the_stream_with_an_error(prod
         await workers[1].shutdown(graceful=False)
         with pytest.raises(aiorpc.PeerClosed, match="worker1"):
             await anext(stream)
+
+
+async def test_items_that_were_not_asked_for_end_the_connection() -> None:
+    """A producer that sends beyond its credit would fill the memory of its consumer; the stream says who it was."""
+    async with cluster(2, options=RpcBackendOptions(stream_window=4)) as workers:
+        stream = workers[0].stream("worker1", stall)
+        assert await anext(stream) == 1
+        connection = serving(workers[1], "worker0")
+        (number,) = [call for each in workers[1].node.services for call in each.calls]
+        for item in range(3):
+            say(connection, ITEM, number, [values_of([item])])
+        assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
+        for item in range(1000):
+            say(connection, ITEM, number, [values_of([item])])
+        with pytest.raises(PeerLost, match=r"worker1.*beyond the 4 that were asked for"):
+            for _ in range(1000):
+                await anext(stream)

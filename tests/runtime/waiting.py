@@ -31,11 +31,15 @@ def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
 
 
 async def until_no_references(workers: Sequence[Worker]) -> None:
-    """Return once every worker's table of references is empty; show the tables if that does not come."""
+    """Return once every worker's table of references is empty; show the tables if that does not come.
+
+    One that has closed has no values, and hears no more of who has let go of what: its table says nothing.
+    """
     empty = Counts(0, 0, 0, 0, 0, 0, 0)
 
     def are_empty() -> bool:
-        if all(worker.node.references.counts() == empty for worker in workers):
+        tables = [worker.node.references for worker in workers]
+        if all(each.closed or each.counts() == empty for each in tables):
             return True
         # Tracebacks of errors that a test caught hold its locals, in cycles; until just now a thread that woke the test
         # may have been on its way out with such an error, and nothing here makes the collector run again.

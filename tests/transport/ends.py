@@ -131,7 +131,10 @@ def meanwhile(
         if event == "call":
             last.pop(id(frame), None)
         elif event == "opcode":
-            before, last[id(frame)] = last.get(id(frame), ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if name == "NOT_TAKEN":  # Python 3.14 guards no such place by a `try`, as nothing happens there
+                return trace
+            before, last[id(frame)] = last.get(id(frame), ""), name
             if signals and not before.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
                 return trace
             left -= 1

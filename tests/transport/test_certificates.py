@@ -37,6 +37,12 @@ def names(*patterns: str) -> Certificate:
         (["*"], "anything:at-all_1", True),
         (["a*z"], "a-z", True),
         (["a*z"], "a-zz-b", False),
+        (["a*a"], "a", False),
+        (["a*b*b"], "a-b", False),
+        (["a*b*b"], "a-b-b", True),
+        (["**w**"], "w", True),
+        (["*a" * 40], "a" * 120 + "b", False),  # a regular expression would not be done with it in anybody's life
+        (["*" * 100 + "b"], "a" * 120, False),
         (["w."], "w1", False),
         (["[w]"], "w", False),
         ([], "w1", False),
@@ -112,6 +118,12 @@ def a_folder(tls: Tls, authority: Authority) -> Tls:
     return dataclasses.replace(tls, ca=authority.folder)
 
 
+def a_pipe(tls: Tls, authority: Authority) -> Tls:
+    pipe = authority.folder / "pipe.key"
+    os.mkfifo(pipe, 0o600)
+    return dataclasses.replace(tls, key=pipe)
+
+
 def expired(tls: Tls, authority: Authority) -> Tls:
     return authority.tls("w1", days=1, ago=3)
 
@@ -130,6 +142,7 @@ def other_name(tls: Tls, authority: Authority) -> Tls:
         (missing, "the file of the certificate cannot be read: .*No such file.*nowhere.pem"),
         (no_key, "the file of the key cannot be read: .*nowhere.key"),
         (a_folder, "the file of the authority cannot be read"),
+        (a_pipe, "the file of the key is no file: .*pipe.key"),
         (rubbish, "ca.pem holds no certificate of an authority"),
         (no_certificate, "w1.pem and .*w1.key are no certificate and its key"),
         (other_key, "the key .*w2.key does not fit the certificate .*w1.pem"),
@@ -146,6 +159,30 @@ def test_files_that_cannot_be_used_are_refused(
     """The error names the worker, the file and what is wrong with it."""
     tls = spoil(authority.tls("w1"), authority)
     with pytest.raises(RpcUsageError, match=f"worker 'w1' cannot use TLS: .*{text}"):
+        Credentials(tls, "w1")
+
+
+def test_a_key_that_tls_does_not_take_is_refused(authority: Authority) -> None:
+    """OpenSSL says no more than that there is no protocol; what it means is the kind of the key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    tls = authority.tls("w1")
+    good = x509.load_pem_x509_certificate(Path(tls.cert).read_bytes())
+    signer = serialization.load_pem_private_key((authority.folder / "ca.key").read_bytes(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256K1())
+    builder = x509.CertificateBuilder().subject_name(good.subject).issuer_name(good.issuer).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(good.not_valid_before_utc)
+    builder = builder.not_valid_after(good.not_valid_after_utc)
+    for extension in good.extensions:
+        builder = builder.add_extension(extension.value, critical=extension.critical)
+    pem = serialization.Encoding.PEM
+    Path(tls.cert).write_bytes(builder.sign(signer, hashes.SHA256()).public_bytes(pem))
+    kind, protection = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    Path(tls.key).write_bytes(key.private_bytes(pem, kind, protection))
+    with pytest.raises(RpcUsageError, match=r"w1\.pem cannot be used: TLS 1\.3 takes no key of its kind"):
         Credentials(tls, "w1")
 
 

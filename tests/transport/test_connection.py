@@ -285,3 +285,25 @@ async def test_forked_child_lets_go_of_what_has_ended(ends: tuple[End, End]) -> 
     left.connection.abort()
     left.connection.close_in_child()
     assert left.causes == [None]
+
+
+async def test_whoever_has_closed_his_ear_and_talks_on_is_not_heard_for_ever(half: tuple[End, socket.socket]) -> None:
+    """What stands in the socket as a write fails is taken, for a goodbye among it; what comes after that is not."""
+    end, far = half
+    more = b"".join(bytes(part) for part in encode_frame(Kind.CREDIT, 1, b""))
+    far.send(more)
+    await end.received(1)
+
+    def on_frames(frames: list[Frame]) -> None:
+        end.on_frames(frames)
+        end.connection.pause()  # as for a caller that takes no answers
+        if len(end.frames) < 5000:
+            far.send(more)
+
+    far.send(more)
+    far.shutdown(socket.SHUT_RD)
+    end.connection.pause()
+    end.connection.on_frames = on_frames
+    end.send(1, b"answer", urgent=True)
+    assert isinstance(await end.closed(), BrokenPipeError)
+    assert 2 <= len(end.frames) < 10

@@ -9,6 +9,7 @@ import pytest
 
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind
 from aiorpc.transport import connection as connection_module
+from aiorpc.transport import reading as reading_module
 from tests.transport.ends import LONG, End, encoded, unread, until
 
 SMALL, LARGE = 8 * 1024, 400 * 1024  # what sockets hold, about; the system doubles it
@@ -103,7 +104,7 @@ async def test_a_goodbye_behind_much_data_is_read_before_a_write_that_fails_ends
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More than one turn's worth, by somebody who stops reading again and again."""
-    monkeypatch.setattr(connection_module, "TURN_BYTES", 1024)
+    monkeypatch.setattr(reading_module, "TURN_BYTES", 1024)
     near, far = tcp_pair(takes=LARGE)
     end = End(near, "end")
 

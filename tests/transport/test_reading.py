@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.frames import Frame, Kind, encode_frame
+from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
+from aiorpc.transport import reading as reading_module
 from aiorpc.transport import writing
-from aiorpc.transport.connection import READ_HERE
+from aiorpc.transport.reading import READ_HERE, TURN_FRAMES
 from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, unread, until
 
 
@@ -526,7 +527,7 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
             def read() -> None:
                 taken.extend(end.connection.read_here(more))
 
-            place = interrupted(read, at, connection_module.__file__, writing.__file__)
+            place = interrupted(read, at, connection_module.__file__, reading_module.__file__, writing.__file__)
             if place is not None:
                 taken.extend(end.connection.answers)
             end.connection.read_on_loop()
@@ -559,3 +560,17 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
     assert lost == []
     assert 50 < at < 1_999, "it was not interrupted"
     assert end.causes == []
+
+
+async def test_a_flood_of_short_messages_leaves_the_loop_to_others(half: tuple[End, socket.socket]) -> None:
+    """A turn ends after so many of them, too: a hundred thousand are few bytes, and much work."""
+    end, far = half
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    frame = encoded(1)
+    data = frame * (10 * READ_SIZE // len(frame))
+    sent = far.send(data)
+    most, before = 0, 0
+    while len(end.frames) < sent // len(frame):
+        await asyncio.sleep(0)
+        most, before = max(most, len(end.frames) - before), len(end.frames)
+    assert most <= TURN_FRAMES + READ_SIZE // len(frame) + 1 < len(end.frames)

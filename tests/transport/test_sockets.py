@@ -8,7 +8,7 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -299,30 +299,33 @@ async def test_connect_tcp_notices_dead_networks(host: str) -> None:
         assert sockets.peer_pid(sock) is None
 
 
+def name_of(addresses: Sequence[tuple[str, int]], silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on any name stands for these addresses, of which one host swallows what comes to connect."""
+
+    def getaddrinfo(*_: object, flags: int = 0, **__: object) -> list[tuple[object, ...]]:
+        if flags & socket.AI_NUMERICHOST:
+            raise socket.gaierror("a name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+    connect = sockets._connect_socket
+
+    async def connect_or_not(sock: socket.socket, address: tuple[str, int]) -> None:
+        if address[0] == silent:
+            await asyncio.Event().wait()
+        await connect(sock, address)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(sockets, "_connect_socket", connect_or_not)
+
+
 async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a name's first address refuses or is silent, the next one is used; where all do, the last one's error."""
     monkeypatch.setattr(sockets, "_EACH", 0.05)
     with sockets.listen_tcp("127.0.0.1", None) as listener, sockets.listen_tcp("127.0.0.1", None) as closed:
         good, bad = listener.getsockname(), closed.getsockname()
         closed.close()
-        silent = ("127.0.0.2", 1)
-        addresses = [silent, bad, good]
-
-        async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
-
-        class Loop:
-            def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-                self.getaddrinfo = getaddrinfo
-                self._loop = loop
-
-            async def sock_connect(self, sock: socket.socket, address: tuple[str, int]) -> None:
-                if address == silent:
-                    await asyncio.Event().wait()
-                await self._loop.sock_connect(sock, address)
-
-        loop = Loop(asyncio.get_running_loop())
-        monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+        addresses = [("127.0.0.2", 1), bad, good]
+        name_of(addresses, "127.0.0.2", monkeypatch)
         with await sockets.connect_tcp("name", 1) as sock:
             assert sock.getpeername() == good
         assert addresses.pop() == good
@@ -331,3 +334,22 @@ async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch
         addresses.clear()
         with pytest.raises(ConnectionError, match="stands for no address"):
             await sockets.connect_tcp("name", 1)
+
+
+async def test_a_name_that_nobody_knows_cannot_be_connected_to() -> None:
+    """The error is that of the system; and a host that cannot be a name is no other kind of error."""
+    for host in ("no.such.name.invalid", "x" * 100 + ".invalid"):
+        with pytest.raises((OSError, UnicodeError)):
+            await sockets.connect_tcp(host, 1)
+
+
+async def test_silent_addresses_of_a_name_do_not_take_the_time_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are, and however long each is waited for; what is left of the tries goes with the first."""
+    monkeypatch.setattr(sockets, "_EACH", 1000.0)
+    with sockets.listen_tcp("127.0.0.1", None) as listener:
+        name_of([*[("127.0.0.2", 1)] * 3, *[listener.getsockname()] * 2], "127.0.0.2", monkeypatch)
+        before = asyncio.all_tasks()
+        async with asyncio.timeout(20):
+            with await sockets.connect_tcp("name", 1) as sock:
+                assert sock.getpeername() == listener.getsockname()
+        assert asyncio.all_tasks() == before

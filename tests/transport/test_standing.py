@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.locks import is_owned
 from aiorpc.protocol.frames import Frame, Kind
-from aiorpc.transport import connection as connection_module
+from aiorpc.transport import reading as reading_module
 from aiorpc.transport.connection import Connection
-from aiorpc.transport.writing import is_owned
 from tests.transport.ends import LONG, End, encoded, unread, until
 
 
@@ -124,7 +124,7 @@ class Counted:
 
     def check(self) -> None:
         """Nobody has tried again and again meanwhile: each try waits for some time."""
-        assert self.tries <= 10 + 2 * (time.monotonic() - self._begun) / connection_module._STANDS_BY
+        assert self.tries <= 10 + 2 * (time.monotonic() - self._begun) / reading_module._STANDS_BY
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ async def test_the_loop_does_not_look_again_and_again_while_a_thread_hands_out(
     connection.on_stood = hand_out
     stander.wait()
     far.send(encoded(1))
-    assert await asyncio.to_thread(begun.wait, LONG)
+    assert begun.wait(LONG)  # here: the loop is not to read it before that thread does
     far.send(encoded(2))
     counted.begin()
     await end.received(1)

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.locks import is_owned
 from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.transport.writing import is_owned
 from tests.authority import Authority
 from tests.tiers import examples
 from tests.transport.ends import Interruption, interrupted

@@ -16,15 +16,22 @@ import pytest
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.protocol.frames import CHUNK, READ_SIZE, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport import connection as connection_module
+from aiorpc.transport import reading as reading_module
 from aiorpc.transport import send_queue, writing
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
-from aiorpc.transport.connection import READ_HERE
+from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
 from tests.authority import Authority
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
 
-FILES = (connection_module.__file__, writing.__file__, send_queue.__file__, tls_module.__file__)
+FILES = (
+    connection_module.__file__,
+    reading_module.__file__,
+    writing.__file__,
+    send_queue.__file__,
+    tls_module.__file__,
+)
 
 
 @pytest.fixture(scope="module")

@@ -89,15 +89,15 @@ class Devices:
         self.released = self._receiver.released  # what `flush` would send
         self.is_here = self._receiver.is_here
 
-    def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire | None]:
+    def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
-        wires: list[Wire | None] = []
+        wires: list[Wire] = []
         try:
             for buffer in buffers:
                 wires.append(self._sender.send(buffer))
                 self.traffic.count_sent(len(buffer))
         except BaseException:
-            self.withdraw([wire for wire in wires if wire is not None], named=False)
+            self.withdraw(wires, named=False)
             raise
         return wires
 
@@ -257,4 +257,4 @@ class Devices:
         if self._closed:
             return
         self._closed = True
-        self._around.ended(self._sender.close(), self._receiver.close())
+        self._around.ended([*self._sender.close(), *self._receiver.close()])

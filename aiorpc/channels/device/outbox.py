@@ -21,14 +21,14 @@ Handles are opened once for each link: opening takes milliseconds, and may block
 from __future__ import annotations
 
 import contextlib
-import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
+from ...locks import Lock
 from ..accelerator import Event, Interprocess, Stream, Tensor
+from ..space import KIB, MIB
 
-KIB, MIB = 1 << 10, 1 << 20
 # CUDA carves shorter allocations out of larger ones, all of which an exported handle would give away.
 GRANULE = 2 * MIB
 # Small slots keep short tensors from waiting for long ones: (bytes of one, how many, share of the whole that they may
@@ -52,17 +52,52 @@ def cut(size: int) -> list[tuple[int, int]]:
     return sorted(slots, key=itemgetter(1))
 
 
-class Outbox:
-    """The sender's end. Made and freed off the loop; `take` and `give` from any thread."""
+class BoxEnd:
+    """Either end of a box. Made and closed off the loop. index: of the device that has it open, or that it is on.
+
+    gone: whether nothing is left of it.
+    """
+
+    _address: int
+    _events: list[Event]
+
+    def __init__(self, driver: Interprocess, index: int, let_go: Callable[[int, int], None]) -> None:
+        """let_go: what the driver does with its memory at the end, by device and address; it waits for the device."""
+        self.index = index
+        self.gone = False
+        self._driver = driver
+        self._let_go = let_go
+        self._closed = False
+        self._using = Lock()  # held while something is enqueued
+
+    def release_waiters(self) -> None:
+        """The process at the other end has died, maybe before its device had done what it recorded: no stream of ours
+        waits for that, now or later. Never blocks."""
+        for event in list(self._events):
+            self._driver.release(event)
+
+    def close(self) -> None:
+        """Let go of it; of an outbox, once nobody else has it open. May block until copies are done. Idempotent."""
+        with self._using:
+            if self._closed:
+                return
+            self._closed = True
+        self._let_go(self.index, self._address)
+        events, self._events = self._events, []
+        self._driver.close_events(events)
+        self.gone = True
+
+
+class Outbox(BoxEnd):
+    """The sender's end. `take` and `give` from any thread."""
 
     def __init__(self, driver: Interprocess, index: int, size: int) -> None:
         """Allocate it on device `index`. Raises what the driver raises, with nothing left behind."""
-        self._driver = driver
-        self.index = index
+        super().__init__(driver, index, driver.free)
         self.size = -(-size // GRANULE) * GRANULE
         self.slots = cut(self.size)
         self._address = driver.allocate(index, self.size)
-        self._events: list[Event] = []
+        self._events = []
         try:
             self.handle = driver.export(index, self._address)
             self._events = driver.events(index, len(self.slots))
@@ -71,15 +106,12 @@ class Outbox:
             driver.free(index, self._address)
             driver.close_events(self._events)
             raise
-        self.gone = False  # whether nothing is left of it
         self._rooms = [room for _, room in self.slots]
         self._free = [list[int]() for _ in self.slots]  # by the first slot of a size: those that are free
-        self._lock = threading.Lock()
+        self._lock = Lock()
         for slot in range(len(self.slots)):
             self._free[self._first(slot)].append(slot)
         self._firsts = sorted({self._first(slot) for slot in range(len(self.slots))})
-        self._freed = False
-        self._using = threading.Lock()  # held while something is enqueued
 
     def _first(self, slot: int) -> int:
         return bisect_left(self._rooms, self._rooms[slot])
@@ -121,7 +153,7 @@ class Outbox:
         size = min(room, source.numel() - start)
         driver = self._driver
         with self._using:
-            if self._freed:
+            if self._closed:
                 raise RuntimeError("the other worker has closed it")
             event = self._events[slot]
             try:
@@ -137,25 +169,9 @@ class Outbox:
                 raise
         return size
 
-    def release_waiters(self) -> None:
-        """The reader's process has died, maybe before its device had done what it recorded: as of an inbox."""
-        for event in list(self._events):
-            self._driver.release(event)
 
-    def free(self) -> None:
-        """Nobody has it open any more. Idempotent."""
-        with self._using:
-            if self._freed:
-                return
-            self._freed = True
-        self._driver.free(self.index, self._address)  # waits for the device
-        events, self._events = self._events, []
-        self._driver.close_events(events)
-        self.gone = True
-
-
-class Inbox:
-    """The reader's end, opened for one of its devices. Made and closed off the loop."""
+class Inbox(BoxEnd):
+    """The reader's end, opened for one of its devices."""
 
     def __init__(
         self,
@@ -166,18 +182,14 @@ class Inbox:
         slots: Sequence[tuple[int, int]],
     ) -> None:
         """Open it for device `index`. Raises what the driver raises, with nothing left open."""
-        self._driver = driver
-        self.index = index
+        super().__init__(driver, index, driver.close)
         self.slots = slots
         self._address = driver.open(index, handle)
         try:
-            self._events: list[Event] = driver.open_events(index, event_handles)
+            self._events = driver.open_events(index, event_handles)
         except BaseException:
             driver.close(index, self._address)
             raise
-        self.gone = False  # whether nothing is left of it
-        self._closed = False
-        self._using = threading.Lock()  # held while something is enqueued
 
     def get(self, slot: int, target: int, size: int, stream: Stream) -> None:
         """Enqueue a copy of the slot's first bytes to an address. When this returns, the slot may be given back."""
@@ -192,20 +204,3 @@ class Inbox:
             driver.wait(event, stream)
             driver.copy(target, self._address + place, size, stream)
             driver.record(event, stream)
-
-    def release_waiters(self) -> None:
-        """The sender's process has died, maybe before its device had done what it recorded: no stream of ours waits
-        for that, now or later. Never blocks."""
-        for event in list(self._events):
-            self._driver.release(event)
-
-    def close(self) -> None:
-        """Let go of it. May block until copies out of it are done. Idempotent."""
-        with self._using:
-            if self._closed:
-                return
-            self._closed = True
-        self._driver.close(self.index, self._address)  # waits for the device
-        events, self._events = self._events, []
-        self._driver.close_events(events)
-        self.gone = True

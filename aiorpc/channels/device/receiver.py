@@ -390,7 +390,7 @@ class Receiver:
 
     def _use(self, number: int, inbox: Inbox) -> None:
         if self._closed:
-            self._around.ended((), (inbox,))
+            self._around.ended([inbox])
             return
         if self._left:
             self._around.in_background(self._decline, number, inbox)

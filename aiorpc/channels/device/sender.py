@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import RpcError
+from ...locks import Lock
 from .. import Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
 from .messages import BoxOffer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop
@@ -35,19 +35,19 @@ OFFER_PATIENCE = 30.0
 _new: Any = tuple.__new__  # what FilledSlot(...) does, without its call into Python
 
 
+@dataclass(eq=False)
 class _Box:
     """The sender's side of an outbox for one device there."""
 
-    def __init__(self, number: int, index: int, target: int) -> None:
-        self.number = number
-        self.index = index
-        self.target = target
-        self.outbox: Outbox | None = None
-        self.offered = False
-        self.open = False
-        self.refused = ""
-        self.waiting: deque[_Sending] = deque()
-        self.unmade = [True]  # taken out by the thread that makes it
+    number: int
+    index: int
+    target: int
+    outbox: Outbox | None = None
+    offered: bool = False
+    open: bool = False
+    refused: str = ""
+    waiting: deque[_Sending] = field(default_factory=deque)
+    unmade: list[bool] = field(default_factory=lambda: [True])  # taken out by the thread that makes it
 
 
 @dataclass(eq=False)
@@ -70,11 +70,6 @@ class _Sending:
     unwanted: bool = False  # as the other end has said
     running: bool = False  # a thread sends pieces
     stream: Stream = None
-
-    def part(self, size: int) -> Tensor:
-        """The next bytes of it."""
-        start = self.sent - self.first
-        return self.source[start : start + size]
 
 
 class Sender:
@@ -103,7 +98,7 @@ class Sender:
         self._box_size = box_size
         self._piece_size = piece_size
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._boxes: dict[tuple[int, int], _Box] = {}  # by both devices
         self._sending: dict[int, _Sending] = {}
         self._why = ""  # the way is not ipc
@@ -433,7 +428,8 @@ class Sender:
         driver, start = self._accelerator, sending.sent
         size = min(self._piece_size, sending.total - start)
         host = driver.pinned(size)
-        driver.move(host, sending.part(size), sending.stream)
+        at = start - sending.first
+        driver.move(host, sending.source[at : at + size], sending.stream)
         sending.sent += size
         sending.fetched += 1
         return start, host, driver.mark(sending.stream)
@@ -527,7 +523,7 @@ class Sender:
         """Nobody else has it open."""
         outbox, box.outbox = box.outbox, None
         if outbox is not None:
-            self._around.in_background(outbox.free)
+            self._around.in_background(outbox.close)
 
     @property
     def boxes(self) -> int:

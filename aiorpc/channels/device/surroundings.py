@@ -9,7 +9,7 @@ from ...errors import RpcError
 from ...protocol.frames import Buffer
 from ..accelerator import Event, Tensor
 from .messages import Message
-from .outbox import Inbox, Outbox
+from .outbox import BoxEnd
 
 DIRECT, IPC, STAGING = "direct", "ipc", "staging"
 # The slot of an outbox that its nonce is in.
@@ -50,12 +50,12 @@ class Surroundings(Protocol):
     def take_back(self, number: int) -> None:
         """Nobody will take that over. Whatever is left there goes with the link."""
 
-    def hold(self, inboxes: Sequence[Inbox]) -> None:
+    def hold(self, boxes: Sequence[BoxEnd]) -> None:
         """Streams, and threads that wait for them, may wait for what the other process does with these: when it dies
         they are to go on."""
 
-    def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
-        """The link has ended; the other process may still use the outboxes."""
+    def ended(self, boxes: Sequence[BoxEnd]) -> None:
+        """The link has ended; the other process may still use the outboxes among these."""
 
 
 def failed(error: Exception) -> RpcError:

@@ -40,17 +40,18 @@ def _run_path(path: str) -> None:
         sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # as above
         return
+    absolute = os.path.abspath(path)  # as Python has it: a program that changes its directory is found all the same
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.abspath(path))
+        sys.path[0] = os.path.dirname(absolute)
     try:
-        with io.open_code(os.path.abspath(path)) as file:
+        with io.open_code(absolute) as file:
             source = file.read()
     except OSError as error:
         print(f"python -m aiorpc.compat.torch: cannot open {path!r}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None
-    code = compile(source, path, "exec", dont_inherit=True)
+    code = compile(source, absolute, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
-    names["__file__"] = path
+    names["__file__"] = absolute
     exec(code, names)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ...autograd import backward as run_pass
 from ...autograd import context as aiorpc_context
-from ...autograd import get_gradients as gradients_of
+from ...autograd import get_gradients
 from ...callbacks import current_autograd
 from ...errors import RpcError, RpcUsageError
 from ...runtime.gradients import contexts as gradients
@@ -50,11 +50,6 @@ class context:
 
     def __exit__(self, *exc_info: object) -> None:
         self._inner.__exit__(*exc_info)
-
-
-def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that a context has at this worker, by leaf. RuntimeError if there is no such context here."""
-    return gradients_of(context_id)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -215,10 +210,10 @@ def _get_max_id() -> int:
     return gradients.id_range(registry.get().engine.id)[1]
 
 
-def _get_debug_info() -> dict[str, str]:
-    """How many contexts are open here, and how many passes are under way, as text."""
+def _get_debug_info() -> dict[str, int]:
+    """How many contexts are open here, and how many passes are under way: numbers, where other figures are text."""
     with contextlib.suppress(RpcUsageError):
         contexts = list(registry.get().gradients._contexts.values())
         passes = sum(len(each.parts) for each in contexts)
-        return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(len(contexts))}
-    return {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+        return {"num_current_backward_passes": passes, "num_autograd_contexts": len(contexts)}
+    return {"num_current_backward_passes": 0, "num_autograd_contexts": 0}

@@ -25,7 +25,7 @@ from ...errors import RpcError
 from ...testing.faults import Faults
 from ...testing.passing import MessageKind, SentMessage
 from . import script
-from .rpc import backend_registry, constants
+from .rpc import backend_registry
 from .rpc.agent import TensorPipeAgent
 from .rpc.options import TensorPipeRpcBackendOptions
 
@@ -54,20 +54,19 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     such a message fail; 0 for none. ValueError for a type that does not exist.
     """
 
+    messages_to_fail: list[str]
+    messages_to_delay: dict[str, float]
+    num_fail_sends: int
+
     def __init__(
         self,
         *,
-        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = constants.DEFAULT_INIT_METHOD,
         messages_to_fail: list[str] | None = None,
         messages_to_delay: dict[str, float] | None = None,
         num_fail_sends: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method, **options
-        )
+        super().__init__(**options)
         self.messages_to_fail = list(messages_to_fail or ())
         self.messages_to_delay = dict(messages_to_delay or {})
         self.num_fail_sends = num_fail_sends

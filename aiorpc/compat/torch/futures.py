@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ... import foreign
+from ...callbacks import settle_within
 from ...collecting import collect_all as all_done
 from ...errors import RpcUsageError
 from ...futures import AnyFuture, Future, outcome, when_done
@@ -26,21 +27,23 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     result.sources = [gathered]
 
     def failed(future: AnyFuture) -> None:
-        if isinstance(future, Future) and future._error is None:
-            return
-        error = outcome(future)[1]
-        if error is not None:
-            result.settle(None, error)
+        if error_of(future) is not None:
+            settle_within(result, result.executor, lambda _: result.settle(None, error_of(future)))
 
     def complete(_: AnyFuture) -> None:
-        for future in futures:  # `failed` of the last one may not have run
-            failed(future)
-        result.settle(futures)
+        errors = (error for error in map(error_of, futures) if error is not None)
+        error = next(errors, None)  # `failed` of the last one may not have run
+        result.settle(futures if error is None else None, error)
 
     for future in futures:
         when_done(future, failed)
     when_done(gathered, complete)
     return result
+
+
+def error_of(future: AnyFuture) -> BaseException | None:
+    """The error of a completed Future, which counts as seen then; None if it has a value."""
+    return None if isinstance(future, Future) and future._error is None else outcome(future)[1]
 
 
 def wait_all(futures: Sequence[AnyFuture]) -> list[Any]:

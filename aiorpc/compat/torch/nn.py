@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ...errors import RpcUsageError
 from ...nn import RemoteModule as BaseModule
-from ...nn import RemoteModuleError
+from ...nn import refused
 from ...protocol import codec
 from ...runtime.references.rref import RRef
 
@@ -27,13 +27,6 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 # torch refuses these, and programs may rely on that; aiorpc's own class has those that make sense.
 _REFUSED = ("children", "extra_repr", "load_state_dict", "modules", "named_children", "named_modules", "state_dict")
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
-
-
-def _refuse(name: str, instead: str = "") -> Callable[..., NoReturn]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RemoteModuleError(f"Method ``{name}`` not supported for RemoteModule{instead}")
-
-    return refuse
 
 
 class _RemoteModule(BaseModule):
@@ -84,7 +77,7 @@ def _load(kind: type[_RemoteModule], on: Any, device: str, module_rref: RRef[tor
 
 
 for _name in (*_REFUSED, *_INSTEAD):
-    setattr(_RemoteModule, _name, _refuse(_name, _INSTEAD.get(_name, "")))
+    setattr(_RemoteModule, _name, refused(_name, _INSTEAD.get(_name, "")))
 
 
 class RemoteModule(_RemoteModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from ...futures import Future
 from ...optim import DistributedOptimizer as BaseOptimizer
 from ...optim import NoGradients
+from ...runtime.calls.annotations import signature
 from ...runtime.references.rref import RRef
 from . import autograd as dist_autograd
 
@@ -52,7 +52,7 @@ def _default_lr(optimizer_class: Any) -> dict[str, Any]:
     from torch.distributed.optim.utils import functional_optim_map  # imports the module that this one stands for
 
     functional: Any = functional_optim_map.get(optimizer_class)
-    if functional is None or not torch.jit._state._enabled or "lr" not in inspect.signature(optimizer_class).parameters:
+    if functional is None or not torch.jit._state._enabled or "lr" not in signature(optimizer_class).parameters:
         return {}
-    lr = inspect.signature(functional).parameters.get("lr")
+    lr = signature(functional).parameters.get("lr")
     return {} if lr is None or lr.default is lr.empty else {"lr": lr.default}

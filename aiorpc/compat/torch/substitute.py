@@ -7,7 +7,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ import torch.nn.parallel.distributed
 
 from ...errors import RpcUsageError
 from ...futures import Future
+from ...locks import RLock
 from . import autograd, children, ddp, futures, natives, nn, optim, rpc, script
 from .replace import Replacements
 from .rpc import (
@@ -78,7 +78,7 @@ class _Installation:
     """What `install` has done. objects: see `_objects_of_torch`."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self.replaced = Replacements()
         self.objects: _Objects = {}
         self.finder = _Finder()

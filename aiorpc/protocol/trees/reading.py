@@ -37,18 +37,8 @@ from .marks import (
     Tensor,
 )
 
-
-class _Read:
-    """A mark as msgpack hands it over, before the list that begins with it is whole."""
-
-    __slots__ = ("mark",)
-
-    def __init__(self, mark: Mark) -> None:
-        self.mark = mark
-
-
-_READ = {bytes((mark,)): _Read(mark) for mark in Mark}
-_READ_TUPLE = _READ[bytes((Mark.TUPLE,))]
+_MARKS = {bytes((mark,)): mark for mark in Mark}
+_TUPLE = Mark.TUPLE
 
 
 def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> Any:
@@ -58,25 +48,25 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
     whatever is no Exception that the code of a registered class raises.
     """
     reader, tensors = _Reader(message, buffers), message.tensors
-    open_marks = 0  # whose list is not whole
+    open_marks = 0  # whose list is not whole; one that stands anywhere else stays open, whatever is made of it
 
     # Functions of this one, not methods: they are called for each tensor, and each list.
     def extension(code: int, data: bytes) -> Any:
         nonlocal open_marks
         if code == MARK:
             open_marks += 1
-            return _READ[data]
+            return _MARKS[data]
         if code == TENSOR:
             return tensors[NUMBERS[data] if data in NUMBERS else int.from_bytes(data, "big")]
         raise ProtocolError(f"an extension of type {code}, which does not exist")
 
     def whole(items: list[Any]) -> Any:
         nonlocal open_marks
-        if not items or type(items[0]) is not _Read:
+        if not items or type(items[0]) is not Mark:
             return items
         open_marks -= 1
-        read = items.pop(0)
-        return tuple(items) if read is _READ_TUPLE else reader.read(read.mark, items)
+        mark = items.pop(0)
+        return tuple(items) if mark is _TUPLE else reader.read(mark, items)
 
     try:
         if len(tree) > LONG:

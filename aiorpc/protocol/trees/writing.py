@@ -9,7 +9,6 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import msgpack
@@ -20,7 +19,7 @@ from ... import foreign
 from ...errors import SerializationError
 from .. import reductions
 from ..reductions import is_dense
-from ..registered import name_of, registered
+from ..registered import NAMEABLE, name_of, registered
 from .marks import (
     DTYPE,
     MARKS,
@@ -37,7 +36,6 @@ from .marks import (
 
 # Arrays of more bytes than this leave the tree.
 _SMALL = 4096
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 def write_tree(value: object, out: Collected) -> bytes:
@@ -99,7 +97,7 @@ class _Writer:
         write = _WRITERS.get(kind)
         return self._other(value, kind) if write is None else write(value)
 
-    def dense(self, tensor: Tensor) -> Any:
+    def _dense(self, tensor: Tensor) -> Any:
         """A dense tensor, which leaves the tree."""
         out = self._out
         place = out.places.get(id(tensor))
@@ -114,8 +112,9 @@ class _Writer:
             return self._tensor(value)
         if kind is numpy.ndarray:
             return self._array(value)
-        if isinstance(value, (type, *_FUNCTIONS)):
-            return [MARKS[Mark.NAMED], _name(value, f"the {_sort(value)} {name_of(value) or value!r:.200}")]
+        if isinstance(value, NAMEABLE):
+            sort = "class" if isinstance(value, type) else "function"
+            return [MARKS[Mark.NAMED], _name(value, f"the {sort} {name_of(value) or value!r:.200}")]
         if hasattr(kind, "_travel"):  # a remote reference
             value._travel(self._out, None)
             return [MARKS[Mark.REFERENCE], len(self._out.references) - 1]
@@ -182,7 +181,7 @@ class _Writer:
         """A tensor that is not plain: see `reductions`, whose parts are used here."""
         out = self._out
         if is_dense(tensor, out.route):
-            return self.dense(tensor)
+            return self._dense(tensor)
         apart = out.apart
         if apart is not None and reductions.has_sparse_past(tensor):
             apart.append(tensor)
@@ -224,10 +223,6 @@ class _Writer:
         offsets, lengths = inner._offsets.contiguous(), None if lengths is None else lengths.contiguous()
         parts = (inner._values, offsets, lengths, inner._ragged_idx)
         return [MARKS[Mark.JAGGED], *parts, grad]
-
-
-def _sort(value: object) -> str:
-    return "class" if isinstance(value, type) else "function"
 
 
 def _name(thing: Any, what: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
-from ...errors import Overloaded, RpcCancelled, SerializationError
+from ...errors import ItemLost, Overloaded, RpcCancelled, SerializationError
 from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
@@ -76,21 +76,23 @@ class Answers:
         self._backlog = backlog
         self.remembered = Remembered(engine.options)
 
-    def take(self, call_id: int) -> ServedCall | None:
-        """Take a call out of `calls`, which ends it; None if somebody else has ended it before. Any thread."""
-        call = self.calls.pop(call_id, None)
-        if call is not None:
-            self.queued -= call.size
-            if call.credit is not None:
-                self.streams -= 1
-            if call.system:
-                self.system -= 1
-        return call
+    def take(self, call: ServedCall) -> bool:
+        """Take a call out of `calls`, which ends it; False if somebody else has ended it before. Any thread."""
+        # Its caller may have given it up, and used its number again: that one is not ended in its place.
+        if self.calls.get(call.call_id) is not call or self.calls.pop(call.call_id, None) is None:
+            return False
+        self.queued -= call.size
+        if call.credit is not None:
+            self.streams -= 1
+        if call.system:
+            self.system -= 1
+        return True
 
     def _may_answer(self, call: ServedCall) -> bool:
         # If the caller gave up while this answer was being made, the answer is sent all the same, because references
         # may be in it. The caller drops the late answer but takes its references, and the table here waits for that.
-        if self.calls.pop(call.call_id, None) is None:
+        # As `take`, with one function less for each answer.
+        if self.calls.get(call.call_id) is not call or self.calls.pop(call.call_id, None) is None:
             call.replied = call.cancelled
         else:
             call.replied = True
@@ -215,6 +217,9 @@ class Answers:
     def _prepare(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], copy: bool) -> Prepared | None:
         try:
             return self._link.distribution.prepare(REPLY, call.call_id, body, buffers, copy=copy)
+        except SerializationError as error:
+            self.answer_error(call, SerializationError(f"the result of {call.function} {error}"))
+            return None
         except Exception as error:
             self.answer_error(call, error)
             return None
@@ -239,16 +244,18 @@ class Answers:
         """Send the exception, unless the call has ended."""
         if self._engine.lifetime.forked:
             end_child(where(call), error)
-        if self.take(call.call_id) is None:
+        if not self.take(call):
             return
         call.replied = True
         if call.creates is not None:
             self._references.settle_created(call, None, error)
         again = not call.begun if call.once is None else self._may_come_again(call, error)
-        if self._backlog.waiting > self._backlog.limit and not isinstance(error, Overloaded):
-            error = self._backlog.overloaded(call)  # an error may be as long as it likes
+        # An error may be as long as it likes; but a loss is told once.
+        if self._backlog.waiting > self._backlog.limit and not isinstance(error, (Overloaded, ItemLost)):
+            error = self._backlog.overloaded(call)
             again = again or call.once is not None
-        self._engine.counters.failed += 1
+        if not call.system:
+            self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
             self._log(call, error)
         self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe, again)))
@@ -317,7 +324,11 @@ class Answers:
             pass_on(error)
             raise not_pickled(f"an item of {call.function}", error) from error
         if buffers:
-            link.post(link.distribution.prepare(ITEM, call.call_id, body, buffers, copy=True), call=call)
+            try:
+                prepared = link.distribution.prepare(ITEM, call.call_id, body, buffers, copy=True)
+            except SerializationError as error:
+                raise SerializationError(f"an item of {call.function} {error}") from None
+            link.post(prepared, call=call)
         else:
             link.send(ITEM, call.call_id, encode_frame(ITEM, call.call_id, body), call=call)
 

@@ -7,6 +7,7 @@ answers that a background thread is about to copy. Bytes in shared memory are co
     past half of max_unsent_bytes   calls are not started: they are parked, and nothing is read from him any more, so
                                     that no more come. Streams make no further items.
     past max_unsent_bytes           results of calls that had begun before are dropped, and Overloaded is answered
+    past twice that                 nothing more is read from him, whatever it would be answered
 
 So it is exceeded by one result for each handler that answers at that moment, and by the words of those errors. What the
 runtime calls for itself is neither parked nor counted. Everything goes on as soon as the caller has taken enough.
@@ -18,7 +19,8 @@ given to Futures that have room for them. So of two workers that call each other
 stopped reading calls, and yet both read answers, which is all that either waits for. Two things answers may have to
 hear of the caller: that there will be no second connection, so there is reading until there is one; and over TCP how
 much he has received, so a connection that has sent as much as it may keep is read until he says so (calls that come
-meanwhile are parked, and refused past max_queued_bytes). What else stands behind a call in the socket (the word that a
+meanwhile are parked, and refused past max_queued_bytes; whoever makes more of them than max_queued_calls and has
+received nothing meanwhile loses the connection). What else stands behind a call in the socket (the word that a
 call was given up, more credit for a stream, counts of references, a goodbye) concerns the same caller, and waits for
 nothing but his own reading, too; what he says to third workers goes over other connections. The end of a connection
 that is not read is seen all the same, by the process that is gone or by the write that fails.
@@ -28,10 +30,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from typing import Protocol
 
 from ...channels.bulk import Bulk
-from ...errors import Overloaded
+from ...errors import Overloaded, ProtocolError
 from ...transport.connection import Connection
 from ..calls.current import ServedCall
 from ..engine.engine import Engine
@@ -53,15 +56,16 @@ class LinkForBacklog(Protocol):
 
 
 class Backlog:
-    """See the module. `crowded`, `when_room` and `park` from any thread, the rest on the loop.
+    """See the module. `crowded`, `when_room`, `park` and `stop_calls` from any thread, the rest on the loop.
 
-    limit, half: in bytes. queue, bulk, held: what is counted, there to be looked at on the path of each call. parked:
-    the calls that wait to be started.
+    limit, half, most: in bytes. queue, bulk, held: what is counted, there to be looked at on the path of each call.
+    parked: the calls that wait to be started.
     """
 
     def __init__(self, engine: Engine, link: LinkForBacklog, connection: Connection) -> None:
         self.limit = engine.options.max_unsent_bytes
         self.half = self.limit // 2
+        self.most = 2 * self.limit
         self.queue = connection.queue
         self.bulk = link.bulk
         self.held = 0
@@ -74,6 +78,7 @@ class Backlog:
         self._pause = _FIRST_PAUSE
         self._looking = False
         self._closed = False
+        self._unstopped = 0  # calls that have come past `most` since reading could be stopped last
 
     def start(self, resume: Callable[[ServedCall], None]) -> None:
         """resume: starts a call that was parked."""
@@ -100,6 +105,14 @@ class Backlog:
         self.parked.append(call)
         self._engine.run_on_loop(self._wait)
 
+    def stop_calls(self) -> None:
+        """A call has come, and there is more than `most` already: whatever it is answered, no more are read."""
+        self._engine.run_on_loop(self._stop_calls)
+
+    def _stop_calls(self) -> None:
+        self._unstopped += 1
+        self._wait()
+
     def when_room(self, callback: Callable[[], object]) -> None:
         """Have that called on the loop when there is room, or when the connection has ended."""
         self._waiters.append(callback)
@@ -113,7 +126,11 @@ class Backlog:
         if not self._looking:
             self._looking = True
             self._pause = _FIRST_PAUSE
-            self._engine.loop.call_later(self._pause, self._look)
+            self._look_later()
+
+    def _look_later(self) -> None:
+        # Not with the context variables of who waits: the calls that are started then are others'.
+        self._engine.loop.call_later(self._pause, self._look, context=Context())
 
     def _look(self) -> None:
         self._looking = False
@@ -130,15 +147,25 @@ class Backlog:
             for _ in range(min(_AT_ONCE, len(self.parked))):
                 self._resume(self.parked.popleft())
         self._stop_reading()
-        if (self.parked or self._waiters) and not self._looking:
+        # Only here: all of them may have come at once, and what they were told may not have been written by then. And
+        # only if that waits: what goes over the second connection may wait for that one, which takes its time.
+        if self._unstopped > self._engine.options.max_queued_calls and self.queue.size > self.most:
+            self._connection.abort(
+                ProtocolError(f"it makes calls, and takes none of the {self.waiting} bytes that wait for it here")
+            )
+            return
+        if (self.parked or self._waiters or self.waiting > self.most) and not self._looking:
             self._looking = True
-            self._engine.loop.call_later(self._pause, self._look)
+            self._look_later()
 
     def _stop_reading(self) -> None:
         """Read from the caller, or do not, as it is right now."""
         pipe = self._link.pipe
         # Where there is no second connection yet, the caller may have to say that there will be none.
-        stop = bool(self.parked) and (pipe is not None or not self.bulk.unsent)
+        full = self.waiting > self.most
+        stop = (full or bool(self.parked)) and (pipe is not None or not self.bulk.unsent)
+        if not full or (stop and not self._connection.must_hear):
+            self._unstopped = 0
         for connection in (self._connection, pipe):
             if connection is None:
                 continue

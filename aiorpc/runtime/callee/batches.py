@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 from functools import partial
 
+from torch import is_grad_enabled, set_grad_enabled
+
 from ... import foreign
 from ...errors import WorkerClosed
 from ..calls.batching import Batch
@@ -33,11 +35,14 @@ def run_batch(node: CommonHome, batch: Batch | None) -> None:
 
 
 def _run_here(node: CommonHome, batch: Batch) -> None:
+    with_gradients = is_grad_enabled()
     try:
         _context_of(node, batch).run(batch.run)
     except (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
         pass  # its callers have got it, and it is no request to end this thread
     finally:
+        if is_grad_enabled() is not with_gradients:  # as of its context: torch keeps that for the thread
+            set_grad_enabled(with_gradients)
         _ended(node, batch)
 
 

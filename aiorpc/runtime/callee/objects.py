@@ -7,10 +7,10 @@ leaves the calls alone that have come by then.
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from ...errors import RpcUsageError, UnknownObject
+from ...locks import Lock
 from ...protocol.identity import check_object_name
 from ..engine.lifetime import Lifetime
 
@@ -40,6 +40,13 @@ class ServedObject:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        """It ends the service of this worker, and of no other."""
+        raise RpcUsageError(
+            f"{self!r} stays with its worker, and cannot be copied, pickled or sent; others call the object by its "
+            f"name, rpc.peer({self._objects.worker!r}).object({self.name!r}); a handler that serves one returns None"
+        )
+
     def __repr__(self) -> str:
         return f"<aiorpc.serve {self.name!r} on worker {self._objects.worker!r}>"
 
@@ -50,7 +57,7 @@ class Objects:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.by_name: dict[str, ServedObject] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def serve(self, name: str, value: Any, lifetime: Lifetime, *, replace: bool = False) -> ServedObject:
         """See `aiorpc.serve`. lifetime: of the worker."""

@@ -8,13 +8,13 @@ those of the calls that came and were not run. These are remembered, too, and bo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...channels import AnyBuffer
 from ...channels.accelerator import DeviceBuffer
 from ...errors import Overloaded, RpcError
+from ...locks import Lock
 from ...options import RpcBackendOptions
 from ...protocol.frames import Buffer
 from ..calls.current import ServedCall
@@ -54,7 +54,7 @@ class Remembered:
         self._bytes = 0
         self._forgotten = -1  # the highest number of an answer that was forgotten
         self._refused: dict[int, None] = {}  # numbers of calls that came and were not run, the latest last
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __len__(self) -> int:
         """How many answers are kept."""

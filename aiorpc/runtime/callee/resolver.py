@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-from ...errors import ProtocolError, RpcUsageError, SerializationError
+from ...errors import Overloaded, ProtocolError, RpcUsageError, SerializationError
 from ...futures import AnyFuture, Future, outcome, when_done
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, Values
@@ -25,6 +25,9 @@ from .answers import Answers
 from .objects import Objects
 from .running import Runner
 from .standing import Found
+
+# Functions that one caller may give numbers to: each stays known for as long as the connection.
+MOST_FUNCTIONS = 65_536
 
 _new: Any = tuple.__new__  # what Handler(...) does, without its call into Python
 
@@ -141,6 +144,11 @@ class Resolver:
                 handler = self.functions.get(number)
                 if handler is None:
                     call.function = name
+                    if len(self.functions) >= MOST_FUNCTIONS:
+                        raise Overloaded(
+                            f"{self._caller_name!r} has named {MOST_FUNCTIONS} functions to worker "
+                            f"{self._engine.name!r}, which takes no more of them; {name:.130} was not run"
+                        )
                     if not functions.is_loaded(name) and (self._permits is None or self._permits.may_import(name)):
                         self._engine.background.submit(self._import, number, name, call)
                         return
@@ -165,6 +173,7 @@ class Resolver:
                 self._call(name, call, value)
             case Fetch(worker, number, key):
                 call.function = "to_here"
+                self._engine.counters.served_users += 1  # nothing is run for it, so nobody else counts it
                 value = self._references.value(worker, number, key, self._caller)
                 answer = partial(self._answers.answer_future, call, False)
                 when_done(value, answer if self._permits is None else partial(self._fetch, worker, call))

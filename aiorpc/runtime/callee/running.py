@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
@@ -16,12 +18,16 @@ from functools import partial
 from types import GeneratorType
 from typing import Any
 
+from torch import is_grad_enabled, set_grad_enabled
+
 from ... import foreign
+from ...callbacks import Again
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
     NotAllowed,
     Overloaded,
     PeerClosed,
+    ProtocolError,
     RpcCancelled,
     RpcError,
     RpcTimeout,
@@ -29,7 +35,7 @@ from ...errors import (
     SerializationError,
     WorkerClosed,
 )
-from ...futures import is_future, when_done
+from ...futures import AnyFuture, is_future, when_done
 from ...protocol.codec import names_nothing
 from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
@@ -45,6 +51,8 @@ from .backlog import Backlog
 from .batches import NotRun, run_batch
 from .producing import serve_async_generator, serve_generator
 from .standing import Standing
+
+logger = logging.getLogger("aiorpc")
 
 _REF = "ref is the reference, or the handle of the object, that it is called through"
 
@@ -92,7 +100,8 @@ class Runner:
         call.function = handler.name
         if handler.system:
             call.system = True
-            if call.call_id in self._answers.calls:  # else it was cancelled while its module was imported
+            # Else it was cancelled while its module was imported.
+            if self._answers.calls.get(call.call_id) is call:
                 self._answers.system += 1
         else:
             self._engine.counters.served_users += 1
@@ -206,7 +215,10 @@ class Runner:
         passed = call.arguments.references
         call.drop_arguments()
         if passed:
-            self._load_references(passed)
+            try:
+                self._load_references(passed)
+            except ProtocolError:  # as in arguments that are read: that call's trouble, which has its answer
+                logger.debug("%s brought references that cannot be", call.function, exc_info=True)
 
     def refuse(self, call: ServedCall, error: BaseException) -> None:
         """Answer a call with that error, and do not run it. Any thread."""
@@ -270,7 +282,9 @@ class Runner:
         assert handler is not None, "it was found before the call was started"
         mode = handler.mode
         token = current_call.set(call)
+        call.thread = threading.get_ident()
         within = current_autograd.set(call.autograd) if call.autograd else None
+        with_gradients = is_grad_enabled()
         try:
             args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
             if call.arrival is not None:
@@ -300,9 +314,12 @@ class Runner:
             self._answers.answer_error(call, error)
             return
         finally:
+            call.thread = 0
             current_call.reset(token)
             if within is not None:
                 current_autograd.reset(within)
+            if is_grad_enabled() is not with_gradients:  # as of its context: torch keeps that for the thread
+                set_grad_enabled(with_gradients)
             # Behind the handler: while that runs, the loop hears of all that its caller has to say.
             standing = self.standing
             # Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
@@ -330,7 +347,7 @@ class Runner:
 
     def _defer(self, call: ServedCall, result: object) -> None:
         if is_future(result):
-            when_done(result, partial(self._answers.answer_future, call, True))
+            when_done(result, Again(self._answer_deferred, [call]))
             return
         kind = type(result).__qualname__
         given = "it returns"
@@ -346,6 +363,24 @@ class Runner:
                 f"{given}"
             ),
         )
+
+    def _answer_deferred(self, waiting: list[ServedCall], future: AnyFuture) -> None:
+        """The Future is done. It may run twice, with the same list, which has the call in it until it is answered.
+
+        Nobody changes later what was read, as the answer to another call is. A value that a program has settled its own
+        Future with it may change.
+        """
+        if getattr(future, "_apart", False):
+            self._engine.apart_from_signals(self._answer_waiting, waiting, future)
+        else:
+            self._answer_waiting(waiting, future)
+
+    def _answer_waiting(self, waiting: list[ServedCall], future: AnyFuture) -> None:
+        try:
+            call = waiting.pop()
+        except IndexError:  # it was handed over twice
+            return
+        self._answers.answer_future(call, True, future)
 
     def _join_batch(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
         batcher = get_batcher(_function_of(call), self._node)

@@ -68,6 +68,10 @@ class PeerForService(answers.PeerForAnswers, Protocol):
     @property
     def parting(self) -> RpcError | None: ...
 
+    @property
+    def unsent(self) -> int:
+        """How many messages wait to be sent to that worker."""
+
     def track(self, said: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any], Past | None]:
         """The tensors of a message from that worker, placed in the autograd graph as the message says."""
 
@@ -168,7 +172,10 @@ class Service:
         call = ServedCall(self._home, self._info, frame, message, self._permits)
         call.caller_id = self.record.id
         if message.autograd is not None:
-            call.autograd = self._home.gradients.called(message.autograd, self._caller)
+            try:
+                call.autograd = self._home.gradients.called(message.autograd, self._caller)
+            except Overloaded as error:
+                failure = error.with_traceback(None)  # which would hold this frame, as below
         if type(frame) is Message:
             call.landing = frame.landing
         if message.creates is not None:
@@ -181,6 +188,9 @@ class Service:
         self._answers.queued += size
         if call.credit is not None:
             self._answers.streams += 1
+        backlog = self._backlog
+        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.most:
+            backlog.stop_calls()
         users = len(self.calls) - 1 - self._answers.system
         if users >= self._engine.options.max_queued_calls and not self._is_system(message):
             failure = Overloaded(
@@ -265,6 +275,11 @@ class Service:
                 )
 
     def _on_reference(self, frame: Frame) -> None:
+        options = self._engine.options
+        if self._caller.unsent > options.max_references + options.max_pending_calls:  # each may have an answer
+            raise ProtocolError(
+                f"it sends messages about references, and takes none of the {self._caller.unsent} to it"
+            )
         self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
 
     def _on_goodbye(self, _: Frame) -> None:
@@ -279,11 +294,12 @@ class Service:
         if call is not None:
             # Before it is taken out: whoever has its answer ready and finds it gone has to see why (`_may_answer`).
             call.cancelled = True
-            call = self._answers.take(call_id)
+            call = call if self._answers.take(call) else None
         self.link.distribution.give_up(call_id)  # large buffers of its answer or its items may be on their way
         if call is None:
             return
-        self._engine.counters.cancelled += 1
+        if not call.system:
+            self._engine.counters.cancelled += 1
         if call.once is not None:
             self._answers.forget(call)
         # Where this worker has closed its connections, whoever waits for the value hears that it has, and nothing else.
@@ -297,8 +313,9 @@ class Service:
             self._home.references.settle_created(call, None, error)
         if call.credits is not None:
             call.credits.stop()
-        if call.on_cancel is not None:
-            call.on_cancel()
+        tell = call.on_cancel  # looked at once: a handler's thread may take it back
+        if tell is not None:
+            tell()
 
     def _creator_gone(self) -> RpcError:
         record, gone = self.record, self._caller.gone or self._caller.parting

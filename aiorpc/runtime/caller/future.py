@@ -135,7 +135,7 @@ class CallFuture(Future[Any]):
         return self.peer.engine.pool
 
     @property
-    def _home_thread(self) -> int:  # type: ignore[override]  # an attribute there; here it is the peer's
+    def home_thread(self) -> int:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.engine.thread
 
     @property

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import RpcUsageError
 from ...protocol.packing import PLAIN
+from ..calls.annotations import signature
 from ..calls.functions import describe
 
 #: Keywords that belong to other verbs than the one that passes all keywords on.
@@ -25,7 +26,7 @@ def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str, verb: 
     verb: what makes the handle that the call is made through.
     """
     try:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        parameters = signature(function, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return
     kinds = {parameter.kind for parameter in parameters.values()}

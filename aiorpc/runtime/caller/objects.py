@@ -145,7 +145,7 @@ def _invoke(method: _MethodOfObject, args: tuple[Any, ...], kwargs: dict[str, An
     home, to, retried = handle._home, handle._to, handle._retried
     function = ObjectMethod(handle._name, name)
     peer = home.peers.find(to)
-    seconds = handle._timeout if timeout < 0 else peer.engine.timeout(timeout)
+    seconds = handle._timeout if timeout == -1.0 else peer.engine.timeout(timeout, handle._timeout)
     if verb == "rpc_sync":
         peer.engine.refuse_on_loop(f"{handle!r}.rpc_sync().{name}()", f"await the object's {name}()")
     elif verb in ("remote", "stream") and retried is not None:

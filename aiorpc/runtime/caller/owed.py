@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -56,11 +57,15 @@ def _is_lone(result: Values, segments: Sequence[Any]) -> bool:
     )
 
 
+class NotArrived(RpcError):
+    """The answer of a call has come, and what belongs to it cannot be had here; its cause says why."""
+
+
 class ItemSink(Protocol):
     """The consumer of a stream (`Stream`)."""
 
     def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
-        """An item arrived; on the worker's loop."""
+        """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
 
 
 class PeerForOwed(Protocol):
@@ -75,11 +80,17 @@ class PeerForOwed(Protocol):
     @property
     def record(self) -> WorkerRecord | None: ...
 
+    @property
+    def trouble(self) -> str:
+        """What has been in the way of a connection to it last; empty if that is not known."""
+
     def call_off(self, call_id: int, expired: bool = False) -> None:
         """That call has ended here: take it back, or tell the callee. expired: its time is up."""
 
-    def load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
-        """Handles of the references in a message from the peer."""
+    def load_references(
+        self, passed: Sequence[PassedReference], left: list[PassedReference] | None = None
+    ) -> Sequence[Any]:
+        """Handles of the references in a message from the peer. left: the same, without those that were taken."""
 
     def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
@@ -114,6 +125,7 @@ class OwedCalls:
         self.lent: dict[int, list[Any]] = {}
         self.system = 0
         self.decoding: set[int] = set()
+        self._given_up: dict[int, float] = {}
         self.interruption: tuple[BaseException, BaseException] | None = None
         self._home = home
         self._engine = home.engine
@@ -201,7 +213,8 @@ class OwedCalls:
     def _time_out(self, future: OwedCall, late: float = 0.0) -> None:
         """late: so many seconds after its deadline another thread says so than that of the loop, which has not."""
         assert future.deadline is not None
-        self._counters.timed_out += 1
+        if not future.system:
+            self._counters.timed_out += 1
         logger.debug("the time of %s is up; worker %r is %s", future.subject, self._peer.name, self._peer.state.value)
         given = future.deadline - future.started if future.allowed is None else future.allowed
         seconds = round(given, 6)  # what was asked for, not 0.09999999999854481
@@ -212,7 +225,8 @@ class OwedCalls:
         outcome = ". It was told to stop, and may or may not have run."
         if state is PeerState.CONNECTING:
             nobody = self._peer.record is None
-            stands = "no worker of that name has joined" if nobody else state.value
+            trouble = self._peer.trouble
+            stands = "no worker of that name has joined" if nobody else state.value + (trouble and f": {trouble}")
             outcome = f"; there is no connection to it yet ({stands}). Nothing was sent."
         elif late:  # the word to stop waits for the loop, too
             outcome = ". It may or may not have run."
@@ -253,7 +267,8 @@ class OwedCalls:
         if self.streams.pop(frame.call_id, None) is not None:  # an item is missing, so those behind it are not wanted
             self._peer.call_off(frame.call_id)
         if future is not None:
-            failure = RpcError(f"the result of {future.describe()} did not arrive: {error}")
+            failure = NotArrived(f"the result of {future.describe()} did not arrive: {error}")
+            failure.__cause__ = error
             future.settle(None, failure)
 
     def on_item(self, frame: Frame) -> None:
@@ -293,17 +308,19 @@ class OwedCalls:
             self._settle_error(future, frame)
             return
         landing = frame.landing if type(frame) is Message else None
+        result: Values | None = None
         try:
             result = read_values(frame.body)
             values, _, _, pickled, _, table, references, _ = result
             if pickled and len(pickled) > LARGE_PICKLE:
                 self._decode_in_background(future, result, frame.segments, landing)
                 return
-        except Exception as error:
-            if foreign.from_signal(error):
-                self._unreadable(future, error)
-            else:
-                future.settle(None, without_frames(error))
+        except BaseException as error:
+            if result is None and foreign.from_signal(error):
+                self._engine.call_on_loop(self._discard, frame)
+            if not isinstance(error, Exception):
+                raise
+            self._unreadable(future, error)
             return
         if len(values) == 1 and not (table or pickled or references):
             future.settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
@@ -324,23 +341,25 @@ class OwedCalls:
     def _settle_value(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
+        left = [*result.references]  # that are not taken yet: their sender waits for it, whatever is raised here
+        load = partial(self._peer.load_references, left=left) if left else self._peer.load_references
         token = current_node.set(self._home)  # whoever reads it: what is unpickled may ask for its worker
         try:
             landing = landing or (self._devices and self._accelerators.landing()) or None
             if landing is None:
-                values = decode(result, segments, self._peer.load_references, self._peer.track, None, self._engine.safe)
+                values = decode(result, segments, load, self._peer.track, None, self._engine.safe)
             elif landing.streams and _is_lone(result, segments):
-                values = decode(result, segments, self._peer.load_references, None, landing, self._engine.safe)
+                values = decode(result, segments, load, None, landing, self._engine.safe)
                 future.arrival = landing.arrival()
             else:
                 with landing.entered():
-                    values = decode(
-                        result, segments, self._peer.load_references, self._peer.track, landing, self._engine.safe
-                    )
+                    values = decode(result, segments, load, self._peer.track, landing, self._engine.safe)
                     future.arrival = landing.arrival()
             value = values[0] if len(values) < 2 else Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
             self.decoding.discard(future.call_id)  # first: whoever has the answer finds the worker idle
+            if left and foreign.from_signal(error):
+                self._engine.call_on_loop(self._peer.load_references, left)
             self._unreadable(future, error)
         else:
             self.decoding.discard(future.call_id)
@@ -406,6 +425,17 @@ class OwedCalls:
             if not future.system
         ]
 
+    def give_up(self, call_id: int) -> None:
+        """Nobody waits for that call any more, but its answer counts: who leaves waits for it a while, not for ever."""
+        self._given_up = {each: since for each, since in self._given_up.items() if each in self.pending}
+        if call_id in self.pending:
+            self._given_up[call_id] = time.monotonic()
+
     def user_calls(self) -> int:
-        """How many calls are users' and not the runtime's: those that are pending, and those that are being decoded."""
-        return sum(not future.system for future in list(self.pending.values())) + len(self.decoding)
+        """How many calls are users' and not the runtime's: those that are pending, and those that are being decoded.
+
+        Without those that were given up a while ago: whoever does not answer them is stopped, or cut off.
+        """
+        given_up, late = self._given_up, time.monotonic() - self._engine.bounds.given_up
+        pending = [future for future in list(self.pending.values()) if not future.system]
+        return sum(given_up.get(future.call_id, late) >= late for future in pending) + len(self.decoding)

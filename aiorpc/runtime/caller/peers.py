@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -20,12 +19,13 @@ from ...errors import (
     StoreGone,
     UnknownWorker,
 )
+from ...locks import Lock
 from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ...protocol.states import PeerState
 from ..engine.deadlines import Deadlines
 from ..meeting.rendezvous import Rendezvous
+from .addressee import Home as PeerHome
 from .misuse import no_worker
-from .peer import Home as PeerHome
 from .peer import Peer
 
 To = str | int | WorkerInfo
@@ -81,7 +81,7 @@ class Peers:
         self._resting: dict[Peer, None] = {}  # those of names that nobody bears, the oldest first
         self._let_go: WeakValueDictionary[int, Peer] = WeakValueDictionary()  # by what `id` gives
         self._replaced: dict[int, tuple[WorkerRecord, RpcError]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # that has not begun
         self._last_look: asyncio.Task[list[WorkerRecord]] | None = None
         self._searches: dict[Peer, asyncio.Event] = {}  # set when its worker was met otherwise
@@ -263,14 +263,18 @@ class Peers:
         return number
 
     def info_of(self, peer: Peer) -> WorkerInfo:
-        """Name and id of a peer. Raises as `id_of` does."""
+        """Name and rank of a peer. Raises as `id_of` does."""
+        return self.info(self.number_of(peer))
+
+    def number_of(self, peer: Peer) -> int:
+        """The id of a peer, which is not its rank if it has taken the place of another one. Raises as `id_of` does."""
         number = self._known_id(peer)
         if number is None:
             raise UnknownWorker(
                 f"worker {peer.name!r} has not joined yet, as far as worker {self._engine.name!r} and the store know; "
                 f"the group has {self._names()}. To wait until it comes: `await rpc.wait_for({peer.name!r})`"
             )
-        return self.info(number)
+        return number
 
     def _known_id(self, peer: Peer) -> int | None:
         """The id of a peer, asking the store if need be; None if it has not joined yet. If it is gone, as `id_of`."""
@@ -327,11 +331,13 @@ class Peers:
             number = _number_in(peer.name)
             asked, silent = time.monotonic(), None
             try:
-                records = await self._look()
+                records = await self._look_until(met)
             except StoreGone as error:
                 if number is not None:
                     raise
                 records, silent = [], error  # it may come back, and workers be met without it
+            if met.is_set():
+                break
             for record in records:
                 if self._home.group.is_gone(record):
                     continue
@@ -404,6 +410,15 @@ class Peers:
         if self._next_look is None:
             self._next_look = self._engine.tasks.spawn(self._read_members(self._last_look))
         return await asyncio.shield(self._next_look)
+
+    async def _look_until(self, met: asyncio.Event) -> list[WorkerRecord]:
+        """As `_look`; nobody once a worker is met otherwise, as the store may not answer for long."""
+        look = self._engine.tasks.spawn(self._look())
+        try:
+            await self._engine.tasks.done_or_set(look, met)
+            return look.result() if look.done() else []
+        finally:
+            look.cancel()
 
     async def _read_members(self, before: asyncio.Task[list[WorkerRecord]] | None) -> list[WorkerRecord]:
         if before is not None:

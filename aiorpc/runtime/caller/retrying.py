@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from ... import foreign
-from ...callbacks import current_autograd
+from ...callbacks import Again, current_autograd
 from ...errors import (
     Overloaded,
     PeerClosed,
@@ -32,12 +31,15 @@ from ...errors import (
     WorkerClosed,
 )
 from ...futures import GRACE, Future
+from ...locks import Lock
+from ...protocol.identity import WorkerInfo
 from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
-from ...sites import CallSite
+from ...sites import CallSite, describe_site
 from ..calls.current import CommonHome, current_call
 from ..calls.functions import describe
+from ..calls.pending import PendingCall
 from ..engine.engine import Engine
 from ..gradients.contexts import Gradients
 from .future import CallFuture
@@ -149,6 +151,10 @@ class Retries:
         else:
             self._home.engine.call_on_loop(self._home.engine.loop.call_later, seconds, future.pause_over)
 
+    def pending_calls(self) -> list[PendingCall]:
+        """The calls that are between two tries; one whose try is under way is pending at the peer of that."""
+        return [each.pending_call() for each in list(self.calls) if each.tried]
+
     def close(self) -> None:
         """This worker leaves: nothing is tried any more. On the loop."""
         self._closed = True
@@ -162,9 +168,11 @@ class RetriedFuture(Future[Any]):
     reached: the peers that earlier tries were sent to, each as often as that was, and that may know of them. A try that
     was refused here is none of these; which of them it has run, a callee knows itself (`Remembered`). function: its
     name. to: the worker, None for one of a group. allowed: seconds that all tries have together, None for no limit.
+    tried: between two tries, whom the last one was made to, for people; "" while one is under way.
     """
 
     _apart = True
+    tried = ""
 
     def __init__(
         self,
@@ -181,7 +189,7 @@ class RetriedFuture(Future[Any]):
         self.function, self.to = function, to
         self.subject = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
         self.site = site
-        self.loop, self.executor = engine.loop, engine.pool
+        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
         self.reached: list[Peer] = []
         self._retries = retries
         self._engine = engine
@@ -190,7 +198,7 @@ class RetriedFuture(Future[Any]):
         self._context = contextvars.copy_context()  # each try is part of the call in which this one is made
         self._make: Callable[[], CallFuture] | None = None
         self._call: CallFuture | None = None
-        self._lock = threading.Lock()  # for `_tries`, `_call` and `_make`
+        self._lock = Lock()  # for `_tries`, `_call` and `_make`
 
     def begin(self, make: Callable[[], CallFuture], met: bool) -> None:
         """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
@@ -212,12 +220,12 @@ class RetriedFuture(Future[Any]):
     def _follow(self, call: CallFuture) -> None:
         """A try is under way."""
         with self._lock:
-            self._call = call
+            self._call, self.tried = call, ""
             over = self._make is None
         if over:  # given up meanwhile
             call.cancel()
         self.sources = (call,)
-        call.when_settled(self._on_settled)
+        call.when_settled(Again(self._on_settled))
 
     def _on_settled(self, call: Future[Any]) -> None:
         try:
@@ -249,13 +257,26 @@ class RetriedFuture(Future[Any]):
         with self._lock:
             if self._make is None:
                 return
-            self._call = None
+            call, self._call = self._call, None
+            self.tried = self._name_of(call)
             seconds = self._tries.failed(time.monotonic())
         if seconds is None:
             self._end(RetriedEvent.USED_UP, None, error)
         else:
             self._engine.counters.retried += 1
             self._retries.pause(self, seconds)
+
+    def _name_of(self, call: CallFuture | None) -> str:
+        if call is not None and isinstance(call.peer, Peer):
+            return call.peer.name
+        to = self.to  # nothing was sent
+        return "one of a group" if to is None else to.name if isinstance(to, WorkerInfo) else str(to)
+
+    def pending_call(self) -> PendingCall:
+        """What a user is told of it. Any thread."""
+        now, deadline = time.monotonic(), self.deadline
+        left = None if deadline is None else deadline - now
+        return PendingCall("made", self.tried, self.function, now - self._began, left, describe_site(self.site))
 
     def pause_over(self) -> None:
         """On the loop."""

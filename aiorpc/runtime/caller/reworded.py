@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...callbacks import Again
 from ...futures import Future
 from .future import CallFuture
 
@@ -19,11 +20,12 @@ class RewordedFuture(Future[Any]):
 
     def __init__(self, call: CallFuture, words: Words) -> None:
         super().__init__()
-        self.site, self.loop, self.executor = call.site, call.loop, call.executor
+        self.site, self.loop, self.home_thread = call.site, call.loop, call.home_thread
+        self.executor = call.executor
         self.sources = (call,)
         self._call = call
         self._words = words
-        call.when_settled(self._on_settled)
+        call.when_settled(Again(self._on_settled))
 
     @property
     def subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
@@ -43,10 +45,12 @@ class RewordedFuture(Future[Any]):
         self._call.cancel()
 
 
-def reworded(call: CallFuture, words: Words) -> RewordedFuture:
-    """That Future of a call that was just made."""
+def reworded(
+    call: CallFuture, words: Words, make: Callable[[CallFuture, Words], RewordedFuture] = RewordedFuture
+) -> RewordedFuture:
+    """That Future of a call that was just made. make: makes it, where it is one of another class."""
     try:
-        return RewordedFuture(call, words)
+        return make(call, words)
     except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
         call.cancel()
         raise

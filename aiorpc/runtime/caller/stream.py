@@ -8,14 +8,18 @@ consumer grants more as it takes items, half a window at a time. Items and the e
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ... import foreign
+from ...callbacks import Again
 from ...channels.landing import Landing
-from ...errors import RpcError, RpcTimeout, RpcUsageError
+from ...errors import ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.frames import Buffer, Kind
 from ...protocol.messages import Credit, Method, ObjectMethod, Values, write
@@ -25,6 +29,7 @@ from .future import CallFuture
 from .peer import Peer
 
 _Item = tuple[Values, Sequence[Buffer], Landing | None]
+_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class Stream(BlockingIterator[Any]):
@@ -46,7 +51,8 @@ class Stream(BlockingIterator[Any]):
         self._timeout = timeout
         self._items: deque[_Item] = deque()
         self._taken = 0
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._waiter: _Waiter | None = None
+        self._since: float | None = None  # when somebody began to wait for the next item together with other streams
         self._finished = False
 
     def start(self, end: CallFuture) -> None:
@@ -59,10 +65,12 @@ class Stream(BlockingIterator[Any]):
             if stream is not None:
                 stream._wake()
 
-        end.when_settled(wake)
+        end.when_settled(Again(wake))
 
     def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
-        """An item arrived; on the worker's loop."""
+        """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
+        if len(self._items) + self._taken >= self._window:  # whoever sends on would fill the memory
+            raise ProtocolError(f"an item of {self._describe()} beyond the {self._window} that were asked for")
         self._items.append((item, segments, landing))
         self._wake()
 
@@ -81,11 +89,13 @@ class Stream(BlockingIterator[Any]):
 
         Cancellation takes no item: the next call returns it.
         """
+        if self._came:
+            return self._came.popleft()
         if not self._items and not self._finished:
             await self._wait()
         if not self._items:
             return self._conclude()
-        item = self._items.popleft()
+        item, self._since = self._items.popleft(), None
         self._taken += 1
         if self._taken >= max(1, self._window // 2):
             self._grant()
@@ -111,35 +121,62 @@ class Stream(BlockingIterator[Any]):
 
     def _grant(self) -> None:
         assert self._end is not None
+        taken, self._taken = self._taken, 0  # first: those that are asked for may come before this goes on
         if not self._end.done():
-            self._peer.send(Kind.CREDIT, self._end.call_id, write(Credit(self._taken)), urgent=True)
-        self._taken = 0
+            self._peer.send(Kind.CREDIT, self._end.call_id, write(Credit(taken)), urgent=True)
 
     async def _wait(self) -> None:
         if self._waiter is not None:
             raise RpcUsageError(f"two tasks wait for items of {self._describe()}; a stream has one consumer")
         assert self._end is not None
-        loop, kept = asyncio.get_running_loop(), self._peer.engine.kept
+        self._peer.engine.refuse_idle_loop(f"to await an item of {self._describe()}", "async for")
+        loop = asyncio.get_running_loop()
         while not self._items and not self._end.done():
             future = loop.create_future()
-            self._waiter = (loop, future)
-            kept.add(self)
+            self.attend((loop, future))
             try:
                 if self._items or self._end.done():  # it came between the look and the registration
                     return
                 async with asyncio.timeout(self._timeout or None):
                     await future
             except TimeoutError:
-                await self.aclose()
-                raise RpcTimeout(
-                    f"no item of {self._describe()} within {self._timeout:g} s",
-                    worker=self._peer.name,
-                    function=self._end.function,
-                    seconds=self._timeout,
-                ) from None
+                raise self.too_late() from None
             finally:
-                kept.discard(self)
-                self._waiter = None
+                self.attend(None)
+
+    # --- for who waits for several streams at once --------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next turn need not wait: there is an item, or the end."""
+        end = self._end
+        return bool(self._items) or self._finished or end is None or end.done()
+
+    def attend(self, waiter: _Waiter | None) -> None:
+        """Settle that future, on its loop, when something comes; None: nobody waits any more."""
+        self._waiter = waiter
+        if waiter is None:
+            self._peer.engine.kept.discard(self)
+        else:
+            self._peer.engine.kept.add(self)
+
+    def patience(self) -> float:
+        """Seconds that the next item may still take, from when this was asked first."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        return self._since + self._timeout - now if self._timeout else math.inf
+
+    def too_late(self) -> RpcTimeout:
+        """The error for an item that did not come in time, which ends the stream."""
+        self._came.clear()
+        self._stop()
+        return RpcTimeout(
+            f"no item of {self._describe()} within {self._timeout:g} s",
+            worker=self._peer.name,
+            function=self._function,
+            seconds=self._timeout,
+        )
 
     def _conclude(self) -> Any:
         if not self._finished:
@@ -160,6 +197,7 @@ class Stream(BlockingIterator[Any]):
 
     async def aclose(self) -> None:
         """Stop the producer and drop what has arrived. Idempotent; does not wait for the producer."""
+        self._came.clear()
         self._stop()
 
     def _stop(self) -> None:
@@ -191,7 +229,8 @@ def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
     while items:
         item, _, _ = items.popleft()
         if item.references:
-            peer.load_references(item.references)
+            with contextlib.suppress(ProtocolError):  # nobody has asked for what they would name
+                peer.load_references(item.references)
 
 
 def _finish(future: asyncio.Future[None]) -> None:

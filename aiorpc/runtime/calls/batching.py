@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -27,6 +26,8 @@ import torch
 
 from ... import foreign
 from ...errors import RpcCancelled, RpcUsageError
+from ...locks import Lock
+from .annotations import signature
 
 logger = logging.getLogger("aiorpc")
 
@@ -142,21 +143,26 @@ class Batch:
             self._fail(entries, error)
             return
         for entry, row in zip(entries, rows, strict=True):
-            if foreign.is_a(row, Exception):
-                _tell(entry.done, None, cast("Exception", row))
+            if foreign.is_a(row, BaseException):  # as `asyncio.gather(..., return_exceptions=True)` gives cancellations
+                _tell(entry.done, None, self._told(cast("BaseException", row)))
             else:
                 _tell(entry.done, row, None)
 
     def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
         """Tell every caller; an exit or a cancellation then goes on to whoever runs the batch."""
-        told = error
-        if foreign.is_a(error, asyncio.CancelledError):
-            told = RpcCancelled(f"the batched call of {self._batcher.name} was cancelled while it ran")
-            told.__cause__ = error
+        told = self._told(error)
         for entry in entries:
             _tell(entry.done, None, told)
         if not foreign.is_a(error, Exception):
             raise error
+
+    def _told(self, error: BaseException) -> BaseException:
+        """What callers hear of that error."""
+        if not foreign.is_a(error, asyncio.CancelledError):
+            return error
+        told = RpcCancelled(f"the batched call of {self._batcher.name} was cancelled while it ran")
+        told.__cause__ = error
+        return told
 
 
 class Batcher:
@@ -171,18 +177,18 @@ class Batcher:
         max_size: int | Callable[[], int],
         max_wait: float | None,
         concurrency: int | None,
-        *,
-        bound: bool,
+        owner: weakref.ref[Any] | None = None,
     ) -> None:
+        """owner: the instance of a method; None for a function."""
         self.function = function
         self.max_wait = max_wait
         self.concurrency = concurrency
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         self._max_size = max_size
-        self._signature, self._plain_count = _signature(function, bound)
-        self._owner: weakref.ref[Any] | None = None
-        self._lock = threading.Lock()
+        self._signature, self._plain_count = _signature(function, owner is not None)
+        self._owner = owner
+        self._lock = Lock()
         self._open: Batch | None = None
         self._waiting: dict[Batch, None] = {}
         self._ready: deque[Batch] = deque()
@@ -209,12 +215,6 @@ class Batcher:
         batch = self._open
         return len(batch) if batch is not None else 0
 
-    @property
-    def deadline(self) -> float | None:
-        """When the open batch must go, on ``time.monotonic``'s clock; None without one or without ``max_wait``."""
-        batch = self._open
-        return batch.deadline if batch is not None else None
-
     def add(
         self,
         args: tuple[Any, ...],
@@ -228,7 +228,7 @@ class Batcher:
 
         done: told the caller's result or error, once. A call that cannot be part of a batch is told at once, here.
         arm: ``arm(seconds, take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it
-        returns, if any. It is called at most once per ``max_wait``, not once per batch; without it use ``due``.
+        returns, if any. It is called at most once per ``max_wait``, not once per batch; without it only full ones go.
         token: what ``discard`` will know this caller by: an object, a number or a text; ``done`` if None.
         join: called before the function, in the thread that runs the batch.
         """
@@ -249,18 +249,6 @@ class Batcher:
             self._arm(arm, *timer)
         return ready
 
-    def due(self, now: float) -> Batch | None:
-        """The open batch if its deadline has passed at ``now`` (``time.monotonic``), to be run by the caller."""
-        with self._lock:
-            deadline = self.deadline
-            return self._take_open() if deadline is not None and deadline <= now else None
-
-    def flush(self, *, only_full: bool = False) -> Batch | None:
-        """The open batch, to be run by the caller, full or not; with ``only_full`` only if it is full by now."""
-        size = self._size() if only_full else 1
-        with self._lock:
-            return self._take_open() if self.waiting >= size else None
-
     def discard(self, token: object) -> bool:
         """Remove a caller whose batch has not started; its ``done`` is not called. False if it was not found."""
         with self._lock:
@@ -273,17 +261,6 @@ class Batcher:
                     self._forget_if_empty(batch)
                     return True
         return False
-
-    def abort(self, error: BaseException) -> int:
-        """Settle every caller whose batch has not started with the error (at shutdown). Returns how many batches."""
-        with self._lock:
-            batches = list(self._waiting)
-            self._open = None
-            # The timer may be gone with the loop that had it.
-            self._armed = False
-        for batch in batches:
-            batch.abort(error)
-        return len(batches)
 
     # What an arrival passes through.
 
@@ -390,11 +367,13 @@ class Batcher:
         def take() -> Batch | None:
             with self._lock:
                 self._armed = False
+                ready, waiting = None, self._open
                 # The batch this was armed for goes even where the timer's clock is a little ahead of ours.
-                on_time = self._open is batch or (self.deadline or 0.0) <= time.monotonic()
-                if on_time and self._open is not None and self._busy():
-                    self._open.overdue = True
-                ready = self._take_open() if on_time and not self._busy() else None
+                if waiting is batch or (waiting is not None and (waiting.deadline or 0.0) <= time.monotonic()):
+                    if self._busy():
+                        waiting.overdue = True
+                    else:
+                        ready = self._take_open()
                 again = self._timer(arm)
             if again is not None:
                 self._arm(arm, *again)
@@ -406,14 +385,8 @@ class Batcher:
 
     def of(self, owner: Any) -> Batcher:
         """The batcher of this method for one instance (or class, for a class method), which it holds weakly."""
-
-        def make() -> Batcher:
-            batcher = Batcher(self.function, self._max_size, self.max_wait, self.concurrency, bound=True)
-            batcher._owner = weakref.ref(owner)
-            return batcher
-
         try:
-            return self._instances.get(owner, make)
+            return self._instances.get(owner, lambda: self._like(self.function, weakref.ref(owner)))
         except TypeError:
             raise RpcUsageError(
                 f"{self.name} is batched for each instance, but {type(owner).__qualname__} cannot be weakly "
@@ -422,21 +395,17 @@ class Batcher:
 
     def within(self, scope: Any) -> Batcher:
         """A batcher of the same function for one scope, held weakly: callers of two workers do not share a batch."""
+        return self._scopes.get(scope, lambda: self._like(self.function, self._owner))
 
-        def make() -> Batcher:
-            bound = self._owner is not None
-            batcher = Batcher(self.function, self._max_size, self.max_wait, self.concurrency, bound=bound)
-            batcher._owner = self._owner
-            return batcher
-
-        return self._scopes.get(scope, make)
+    def _like(self, function: Callable[..., Any], owner: weakref.ref[Any] | None) -> Batcher:
+        return Batcher(function, self._max_size, self.max_wait, self.concurrency, owner)
 
 
 class _Siblings:
     """Batchers by the identity of an object that is held weakly: it may be unhashable, or equal to another."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._known: dict[int, tuple[weakref.ref[Any], Batcher]] = {}
 
     def get(self, key: Any, make: Callable[[], Batcher]) -> Batcher:
@@ -464,7 +433,7 @@ class _Siblings:
 def _takes_nothing(function: Callable[..., Any]) -> bool:
     """Whether it can be called without arguments; True where nobody can tell."""
     try:
-        inspect.signature(function).bind()
+        signature(function).bind()
     except TypeError:
         return False
     except ValueError:  # of a function of C that does not say
@@ -479,7 +448,7 @@ def batched(
 
     The function (``def`` or ``async def``, also a method, class method or static method) receives, in place of each
     argument, a list of the callers' arguments, and returns one result per caller: a list or tuple of that length, or a
-    tensor whose row ``i`` goes to caller ``i``. An ``Exception`` among the results is raised at that caller alone; if
+    tensor whose row ``i`` goes to caller ``i``. An exception among the results is raised at that caller alone; if
     the function raises, or the number of results is wrong (RpcUsageError), every caller of the batch gets the error.
     Arguments may be passed by position or by name; a default stands in for callers that left it out. Each instance
     gathers its own callers. Called locally, the function is what it was: it takes and returns lists. It goes to other
@@ -512,7 +481,7 @@ def batched(
         whole = inspect.unwrap(plain)
         if inspect.isgeneratorfunction(whole) or inspect.isasyncgenfunction(whole):
             raise RpcUsageError(f"{whole.__qualname__} is a generator: it can be streamed, not batched")
-        setattr(plain, MARK, Batcher(plain, max_size, wait, concurrency, bound=False))
+        setattr(plain, MARK, Batcher(plain, max_size, wait, concurrency))
         return function
 
     return decorate
@@ -545,7 +514,7 @@ def _of_wrapper(function: Any, batcher: Batcher) -> Batcher:
     with batcher._lock:
         current: Batcher = getattr(function, MARK)
         if current is batcher:
-            current = Batcher(function, batcher._max_size, batcher.max_wait, batcher.concurrency, bound=False)
+            current = batcher._like(function, None)
             setattr(function, MARK, current)
     return current
 
@@ -562,14 +531,14 @@ def _max_wait(value: float | timedelta | None) -> float | None:
 def _signature(function: Callable[..., Any], bound: bool) -> tuple[inspect.Signature | None, int]:
     """The signature (None if unknown) and the number of arguments at which a call by position needs no binding."""
     try:
-        signature = inspect.signature(function)
+        known = signature(function)
     except (TypeError, ValueError):
         return None, -1
-    parameters = list(signature.parameters.values())
+    parameters = list(known.parameters.values())
     if bound and parameters and parameters[0].kind is not parameters[0].VAR_POSITIONAL:
         del parameters[0]
     simple = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    return signature.replace(parameters=parameters), len(parameters) if simple else -1
+    return known.replace(parameters=parameters), len(parameters) if simple else -1
 
 
 def _shape(entry: _Entry) -> tuple[int, frozenset[str]]:

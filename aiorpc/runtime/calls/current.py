@@ -14,15 +14,16 @@ import time
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
+from ...callbacks import served
 from ...channels.landing import Arrival, Landing
 from ...errors import NotInitialized, RpcCancelled, RpcUsageError
+from ...locks import Lock
 from ...protocol.frames import Frame
 from ...protocol.identity import WorkerInfo
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
-from ...protocol.states import WorkerState
 from ..engine.engine import Engine
 from ..engine.forked import end_child
 from ..engine.lifetime import Lifetime
@@ -35,6 +36,7 @@ _LAST_SECONDS = 0.5
 # Stands in place of the arguments of a call once somebody has taken them.
 NO_VALUES = Values([])
 _TRACE = (1 << 63) - 1  # what a trace may be; of ids of workers it has the last 15 bits
+_LEAST = 0.001  # seconds that are left where none are: 0 is no limit
 
 
 class CommonHome(Protocol):
@@ -56,14 +58,7 @@ class CommonHome(Protocol):
         """Its loop was closed although the worker has not shut down: take it down without the loop."""
 
 
-class HostedWorker(Protocol):
-    """A worker (`aiorpc.runtime.worker.Worker`) whose loop `aiorpc.sync` runs in a thread."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def state(self) -> WorkerState: ...
+N = TypeVar("N", bound=CommonHome)
 
 
 class Cancellable(Protocol):
@@ -94,7 +89,9 @@ class ServedCall:
     has to know. cancelled: whether the caller has given up. replied: whether it was answered. landing: where those
     of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
     streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
-    credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator.
+    credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator. thread: the
+    id of the thread that runs the handler, 0 for none. told: whether that has heard that the caller has given up, or is
+    about to, as it was woken for that.
     """
 
     __slots__ = (
@@ -124,7 +121,10 @@ class ServedCall:
         "started",
         "system",
         "task",
+        "thread",
+        "told",
         "trace",
+        "woken",
     )
 
     def __init__(
@@ -153,6 +153,8 @@ class ServedCall:
         self.on_cancel: Callable[[], object] | None = None
         self.credits: Cancellable | None = None
         self.task: asyncio.Task[None] | None = None
+        self.thread = 0
+        self.told = self.woken = False
 
     @property
     def over(self) -> bool:
@@ -160,6 +162,32 @@ class ServedCall:
         if self.cancelled or self.replied:
             return self.cancelled
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    def enter_wait(self, wake: Callable[[], object]) -> None:
+        """See `callbacks.Served`. Nothing in a thread that the handler has started: that is none of its caller's."""
+        if self.thread != threading.get_ident():
+            return
+
+        def tell() -> None:
+            if not self.told:
+                self.told = self.woken = True
+                wake()
+
+        self.on_cancel = tell
+        if self.woken:  # by then it waited no more
+            wake()
+        elif self.cancelled:  # looked at behind that: who cancels it looks for it, or this does
+            tell()
+
+    def exit_wait(self) -> str:
+        """See `callbacks.Served`. Once, as the task of a coroutine is cancelled once: what it waits for to clean up
+        goes on."""
+        if self.thread != threading.get_ident():
+            return ""
+        self.on_cancel = None
+        woken, self.woken = self.woken or (self.cancelled and not self.told), False
+        self.told = self.told or woken
+        return f"the caller of {self.function} has given up" if woken else ""
 
     def drop_arguments(self) -> None:
         """Let go of the arguments, which were taken or are not wanted: shared memory that only they hold goes back."""
@@ -169,12 +197,15 @@ class ServedCall:
         self.segments = ()
 
 
-current_call: ContextVar[ServedCall | None] = ContextVar("aiorpc_call", default=None)
+current_call = cast("ContextVar[ServedCall | None]", served)
 current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=None)
 
 
-class Registry:
+class Registry(Generic[N]):
     """The workers that live in this process. only: the worker that verbs act on, if that is sure; else ask `get`.
+
+    It is sure in a process that has had no other worker. Else what runs may belong to one that has gone: a handler that
+    went on after its worker had left, or what such a one has begun. It must not act for the worker that is there now.
 
     How long a thread may keep the interpreter from others is a matter of the process, too: the shortest interval that
     any of its workers asks for, and what it was before when the last one has gone.
@@ -182,34 +213,40 @@ class Registry:
     A loop tells nobody that it was closed, so whoever asks for more than `only` looks for that: such a worker is none.
     A verb that finds no other one says what has become of it (`get`).
 
-    hosted: the worker that `aiorpc.sync` runs, from before it joins until its thread has ended.
+    hosted: the `Worker` that `aiorpc.sync` runs, from before it joins until its thread has ended.
     """
 
     def __init__(self) -> None:
         # New sets, and not changed ones: other threads may be looking through the old ones just now, in Python.
-        self._nodes: weakref.WeakSet[CommonHome] = weakref.WeakSet()
+        self._nodes: weakref.WeakSet[N] = weakref.WeakSet()
         self._pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()  # also of workers that left with handlers at work
-        self._hooked = False
-        self._lock = threading.Lock()
-        self.only: CommonHome | None = None
-        self.hosted: HostedWorker | None = None
+        self._forks_told = self._exit_told = False  # whether `_after_fork` and `_at_exit` are registered
+        self._lock = Lock()
+        self.only: N | None = None
+        self._lone: N | None = None  # the one that lives now, if there is one and no more
+        self._several = False  # whether anything is left of others that the process has, or has had
+        self.hosted: Any = None
         self._ended: Lifetime | None = None  # of the last worker, if its loop has ended and nobody has asked for it
         self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
-    def add(self, node: CommonHome) -> None:
+    def add(self, node: N) -> None:
         """From now on the worker can be the current one."""
         self.take_down_closed()
         with self._lock:
             self._ended = None
-            if not self._hooked:
-                self._hooked = True
+            if not self._forks_told:
+                self._forks_told = True
                 os.register_at_fork(after_in_child=self._after_fork)
+            if not self._exit_told:
+                self._exit_told = True
+                atexit.unregister(self._at_exit)  # a forked child has it from its parent, but for multiprocessing's
                 atexit.register(self._at_exit)
+            self._several = bool(self._pools)
             self._nodes = weakref.WeakSet([*self._nodes, node])
             self._pools = weakref.WeakSet([*self._pools, node.engine.pool])
             self._update()
 
-    def remove(self, node: CommonHome) -> None:
+    def remove(self, node: N) -> None:
         """The worker has shut down."""
         with self._lock:
             if node in self._nodes and node.engine.lifetime.loop_ended:
@@ -222,21 +259,21 @@ class Registry:
         if lifetime is None or lifetime is self._ended:
             self._ended = None
 
-    def host(self, worker: HostedWorker) -> HostedWorker | None:
-        """Make that the hosted worker if there is none; else give the one that there is."""
+    def host(self, worker: Any) -> Any:
+        """Make that the hosted worker if there is none, and return None; else return the one that there is."""
         with self._lock:
             if self.hosted is None:
                 self.hosted = worker
                 return None
             return self.hosted
 
-    def unhost(self, worker: HostedWorker) -> None:
+    def unhost(self, worker: Any) -> None:
         """The thread of that worker has ended."""
         with self._lock:
             if self.hosted is worker:
                 self.hosted = None
 
-    def nodes(self) -> list[CommonHome]:
+    def nodes(self) -> list[N]:
         """All live workers of the process."""
         self.take_down_closed()
         return list(self._nodes)
@@ -248,7 +285,7 @@ class Registry:
                 node.loop_closed()
                 self.remove(node)
 
-    def get(self) -> CommonHome:
+    def get(self) -> N:
         """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context.
 
         WorkerClosed if there was one whose loop has ended.
@@ -257,11 +294,16 @@ class Registry:
         if only is not None and (not only.engine.loop.is_closed() or only.engine.closed):
             return only
         call = current_call.get()
-        if call is not None:
-            return call.node
-        node = current_node.get()
+        if call is not None and not call.node.engine.lifetime.forked:
+            return call.node  # type: ignore[return-value]  # all nodes are of one class
+        node: N | None = current_node.get()  # type: ignore[assignment]  # as above
         if node is not None and not node.engine.closed and not node.engine.loop.is_closed():
             return node
+        if node is not None and node.engine.pool.is_pool_thread() and not node.engine.lifetime.forked:
+            return node
+        lone = self._lone
+        if lone is not None and (not lone.engine.loop.is_closed() or lone.engine.closed):
+            return lone
         nodes = self.nodes()
         if len(nodes) == 1:  # the others were none
             return nodes[0]
@@ -280,7 +322,8 @@ class Registry:
 
     def _update(self) -> None:
         nodes = list(self._nodes)
-        self.only = nodes[0] if len(nodes) == 1 else None
+        self._lone = nodes[0] if len(nodes) == 1 else None
+        self.only = None if self._several else self._lone
         now = sys.getswitchinterval()
         if now != self._given:  # nobody had set it, or the program has set it since
             self._found = now
@@ -292,7 +335,7 @@ class Registry:
 
     def _after_fork(self) -> None:
         # Only this thread lives on in the child: locks held by others stay held, so take none of them.
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.hosted = None  # its thread is the parent's
         for node in list(self._nodes):
             node.in_forked_child()
@@ -300,8 +343,10 @@ class Registry:
         if call is not None and call.node.engine.thread == threading.get_ident():
             # The fork of a coroutine that is a handler: the loop must not go on here when that awaits something.
             call.node.engine.loop.call_soon(end_child, where(call))
-        # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `only`, and raise.
+        # Nothing to end at exit, and a worker of the child's own may start; verbs still find the lone one, and raise.
         self._nodes, self._pools = weakref.WeakSet(), weakref.WeakSet()
+        self._several = False
+        self._exit_told = False
 
     def _at_exit(self) -> None:
         for node in list(self._nodes):
@@ -316,7 +361,7 @@ class Registry:
             node.at_end()
 
 
-registry = Registry()
+registry: Registry[CommonHome] = Registry()
 # Now, and so behind what programs register: until then workers refuse calls in good order.
 atexit.register(registry.at_end)
 
@@ -331,6 +376,19 @@ def _serving() -> ServedCall:
     if call is None:
         raise RpcUsageError("only a handler that serves a call can ask this")
     return call
+
+
+def within_call(engine: Engine, timeout: float) -> float:
+    """Of so many seconds, 0 for no limit, those that the call still has that is served here, if these are fewer.
+
+    For whoever waits in a handler and makes no call of its own for that, which would have its rest by itself: what came
+    to it behind the deadline would be lost with its result.
+    """
+    call = current_call.get()
+    if call is None or call.replied or call.node.engine is not engine or call.deadline is None:
+        return timeout
+    rest = max(call.deadline - time.monotonic(), _LEAST)
+    return min(timeout, rest) if timeout else rest
 
 
 def permits() -> Permits | None:
@@ -352,7 +410,9 @@ def cancelled() -> bool:
 
     RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
     """
-    return _serving().over
+    call = _serving()
+    call.told = call.told or call.over
+    return call.over
 
 
 def check_cancelled() -> None:

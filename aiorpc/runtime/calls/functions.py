@@ -14,7 +14,9 @@ from enum import Enum
 from types import FunctionType, MethodDescriptorType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from ...errors import RpcUsageError
 from ...protocol.codec import find_main
@@ -22,6 +24,7 @@ from ...protocol.main_module import is_main, unite
 from ...protocol.messages import ObjectMethod
 from ...protocol.registered import MAIN_NAMES
 from ...rights import FETCH
+from .annotations import declared_in
 from .batching import get_batcher
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +35,7 @@ _INLINE = "_aiorpc_inline"
 _BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
 _FOLLOWS = "_aiorpc_follows"
+_OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
 _WILD = re.compile(r"[*?\[]")
 _Missing: Any = type("_Missing", (), {})  # stands where there may be None
 
@@ -220,6 +224,8 @@ def describe(function: object) -> str:
     """A function's name for people."""
     if type(function) is ObjectMethod:
         return f"{function.object}.{function.name}"
+    if type(function).__module__ == _OPERATORS:
+        return f"torch.ops.{function}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     return str(name) if name else repr(function)
 
@@ -229,30 +235,32 @@ def find_name(function: Any, same_main: bool) -> str | None:
 
     same_main: whether caller and callee run the same main module.
     """
-    name = _find_name(function)
+    name = name_of(function)
     return None if name is not None and not same_main and name.startswith("__main__:") else name
 
 
-def _find_name(function: Any) -> str | None:
-    module = getattr(function, "__module__", None)
-    qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+def name_of(function: Any) -> str | None:
+    """The wire name under which this worker itself would name that function or class; None if it has none."""
+    if type(function).__module__ == _OPERATORS:  # their own names are those of torch's inner workings
+        path = f"ops.{function}"
+        return f"torch:{path}" if _lookup("torch", path) is function else None
+    # An operator that a program has defined has no name itself, and stands where its function stood.
+    named = function._init_fn if isinstance(function, CustomOpDef) else function
+    module = getattr(named, "__module__", None)
+    qualname = getattr(named, "__qualname__", None) or getattr(named, "__name__", None)
     if not isinstance(qualname, str):
         return None
     if module in MAIN_NAMES:
         return f"__main__:{qualname}" if find_main(qualname) == function else None
     if isinstance(module, str) and _lookup(module, qualname) == function:
         return f"{module}:{qualname}"
-    # torch's operators name no module, or an internal class; they are found where users find them.
+    # torch's operators name no module, or an internal class, and those of numpy nothing until 2.2; they are found where
+    # users find them.
     name = getattr(function, "__name__", "")
-    for owner in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special):
+    for owner in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, numpy):
         if getattr(owner, name, None) is function:
             return f"{owner.__name__}:{name}"
     return None
-
-
-def name_of(function: Any) -> str | None:
-    """The wire name under which this worker itself would name that function or class; None if it has none."""
-    return _find_name(function)
 
 
 def normal(name: str) -> str:
@@ -373,7 +381,7 @@ def check_pattern(pattern: str) -> None:
         if kind is not None and isinstance(kind.found, type) and _may_have(kind.found, parts[-1]):
             return
         raise RpcUsageError(f"serve has {pattern!r}, which matches nothing: {module!r} has no {'.'.join(parts)!r}")
-    true = _find_name(place.found) if place.within is None and "." not in qualname else None
+    true = name_of(place.found) if place.within is None and "." not in qualname else None
     if true is not None and true != normal(pattern) and pattern.endswith(f":{parts[-1]}"):
         raise RpcUsageError(f"serve has {pattern!r}, which is called {true!r} where it is defined: serve that name")
 
@@ -393,7 +401,7 @@ def _is_there(module: str) -> bool:
 def _may_have(kind: type, name: str) -> bool:
     """Whether instances of a class may have an attribute that the class does not have."""
     asks = _in_class(kind, "__getattr__") is not _Missing
-    return name == FETCH or asks or any(name in vars(base).get("__annotations__", {}) for base in kind.__mro__)
+    return name == FETCH or asks or any(name in declared_in(base) for base in kind.__mro__)
 
 
 def find_method(kind: type, name: str) -> object | None:

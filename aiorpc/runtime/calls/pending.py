@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -14,4 +14,4 @@ class PendingCall:
     function: str
     seconds: float
     deadline: float | None
-    made_at: str = field(default="")
+    made_at: str = ""

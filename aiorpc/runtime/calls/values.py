@@ -6,7 +6,7 @@ autograd context says about the tensors, and the result is compared with the lim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -30,16 +30,18 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _new: Any = tuple.__new__  # what a class of a message does, without its call into Python
 
 
+#: Makes handles of the remote references in a message.
+ReferenceLoader = Callable[[Sequence[PassedReference]], Sequence[Any]]
+#: Gives the tensors of a message their place in the autograd graph, which the message says. Returns the tensors, and a
+#: function that does the same for those that are taken apart inside of the pickle, given the number of the tensor among
+#: these.
+GradientLoader = Callable[[Any, Sequence[Tensor]], tuple[Sequence[Tensor], Past | None]]
+
+
 class Results(tuple[Any, ...]):
     """Several results of one call of the runtime's own; they travel side by side, not as one pickled tuple."""
 
     __slots__ = ()
-
-
-class ReferenceLoader(Protocol):
-    """Makes handles of the remote references in a message."""
-
-    def __call__(self, passed: Sequence[PassedReference]) -> Sequence[Any]: ...
 
 
 class Recorder(Protocol):
@@ -47,16 +49,6 @@ class Recorder(Protocol):
 
     def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> Recorded | None:
         """What the message says about them, None for nothing. on_unsent: a list that gets the function to undo it."""
-
-
-class GradientLoader(Protocol):
-    """Gives the tensors of a message their place in the autograd graph, which the message says.
-
-    Returns the tensors, and a function that does the same for those that are taken apart inside of the pickle, given
-    the number of the tensor among these.
-    """
-
-    def __call__(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]: ...
 
 
 class Destination(Protocol):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ...locks import RLock
 from .host import most_descriptors
 
 # Of the descriptors that the process may have, alarms take none beyond this share: others need them more.
@@ -38,7 +38,7 @@ class Alarm:
         self.event = os.eventfd(0, os.EFD_CLOEXEC)
         self.watched: Callable[[], Any] = _nothing
         # Reentrant: a signal handler may ask for the same. It keeps the descriptor from being another's by then.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         try:
             self.epoll = self._make()
         except OSError:

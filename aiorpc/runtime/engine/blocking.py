@@ -23,7 +23,7 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._came: deque[T] = deque()  # what has come for a thread, and it has not taken, as it was interrupted
+        self._came: deque[T] = deque()  # for a thread that was interrupted, and has not taken it: the next turn's
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -31,8 +31,9 @@ class Bounds:
     poll: float = 10.0  # for one answer of a member that the leader asks for its activity
     store: float = 5.0  # for the store when the worker leaves; longer than `Rendezvous.close` waits for others
     look: float = 5.0  # for the store when a name is looked up
-    farewell: float = 1.0  # for the store to say whether a member that cannot be reached has left
+    farewell: float = 3.0  # for the store to say whether a member that cannot be reached has left
     serving_pause: float = 0.25  # between two looks at the store of a free group for newcomers
+    absence: float = 5.0  # off the list of a free group, as others have struck it off, before a worker enters it again
     founding: float = 2.0  # for members of an earlier store at ``tcp://``, before a free group is begun there
     return_pause: float = 0.5  # between two tries to find a store again that has gone; shorter than `founding`
     foreign_pause: float = 5.0  # the same where others have begun a group of their own
@@ -40,6 +41,10 @@ class Bounds:
 
     # Published values.
     stalled: float = 5.0  # for who fetches for its host to show that it goes on; then another one takes over
+
+    # Leaving.
+    told: float = 10.0  # until a worker that leaves by itself says in the log what it still waits for
+    given_up: float = 5.0  # for the answer to a call that nobody waits for any more, and that still counts
 
     # Closing; what is still under way after these is left to itself.
     tasks: float = 1.0

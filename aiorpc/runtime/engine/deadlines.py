@@ -9,6 +9,7 @@ behind the next look: such a call costs one comparison here.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable
 
@@ -39,6 +40,8 @@ class Deadlines:
         self._loop = loop
         self._scan = scan
         self._clock = clock
+        # Not that of whoever adds a call: looks follow each other, and what he serves would be kept for as long.
+        self._context = contextvars.Context()
         self.next = float("inf")
         self._earliest = 0.0  # no look before this
         self._timer: asyncio.TimerHandle | None = None
@@ -53,14 +56,14 @@ class Deadlines:
         if deadline < self.next and not self._closed:
             try:
                 self.next = deadline
-                self._loop.call_soon_threadsafe(self._plan, deadline)
+                self._loop.call_soon_threadsafe(self._plan, deadline, context=self._context)
             except BaseException:  # a signal handler has raised it, maybe before the loop was asked
                 self._ask_again(deadline)
                 raise
 
     def _ask_again(self, deadline: float) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._plan, deadline)
+            self._loop.call_soon_threadsafe(self._plan, deadline, context=self._context)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
@@ -83,7 +86,7 @@ class Deadlines:
                 return
             self._timer.cancel()
         self._timer_at = when
-        self._timer = self._loop.call_later(when - now, self._look)
+        self._timer = self._loop.call_later(when - now, self._look, context=self._context)
 
     def _look(self) -> None:
         self._timer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
@@ -11,10 +12,11 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
-from ...errors import WorkerClosed, WouldBlockLoop
+from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...rights import Rights, exposed
+from ...threads import waits_in_main_thread
 from ...transport.certificates import Credentials
 from ...transport.lasting import LastingConnection
 from .bounds import Bounds
@@ -107,13 +109,18 @@ class Engine:
         """Whether the calling code runs on the worker's loop, right now: it may await, and must not block."""
         return asyncio._get_running_loop() is self.loop
 
-    def timeout(self, value: float) -> float:
-        """Seconds for one call: the worker's default if the value is negative. RpcUsageError if it is no duration."""
+    def timeout(self, value: float, default: float | None = None) -> float:
+        """Seconds for one call: those by default if the value is negative. RpcUsageError if it is no duration.
+
+        default: seconds; None for the worker's own.
+        """
         try:
             unset = value < 0
         except TypeError:  # no number
             unset = False
-        return self.default_timeout if unset else seconds(value, "timeout")
+        if unset:
+            return self.default_timeout if default is None else default
+        return seconds(value, "timeout")
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
         """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to; nothing has been sent then.
@@ -122,6 +129,13 @@ class Engine:
         """
         if self.on_loop:
             raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
+        self.refuse_idle_loop(verb, instead)
+
+    def refuse_idle_loop(self, verb: str, instead: str) -> None:
+        """Raise WouldBlockLoop if this thread would have to run the worker's loop, and does not.
+
+        WorkerClosed if it has run the loop, which is closed.
+        """
         if threading.get_ident() != self.thread:
             return
         if self.loop.is_closed():
@@ -182,6 +196,17 @@ class Engine:
         except WorkerClosed:
             return
 
+    def apart_from_signals(self, function: Callable[..., None], *args: Any) -> None:
+        """Run something here, or in a thread of the pool where signal handlers may raise in the midst of it: a main
+        thread that waits for a call has read an answer that is for somebody else. Whoever is interrupted as he hands it
+        over does so again: it may run twice.
+        """
+        if waits_in_main_thread():
+            with contextlib.suppress(RpcError):  # there is no thread for it
+                self.pool.submit(function, *args)
+                return
+        function(*args)
+
     def in_forked_child(self) -> None:
         """In a forked child: the threads of the pools do not go on there."""
         self.pool.in_forked_child()
@@ -196,7 +221,10 @@ class Engine:
         """
         await self.tasks.end(self.bounds.tasks)
         self.background.close(0.0)
-        return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))
+        try:
+            return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))
+        except Overloaded:  # there is no thread to wait for them in: they end all the same
+            return self._end_threads(0.0)
 
     def _end_threads(self, until: float) -> int:
         left = self.pool.close(max(0.0, until - time.monotonic()))

@@ -35,11 +35,7 @@ def host_identity() -> str:
 
 def sees(here: str, host: str) -> bool:
     """Whether processes with these two identities of their hosts see each other's pids, be it as two users."""
-    return here == host or (_without_user(here) == _without_user(host) != "")
-
-
-def _without_user(host: str) -> str:
-    return host.partition("@")[2]
+    return here == host or here.partition("@")[2] == host.partition("@")[2] != ""
 
 
 def cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:

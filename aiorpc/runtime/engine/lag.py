@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 logger = logging.getLogger("aiorpc")
@@ -18,15 +19,13 @@ _WEIGHT = 0.1
 _JOIN_SECONDS = 2.0
 
 
+@dataclass(eq=False, slots=True)
 class _Tick:
     """One run of the timer that is awaited. It is replaced as a whole, so that loop and thread never mix up two."""
 
-    __slots__ = ("due", "excused", "warned")
-
-    def __init__(self, due: float) -> None:
-        self.due = due
-        self.excused = 0.0
-        self.warned = False
+    due: float
+    excused: float = 0.0
+    warned: bool = False
 
 
 class LoopMonitor:
@@ -119,7 +118,7 @@ class LoopMonitor:
         now = time.monotonic()
         lag = max(0.0, now - tick.due - tick.excused)
         if lag and self._thread is not None:  # it may wake up later than we do, and would excuse this only then
-            lag = max(0.0, lag - self._excuse(*self._since(self._seen, now)))
+            lag = max(0.0, lag - self._excused(now))
         self.lag_max = max(self.lag_max, lag)
         self.lag_mean += _WEIGHT * (lag - self.lag_mean)
         if 0 < self._warn_after < lag:
@@ -134,7 +133,7 @@ class LoopMonitor:
         while not stopped.wait(self._interval) and not self._loop.is_closed():
             now, tick = time.monotonic(), self._tick
             if tick is not None:
-                tick.excused += self._excuse(*self._since(self._seen, now))
+                tick.excused += self._excused(now)
             # Behind it: a tick between the two excuses the same time twice, and would not excuse it at all else.
             self._seen = now, self._cpu_used()
             if tick is not None:
@@ -142,21 +141,18 @@ class LoopMonitor:
         if self._on_closed is not None and not stopped.is_set():
             self._on_closed()
 
-    def _since(self, seen: tuple[float, float | None], now: float) -> tuple[float, float]:
-        """Seconds since that look, and how many of them the loop's thread has computed, as far as that is known."""
-        before, computed = seen
-        used = self._cpu_used()
-        return now - before, 0.0 if computed is None or used is None else used - computed
+    def _excused(self, now: float) -> float:
+        """Seconds since the thread's last look that no handler is to blame for.
 
-    def _excuse(self, passed: float, cpu: float) -> float:
-        """Seconds of the last look's time that no handler is to blame for.
-
-        We were late ourselves: the process was stopped or starved, unless the loop's thread used the processor all
+        The thread is late itself: the process was stopped or starved, unless the loop's thread used the processor all
         the while, which means that it held the interpreter lock in one long C call.
         """
+        before, computed = self._seen
+        used = self._cpu_used()
         if not self._loop.is_running():
-            return passed
-        return max(0.0, passed - self._interval - cpu)
+            return now - before
+        cpu = 0.0 if computed is None or used is None else used - computed
+        return max(0.0, now - before - self._interval - cpu)
 
     def _judge(self, tick: _Tick, now: float) -> None:
         blocked = now - tick.due - tick.excused

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from ...callbacks import block_observer
-from ...errors import Overloaded, WorkerClosed
+from ...callbacks import block_observer, served
+from ...errors import RendezvousError, RpcCancelled, WorkerClosed
+from ...locks import Lock
+from ...threads import daemon
 
 T = TypeVar("T")
 
+_STDERR = 2
 # How many seconds a loop that has ended by itself gets for what it still has to do.
 _LAST_GRACE = 10.0
 # Seconds between two looks whether the loop that a thread waits for has ended.
@@ -26,8 +29,21 @@ _LAST_MOMENT = 0.5
 _INTERRUPTED_GRACE = 5.0
 
 
+def occupy_standard_streams() -> None:
+    """Open /dev/null as whichever of the descriptors 0, 1 and 2 this process has closed, as daemons do.
+
+    Else they would be given to the next files that are opened. What a library of C writes to stderr would go into a
+    connection then, and uvloop aborts the process where it is to close one of them.
+    """
+    with contextlib.suppress(OSError):  # no descriptors are left, so none of these is free; or there is no /dev
+        while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= _STDERR:
+            os.set_inheritable(descriptor, True)  # as those three are
+        os.close(descriptor)
+
+
 def new_loop() -> asyncio.AbstractEventLoop:
     """uvloop's loop where there is one, else asyncio's."""
+    occupy_standard_streams()
     try:
         import uvloop
     except ImportError:
@@ -36,45 +52,11 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def run_in_thread(function: Callable[[], T], name: str) -> T:
-    """Run a function that blocks in a thread of its own, and await it. If that is cancelled, the thread runs on.
-
-    Overloaded if the system gives no thread; then it is not run.
-    """
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def finish(value: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        value, failure = None, None
-        try:
-            value = function()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(finish, value, failure)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise Overloaded(f"thread {name} cannot be started: {error}; nothing was run") from error
-    result: T = await done
-    thread.join()
-    return result
-
-
 class Handed(Generic[T]):
     """A coroutine that runs on a loop for a thread that blocks for its result, by `wait`.
 
-    make: makes it, on the loop; what it raises is the result.
+    make: makes it, on the loop; what it raises is the result. begun: whether that was made. ended: whether there is a
+    result, or none will come.
 
     In the main thread a signal handler may raise at any instruction, also within concurrent.futures while that has a
     lock which the loop needs. So that thread has no lock here but one that nobody else waits for.
@@ -82,6 +64,7 @@ class Handed(Generic[T]):
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> None:
         self.ended = False
+        self.begun = False
         self._make = make
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
@@ -94,7 +77,9 @@ class Handed(Generic[T]):
         if self.ended:
             return
         try:
-            self._task = self._loop.create_task(self._make())
+            coroutine = self._make()
+            self.begun = True
+            self._task = self._loop.create_task(coroutine)
             self._task.add_done_callback(self._on_done)
         except BaseException as error:
             self._error = error
@@ -110,7 +95,11 @@ class Handed(Generic[T]):
 
     def _end(self) -> None:
         self.ended = True
-        self._settled.release()
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was woken already, as it has ended and is not wanted any more
+            self._settled.release()
 
     def _give_up(self) -> None:
         if self._task is not None:
@@ -129,18 +118,25 @@ class Handed(Generic[T]):
 
     def wait(self, ended: str) -> T:
         """Have it run, and block for its result. What a signal handler raises meanwhile, as Ctrl-C does, cancels it,
-        waits for its end and is raised.
+        waits for its end and is raised; and so does RpcCancelled in a handler whose caller gives up.
 
         WorkerClosed, with the text `ended`, if the loop has ended first.
         """
-        observer = block_observer.get()
+        observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
         try:
             if self._call(self._begin):
-                while True:  # not `while self.ended`: docs/design.md, section 9, says why
-                    if self.ended or self._settled.acquire(timeout=_LOOK) or self._loop.is_closed():
-                        break
+                try:
+                    if call is not None:
+                        call.enter_wait(self._wake)
+                    while True:  # not `while self.ended`: docs/design.md, section 9, says why
+                        if self.ended or self._settled.acquire(timeout=_LOOK) or self._loop.is_closed():
+                            break
+                finally:
+                    given_up = "" if call is None else call.exit_wait()
+                if given_up:
+                    raise RpcCancelled(given_up)
         except BaseException:
             until = time.monotonic() + _INTERRUPTED_GRACE
             if self._call(self._give_up):
@@ -162,6 +158,12 @@ class Handed(Generic[T]):
             del error
 
 
+def _mark_seen(future: asyncio.Future[Any]) -> None:
+    """Nobody looks at its error, and none is to be logged for that."""
+    if not future.cancelled():
+        future.exception()
+
+
 async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_GRACE):
@@ -169,25 +171,58 @@ async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class LoopThread:
-    """A running loop in a daemon thread ``aiorpc-<name>-loop``; `close` ends both.
+    """A running loop in a daemon thread ``aiorpc-<name>-loop``, from `start` on; `close` ends both.
+
+    The thread makes its loop itself: a signal handler that raises in the main thread, as Ctrl-C does, may do so at any
+    instruction, and a loop that was just being made there would be nobody's.
 
     on_end: called in that thread if the loop ends by itself, as ``SystemExit`` in a task and ``loop.stop()`` make it,
     with what ended it; the coroutine that it returns is run to its end before the loop is closed.
     """
 
+    loop: asyncio.AbstractEventLoop
+
     def __init__(self, name: str) -> None:
-        self.loop = new_loop()
         self.on_end: Callable[[BaseException | None], Coroutine[Any, Any, None]] | None = None
         self._name = name
         self._closing = False
         self._over = False  # it ended by itself and takes no more
         self._handed: set[concurrent.futures.Future[Any]] = set()  # what runs there for other loops
         self._blocking: set[Handed[Any]] = set()  # and for threads
-        self._lock = threading.Lock()  # of `_over` and of what is handed to the loop
-        self._thread = threading.Thread(target=self._run, name=f"aiorpc-{name}-loop", daemon=True)
-        self._thread.start()
+        self._lock = Lock()  # of `_begun`, of `_over` and of what is handed to the loop
+        self._begun = False  # the loop is there
+        self._failure: Exception | None = None  # why it is not
+        self._ready = threading.Lock()  # held until either is known
+        self._ready.acquire()
+        self._thread = daemon(self._run, name=f"aiorpc-{name}-loop")
+
+    def start(self) -> LoopThread:
+        """Start the thread and its loop, once. RendezvousError if the system gives no thread, or no descriptors. After
+        whatever it raises `close` has to be called."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise self._cannot_start(error) from error
+        self._ready.acquire()
+        if self._failure is not None:
+            raise self._cannot_start(self._failure) from self._failure
+        return self
+
+    def _cannot_start(self, error: Exception) -> RendezvousError:
+        return RendezvousError(f"worker {self._name!r} cannot have a loop and a thread of its own: {error}")
 
     def _run(self) -> None:
+        try:
+            with self._lock:
+                if self._closing:  # whoever has started it was interrupted, and has gone
+                    return
+                self.loop = new_loop()
+                self._begun = True
+        except Exception as error:
+            self._failure = error
+            return
+        finally:
+            self._ready.release()
         asyncio.set_event_loop(self.loop)
         cause: BaseException | None = None
         try:
@@ -199,6 +234,8 @@ class LoopThread:
                 self._end(cause)
         finally:
             asyncio.set_event_loop(None)
+            with self._lock:
+                self.loop.close()  # here, as whoever waits for this thread may be interrupted
 
     def _end(self, cause: BaseException | None) -> None:
         """The loop has ended although nobody asked for it: let go of what is on it, and leave nobody waiting for it."""
@@ -207,7 +244,6 @@ class LoopThread:
         with self._lock:
             self._over = True
         self._finish(self._last())
-        self.loop.close()
 
     async def _last(self) -> None:
         await asyncio.sleep(0)  # what was handed over just before becomes a task
@@ -252,28 +288,50 @@ class LoopThread:
             self._blocking.add(handed)
             return handed.wait(self._why_over())
         finally:
-            self._blocking.discard(handed)
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # the loop has ended before
+            # Not one that goes on, as this thread was interrupted twice: `close` waits for it.
+            for each in tuple(self._blocking):
+                if each.ended:
+                    self._blocking.discard(each)
+            if not handed.begun:  # the loop has ended before, or ends; or this thread was interrupted before
+                handed.ended = True
                 coroutine.close()
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and await its result on the running loop."""
-        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Run a coroutine there and await its result on the running loop.
 
-        async def watched() -> T:
-            try:
-                return await coroutine
-            finally:
-                ended.set_result(None)
+        Who is cancelled has it cancelled there, and goes on behind its end, however often that is; it begins all the
+        same, as it may have to clean up what was begun before it.
+        """
+        running: list[asyncio.Task[T]] = []
 
+        async def begun() -> T:
+            task = asyncio.current_task()
+            assert task is not None, "a coroutine runs in one"
+            running.append(task)
+            return await coroutine
+
+        def give_up() -> None:
+            if running:
+                running[0].cancel()
+            elif not handed.done():
+                self.loop.call_soon(give_up)
+
+        handed = self._hand_over(begun())
+        result = asyncio.wrap_future(handed)
         try:
-            return await asyncio.wrap_future(self._hand_over(watched()))
+            await asyncio.wait((result,))
         except asyncio.CancelledError:
-            if self._over:
-                raise WorkerClosed(self._why_over()) from None
-            # It is cancelled there as well; let it clean up before the loop ends.
-            await asyncio.wait((asyncio.wrap_future(ended),), timeout=5.0)
+            result.add_done_callback(_mark_seen)
+            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+                self.loop.call_soon_threadsafe(give_up)
+            until = time.monotonic() + _INTERRUPTED_GRACE
+            while not result.done() and time.monotonic() < until:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait((result,), timeout=until - time.monotonic())
             raise
+        if result.cancelled() and self._over:
+            raise WorkerClosed(self._why_over())
+        return result.result()
 
     @property
     def is_here(self) -> bool:
@@ -295,6 +353,18 @@ class LoopThread:
         What others still wait for gets a moment: several may wait for the same end of a worker, and each closes this.
         """
         self._closing = True
+        try:
+            self._wait_for_what_runs()
+        finally:  # also where this thread is interrupted: the loop would run on, and nobody has it
+            with self._lock:
+                begun = self._begun
+            if not begun:
+                with contextlib.suppress(RuntimeError):  # nor has the thread, and if it does it ends at once
+                    self._thread.join(_LOOK)
+            elif not self.loop.is_closed():
+                self._stop(5.0)
+
+    def _wait_for_what_runs(self) -> None:
         if not self._over:
             until = time.monotonic() + _LOOK
             concurrent.futures.wait(tuple(self._handed), _LOOK)
@@ -302,14 +372,9 @@ class LoopThread:
                 time.sleep(0.001)
         if self._over and threading.current_thread() is not self._thread:
             self._thread.join(5.0)  # it closes its loop itself
-        if not self.loop.is_closed():
-            self._stop(5.0)
 
     def _stop(self, seconds: float) -> None:
-        """Stop the loop, and close it if the thread has ended after so many seconds."""
+        """Stop the loop, and wait so many seconds for the thread, which closes it."""
         with contextlib.suppress(RuntimeError):  # it is closed, by another thread maybe
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(seconds)
-        with self._lock:
-            if not (self._thread.is_alive() or self.loop.is_closed()):
-                self.loop.close()

@@ -36,7 +36,8 @@ from typing import Any
 from ... import foreign
 from ...callbacks import block_observer
 from ...errors import WorkerClosed
-from ...transport.writing import is_owned
+from ...locks import RLock, is_owned
+from ...threads import daemon
 from .alarm import Alarm
 from .busy_poll import MOMENT
 from .forked import end_child
@@ -125,7 +126,7 @@ class ThreadPool:
         # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too. It is taken by
         # itself, and not by way of the condition, whose code is Python's: what a signal handler raised in that would
         # leave it taken.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._ended = threading.Condition(self._lock)
         self._threads = 0  # those that have begun
         self._starting: set[object] = set()  # one object for each thread that has not
@@ -135,7 +136,7 @@ class ThreadPool:
         self._waking = False
         self._closed = False
         self._in_child = False
-        self._awake = threading.RLock()  # of the thread that stays awake; what it unpickles then may wait, too
+        self._awake = RLock()  # of the thread that stays awake; what it unpickles then may wait, too
         self._is_awake = False  # whether one does
 
     # Looking in.
@@ -361,7 +362,7 @@ class ThreadPool:
                 self._numbered += 1
                 name = f"aiorpc-{self._name}-{self._numbered}"
             self._waking = True
-            thread = threading.Thread(target=self._work, args=(announced,), name=name, daemon=True)
+            thread = daemon(self._work, announced, name=name)
             thread.start()
         except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
             with self._lock:

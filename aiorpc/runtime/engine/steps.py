@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .loops import run_in_thread
+from ...threads import run_in_thread
+from .tasks import begin
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class Steps:
         """
         if self._loop.is_closed():
             return function()
-        step = self._loop.create_task(run_in_thread(function, f"aiorpc-{self._name}-rendezvous"))
+        step = begin(run_in_thread(function, f"aiorpc-{self._name}-rendezvous"), self._loop)
         self._running.add(step)
         step.add_done_callback(self._ended)
         return await asyncio.shield(step)

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def begin(
+    coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, context: contextvars.Context | None = None
+) -> asyncio.Task[T]:
+    """A task of the worker's own, which takes its first step in a later turn of the loop, after the caller's.
+
+    The loop is not asked for it: it may have a factory of the program's for tasks, such as
+    ``asyncio.eager_task_factory``, which would run the task in the midst of whoever begins it.
+    """
+    return asyncio.Task(coroutine, loop=loop, context=context)
+
+
+async def until_done(task: asyncio.Future[Any]) -> None:
+    """Wait for something that takes a bounded time, and is not to be left before its end, however often whoever waits
+    is cancelled: who calls this was cancelled already, and raises that behind it."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
 
 
 class Tasks:
@@ -25,10 +45,18 @@ class Tasks:
         self, coroutine: Coroutine[Any, Any, T], *, context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
         """Start a task, which ends with the worker at the latest. context: the one that it runs in, empty if None."""
-        task = self._loop.create_task(coroutine, context=context or contextvars.Context())
+        task = begin(coroutine, self._loop, context or contextvars.Context())
         self.alive.add(task)
         task.add_done_callback(self.alive.discard)
         return task
+
+    async def done_or_set(self, task: asyncio.Task[Any], event: asyncio.Event) -> None:
+        """Wait until that task is done, or that event is set, whichever comes first."""
+        waiting = self.spawn(event.wait())
+        try:
+            await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
 
     async def end(self, limit: float) -> None:
         """Cancel all tasks but the one that calls this, and wait for them for at most `limit` seconds.

@@ -55,8 +55,7 @@ class ProcessWatch:
         """Stop watching all."""
         for descriptor in self._descriptors.values():
             self._loop.remove_reader(descriptor)
-            os.close(descriptor)
-        self._descriptors.clear()
+        self.close_in_child()
 
     def close_in_child(self) -> None:
         """After a fork: close the copies; the loop is the parent's."""

@@ -8,29 +8,24 @@ first news that a member is gone; whoever gives up before is taken back, and may
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
-from ...errors import Overloaded, PeerClosed, PeerLost, RpcTimeout, RpcUsageError
+from ...errors import Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import NAME_LIMIT
 from ..caller.peer import Peer
 from ..caller.peers import Peers
+from ..caller.reworded import RewordedFuture
 from ..calls.current import CommonHome, current_call
+from ..calls.failures import came_from_afar
 from ..calls.functions import system
 from ..group.events import Events
+from ..group.group import Group
 
 _MOST, _MOST_MEMBERS = 256, 4096  # barriers at which others wait here, and members of one
 _GRACE = 5.0  # seconds that a caller waits longer than the barrier itself, for the word who is missing
-
-
-class GroupForBarriers(Protocol):
-    """The workers that met (`Group`), as far as barriers need it."""
-
-    @property
-    def lost(self) -> Container[int]: ...
-
-    def has_gone(self, member: int) -> bool: ...
 
 
 class Home(CommonHome, Protocol):
@@ -38,22 +33,59 @@ class Home(CommonHome, Protocol):
 
     peers: Peers
     news: Events
-
-    @property
-    def group(self) -> GroupForBarriers: ...
+    group: Group
 
 
 def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[None]:
-    """This worker comes to a barrier of these members. Raises RpcUsageError, and what `Peers.id_of` raises."""
+    """This worker comes to a barrier of these members. Raises RpcUsageError, and what `Peers.number_of` raises."""
     if type(tag) is not str or len(tag) > NAME_LIMIT:
         raise RpcUsageError(f"the tag of a barrier is a text of at most {NAME_LIMIT} characters, not {tag!r:.80}")
-    ids = {home.peers.id_of(peer): peer for peer in peers}
+    ids = {home.peers.number_of(peer): peer for peer in peers}
     if home.engine.id not in ids:
         raise RpcUsageError(
             f"worker {home.engine.name!r} is no member of the group, so nobody waits for it at a barrier"
         )
-    patience = timeout + _GRACE if timeout else 0.0
-    return ids[min(ids)].call(come_to_barrier, (tag, sorted(ids), timeout), None, patience, system=True)
+    patience, host = timeout + _GRACE if timeout else 0.0, ids[min(ids)]
+    call = host.call(come_to_barrier, (tag, sorted(ids), timeout), None, patience, system=True)
+    try:
+        return _Coming(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
+    except BaseException:  # as in `reworded`
+        call.cancel()
+        raise
+
+
+def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseException | None) -> BaseException | None:
+    """What the call has ended with, where its text names a function that nobody has called. host: where they wait."""
+    if error is None or came_from_afar(error):
+        return error
+    gone = host.gone or host.parting
+    if isinstance(error, (PeerLost, PeerClosed)) and gone is not None:
+        failure: RpcError = type(error)(f"{what}: {host.name} will not come any more: {gone}")
+        failure.__dict__.update(error.__dict__)
+        return failure
+    if isinstance(error, RpcTimeout):
+        late = f". {error.late}" if error.late else ""
+        text = f"{what}: {host.name}, where they wait for each other, has not answered after {timeout:g} s{late}"
+        return RpcTimeout(text, worker=host.name, function="barrier", seconds=timeout)
+    return error
+
+
+class _Coming(RewordedFuture):
+    """This worker is at a barrier, or on its way there, until this settles."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As of any Future; but who is interrupted, as by Ctrl-C, comes away from the barrier, if nobody else waits.
+
+        Nobody would have the Future to cancel it, and to come again would be refused for as long as this one is there.
+        """
+        try:
+            super().wait(timeout)
+        except RpcError:  # its own, or that of waiting: refused, or for no longer
+            raise
+        except BaseException:
+            if not self.waiters:
+                self.cancel()
+            raise
 
 
 class _Key(NamedTuple):
@@ -139,16 +171,13 @@ class Barriers:
         first = next((each for each in gone if each in self._home.group.lost), None)
         text = f"barrier {tag!r}: {', '.join(map(self._name, gone))} will not come any more: "
         if first is not None:
-            lost = PeerLost(f"{text}{self._name(first)} was lost", worker=self._name(first), rank=first)
+            who = self._home.peers.info(first)
+            lost = PeerLost(f"{text}{who.name} was lost", worker=who.name, rank=who.id)
             failure = self._home.peers.by_id(first).gone
             if isinstance(failure, PeerLost):  # else it did not let this worker in, which is a loss as well
                 lost.host, lost.pid, lost.cause = failure.host, failure.pid, failure.cause
             raise lost
         raise PeerClosed(f"{text}{self._name(gone[0])} has shut down")
-
-
-class _NodeForBarriers(Protocol):
-    barriers: Barriers
 
 
 @system
@@ -166,5 +195,5 @@ async def come_to_barrier(tag: Any, members: Any, timeout: Any) -> None:
         raise RpcUsageError("a barrier has a tag, members and a timeout")
     call = current_call.get()
     assert call is not None, "this function is a handler"
-    barriers = cast(_NodeForBarriers, call.node).barriers
-    await barriers.arrive(call.caller_id, tag, tuple(members), timeout)
+    node: Any = call.node  # a Node: there is nothing else
+    await node.barriers.arrive(call.caller_id, tag, tuple(members), timeout)

@@ -30,7 +30,7 @@ from typing import Any
 from ... import foreign
 from ...callbacks import Again
 from ...errors import RpcCancelled
-from ...futures import ArrivalForFuture, Future
+from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
 from ...sites import CallSite
 from ..caller.member_call import MemberCall
@@ -62,7 +62,7 @@ class GroupCall(Future[Outcomes]):
         super().__init__()
         self.subject = f"the call of {function} on {len(names)} workers"
         self.site = site
-        self.loop, self.executor = engine.loop, engine.pool
+        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
         self._function = function
         self._names = names
         self._quorum = quorum
@@ -138,7 +138,7 @@ class GroupCall(Future[Outcomes]):
     def _end(self) -> None:
         """Enough has come. It may run more than once, and in several threads at once: all find the same outcomes."""
         self._came.setdefault(_OVER, None)
-        outcomes = Outcomes(self._call_off("enough others had answered"), self._function)
+        outcomes = Outcomes(self._call_off(), self._function)
         if self._arrivals:
             self.arrival = _Arrivals([*self._arrivals.values()])
         values = len([1 for outcome in outcomes._all if outcome.error is None])
@@ -156,10 +156,17 @@ class GroupCall(Future[Outcomes]):
     def _twin(self, value: Outcomes) -> Outcomes:
         return value.twin()
 
-    def _call_off(self, why: str) -> list[Outcome]:
-        """Cancel the calls that are under way, if any are, and let go of all. The outcomes, in the order of members."""
+    def _call_off(self, why: str = "") -> list[Outcome]:
+        """Cancel the calls that are under way, if any are, and let go of all. The outcomes, in the order of members.
+
+        why: by default what the outcomes say, as there are values enough for the quorum or there will not be.
+        """
         self.over = True  # first: who enters a call looks at it after that
         counted = self._counted()
+        if not why:
+            values = len([1 for outcome in counted.values() if outcome.error is None])
+            enough = self._quorum is None or values >= self._quorum
+            why = "enough others had answered" if enough else "too many others had failed for its quorum"
         outcomes = []
         for place, name in enumerate(self._names):
             outcome = counted.get(place)
@@ -230,12 +237,7 @@ class GroupCall(Future[Outcomes]):
     def _wake(self) -> None:
         for loop, waiter in list(self._listeners):
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_go_on, waiter)
-
-
-def _go_on(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+                loop.call_soon_threadsafe(wake, waiter)
 
 
 class _Arrivals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
@@ -12,19 +12,9 @@ from ...sites import CallSite, call_site
 from ..caller.misuse import stays_here
 from .proxies import GroupProxy
 
-
-class ObjectCall(NamedTuple):
-    """A call of a method of all of them. verb: in which manner. timeout: seconds, negative for that of the group."""
-
-    verb: str
-    timeout: float
-    function: ObjectMethod
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    site: CallSite
-
-
-Caller = Callable[[ObjectCall], Any]
+#: Calls a method of all of them. It is given the verb, the seconds (negative for those of the group), the method, its
+#: arguments, and where the call was made.
+Caller = Callable[[str, float, ObjectMethod, tuple[Any, ...], dict[str, Any], CallSite], Any]
 
 
 class GroupObject:
@@ -37,7 +27,6 @@ class GroupObject:
     __slots__ = ("_call", "_name")
 
     def __init__(self, name: str, call: Caller) -> None:
-        """call: makes a call."""
         self._name = name
         self._call = call
 
@@ -68,7 +57,7 @@ class GroupObject:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = ObjectMethod(self._name, "__call__")
-        return self._call(ObjectCall("rpc_async", -1.0, method, args, kwargs, call_site(sys._getframe(1))))
+        return self._call("rpc_async", -1.0, method, args, kwargs, call_site(sys._getframe(1)))
 
     def __copy__(self) -> GroupObject:
         return GroupObject(self._name, self._call)
@@ -85,7 +74,7 @@ class GroupObject:
 
     def _proxy(self, verb: str, timeout: float) -> GroupProxy:
         def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Any:
-            return self._call(ObjectCall(verb, timeout, ObjectMethod(self._name, name), args, kwargs, site))
+            return self._call(verb, timeout, ObjectMethod(self._name, name), args, kwargs, site)
 
         return GroupProxy(make, self._check)
 

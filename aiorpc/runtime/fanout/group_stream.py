@@ -1,96 +1,136 @@
-"""The streams of several workers as one: items as they come, each with the name of the worker that made it."""
+"""The streams of several workers as one: items as they come, each with the name of the worker that made it.
+
+A turn takes what one of the streams has, and waits for all of them at once where none has anything. Nothing but that is
+awaited, and nothing runs beside the turns, so each of them may be on another loop, and one that is cancelled has taken
+nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
+from ... import foreign
+from ...errors import RpcUsageError
 from ..caller.stream import Stream
 from ..calls.failures import came_from_afar
 from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
-from .turns import News, Turns, start
 
 
 class GroupStream(BlockingIterator[tuple[str, Any]]):
     """``async for name, item in stream``, or ``for`` in a thread that may block.
 
     Leaving the loop early stops the producers; ``async with`` and ``with`` do so at once. Each producer stops while the
-    consumer does, by the credit of its own stream. One consumer: on any running loop, or in a thread.
+    consumer does, by the credit of its own stream. One consumer at a time: on any running loop, or in a thread.
     """
 
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream]]) -> None:
         super().__init__(engine)
+        self._function = function
         self._streams = streams
-        self._turns: Turns[tuple[str, Any]] = Turns(partial(_merged, engine.kept, function, streams), "this stream")
+        self._left = deque(range(len(streams)))  # the places of those that have not ended, whose turn it is first
+        self._outcomes: dict[int, Outcome] = {}  # of those that have
+        self._waits = self._over = False
 
     async def __anext__(self) -> tuple[str, Any]:
         """The next item of any member. GroupError behind the last one, with the errors of those that failed.
 
         Cancellation takes no item: the next call returns it.
         """
-        return await self._turns.next()
+        if self._came:
+            return self._came.popleft()
+        if self._waits:
+            raise RpcUsageError("two tasks wait for items of this stream; it has one consumer")
+        self._waits = True
+        try:
+            while self._left and not self._over:
+                for _ in range(len(self._left)):
+                    place = self._left[0]
+                    name, stream = self._streams[place]
+                    if stream.ready:
+                        taken = await _take(stream)
+                        if not taken.ended:
+                            self._left.rotate(-1)
+                            return name, taken.value
+                        self._end(place, taken.error)
+                    else:
+                        self._left.rotate(-1)
+                if self._left and not self._over:
+                    await self._wait()
+        finally:
+            self._waits = False
+        return self._conclude()
+
+    def _end(self, place: int, error: BaseException | None) -> None:
+        self._left.remove(place)
+        name = self._streams[place][0]
+        self._outcomes[place] = Outcome(name, None, error, error is None or came_from_afar(error))
+
+    async def _wait(self) -> None:
+        """Until one of them has something, or its time is up, which ends it."""
+        self._engine.refuse_idle_loop("to await an item of this stream", "async for")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        streams = [(place, self._streams[place][1]) for place in self._left]
+        try:
+            for _, stream in streams:
+                stream.attend((loop, future))
+            if any(stream.ready for _, stream in streams):  # it came between the look and the registration
+                return
+            patience = min(stream.patience() for _, stream in streams)
+            async with asyncio.timeout(None if patience == float("inf") else patience):
+                await future
+        except TimeoutError:
+            for place, stream in streams:
+                if not stream.ready and stream.patience() <= 0:
+                    self._end(place, stream.too_late())
+        finally:
+            for _, stream in streams:
+                stream.attend(None)
+
+    def _conclude(self) -> NoReturn:
+        over, self._over = self._over, True
+        outcomes, self._outcomes = self._outcomes, {}
+        if not over:
+            ends = Outcomes([outcomes[place] for place in range(len(self._streams))], self._function)
+            if ends.errors:
+                raise ends.failure(f"of {len(ends)} streams")
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Stop all producers and drop what has arrived. Idempotent; does not wait for the producers."""
-        await self._turns.aclose()
-        for _, stream in self._streams:
+        self._came.clear()
+        self._over = True
+        for _, stream in self._streams:  # a turn that waits meanwhile finds the end
             await stream.aclose()
 
+    def __reduce__(self) -> NoReturn:
+        """As of the streams in it."""
+        raise RpcUsageError(
+            "a stream of a group has one consumer, and cannot be copied, pickled or sent; open one for each, or send "
+            "the items"
+        )
 
-class _Item(NamedTuple):
-    """What one stream has brought. ended: that was the last of it, with an error or without."""
 
-    place: int
-    value: Any
+class _Taken(NamedTuple):
+    """What a turn of one stream has given. ended: that was the last of it, with an error or without."""
+
+    value: Any = None
     ended: bool = False
     error: BaseException | None = None
 
 
-async def _merged(
-    kept: set[object], function: str, streams: Sequence[tuple[str, Stream]], news: News
-) -> AsyncGenerator[tuple[str, Any] | News]:
-    came: asyncio.Queue[_Item] = asyncio.Queue(len(streams))
-    outcomes: list[Outcome | None] = [None] * len(streams)
-    tasks = [start(kept, _read(place, stream, came, news), news) for place, (_, stream) in enumerate(streams)]
+async def _take(stream: Stream) -> _Taken:
+    """A turn of a stream that need not wait. Not a method: the traceback of an error would hold the whole group."""
     try:
-        while None in outcomes:
-            while came.empty():
-                news.clear()
-                yield news
-            place, value, ended, error = came.get_nowait()
-            name = streams[place][0]
-            if ended:
-                outcomes[place] = Outcome(name, None, error, error is None or came_from_afar(error))
-            else:
-                yield name, value
-        while not all(task.done() for task in tasks):
-            news.clear()
-            yield news
-    finally:
-        for task in tasks:
-            task.cancel()
-        for _, stream in streams:
-            await stream.aclose()
-        left = [task for task in tasks if not task.done()]
-        if left:
-            await asyncio.wait(left)
-    ends = Outcomes([outcome for outcome in outcomes if outcome is not None], function)
-    if ends.errors:
-        raise ends.failure(f"of {len(ends)} streams")
-
-
-async def _read(place: int, stream: Stream, came: asyncio.Queue[_Item], news: News) -> None:
-    try:
-        async for item in stream:
-            await came.put(_Item(place, item))
-            news.set()
-    except (asyncio.CancelledError, GeneratorExit):
-        raise
+        return _Taken(await anext(stream))
+    except StopAsyncIteration:
+        return _Taken(ended=True)
     except BaseException as error:
-        await came.put(_Item(place, None, True, error))
-    else:
-        await came.put(_Item(place, None, True))
+        if isinstance(error, asyncio.CancelledError) or foreign.from_signal(error):
+            raise
+        return _Taken(ended=True, error=error)

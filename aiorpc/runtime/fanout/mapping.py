@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from functools import partial
 from typing import Any, NoReturn
 
+from ...callbacks import Again
 from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
@@ -43,6 +44,7 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
             if self._blocking is not None:
                 raise RpcUsageError("results of this map() are taken by `for` already")
             self._awaited = self._turns(self._items)
+        self._engine.refuse_idle_loop("to await a result of map()", "async for")
         return await self._awaited.next()
 
     def __iter__(self) -> GroupMap:
@@ -87,6 +89,10 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        """It makes calls of this worker, for one who takes their results."""
+        raise RpcUsageError("what map() gives cannot be copied, pickled or sent; take its results, and send those")
+
 
 def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any]:
     """In the thread that takes the results: items are got there as well."""
@@ -124,7 +130,7 @@ async def _awaited(
 ) -> AsyncGenerator[Any]:
     begun: deque[Future[Any] | BaseException | None] = deque()  # None behind the last one
     room = asyncio.Event()
-    tell = partial(_tell, asyncio.get_running_loop(), news)
+    tell = Again(_tell, asyncio.get_running_loop(), news)
 
     async def begin() -> None:
         try:
@@ -154,7 +160,9 @@ async def _awaited(
             if first is None:
                 break
             try:
-                result = first.value() if isinstance(first, Future) else _raise(first)
+                if not isinstance(first, Future):
+                    raise first
+                result = first.value()
             except BaseException as error:
                 failure = error
                 break
@@ -181,10 +189,6 @@ def _stop(task: asyncio.Task[None], begun: Iterable[Future[Any] | BaseException 
         if isinstance(each, Future):
             each.cancel()
             each.mark_seen()
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[Any]) -> None:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from fnmatch import translate
 from typing import Protocol
 
 from ...errors import RpcUsageError, UnknownWorker
-from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...protocol.identity import WorkerInfo
 from ...rights import check_role
 from ..caller.peer import Peer
 from ..caller.peers import Peers, To
-
-
-class GroupForMembers(Protocol):
-    """The workers that met (`Group`), as far as choosing among them needs it."""
-
-    def live(self) -> list[WorkerRecord]: ...
+from ..group.group import Group
 
 
 class Home(Protocol):
     """What the members of a group of peers are found by."""
 
     peers: Peers
-
-    @property
-    def group(self) -> GroupForMembers: ...
+    group: Group
 
 
 class Members(Protocol):
@@ -95,16 +89,13 @@ class ChosenMembers:
         if not chosen:
             there = ", ".join(sorted(f"{each.name} ({each.role})" if each.role else each.name for each in live))
             raise UnknownWorker(f"no worker is in the group {self.describe()}, and nothing was sent; there are {there}")
-        chosen.sort(key=_id_of)
+        # As programs know them: who has taken the place of another one stands where that stood.
+        chosen.sort(key=operator.attrgetter("rank"))
         return [home.peers.of(record) for record in chosen]
 
     def describe(self) -> str:
         """Pattern and role."""
         return repr(self._pattern) if self._role is None else f"{self._pattern!r} of role {self._role!r}"
-
-
-def _id_of(record: WorkerRecord) -> int:
-    return record.id
 
 
 def make_members(home: Home, to: str | Sequence[To] | None, role: str | None) -> Members:

@@ -20,22 +20,19 @@ from ..caller.retrying import Retries
 from ..caller.stream import open_stream
 from ..calls.functions import describe
 from ..group.events import Events
+from ..group.group import Group
 from ..references.references import References
-from .barriers import GroupForBarriers, come
+from .barriers import come
 from .group_call import GroupCall
-from .group_object import GroupObject, ObjectCall
+from .group_object import GroupObject
 from .group_stream import GroupStream
 from .mapping import GroupMap
-from .members import GroupForMembers, Members
+from .members import Members
 from .options import GroupOptions, Quorum, check_quorum, count_of
 from .outcomes import Outcomes
 from .rref_group import RRefGroup
 from .sending import Home as SendingHome
 from .sending import Sending, send_all
-
-
-class GroupForPeerGroups(GroupForMembers, GroupForBarriers, Protocol):
-    """The workers that met (`Group`), as far as groups of peers need it."""
 
 
 class Home(SendingHome, Protocol):
@@ -45,9 +42,7 @@ class Home(SendingHome, Protocol):
     news: Events
     references: References
     retries: Retries
-
-    @property
-    def group(self) -> GroupForPeerGroups: ...
+    group: Group
 
 
 class PeerGroup:
@@ -116,7 +111,7 @@ class PeerGroup:
     def _with(self, timeout: float, quorum: Quorum | None) -> GroupOptions:
         options = self._options
         return options._replace(
-            timeout=options.timeout if timeout < 0 else self._home.engine.timeout(timeout),
+            timeout=self._home.engine.timeout(timeout, options.timeout),
             quorum=options.quorum if quorum is None else check_quorum(quorum),
         )
 
@@ -139,8 +134,7 @@ class PeerGroup:
             to = peers[place].name
             return home.retries.call(to, function, tuple(args), kwargs or {}, options.timeout, retry, site)
 
-        send_all(call, range(len(peers)), try_again if retry.retries else sending.send)
-        sending.flush()
+        send_all(call, range(len(peers)), try_again if retry.retries else sending.send, sending.flush)
         return call
 
     # --- one of them --------------------------------------------------------------------------------------------------
@@ -259,8 +253,15 @@ class PeerGroup:
         """
         return GroupObject(check_object_name(name), self._call_object)
 
-    def _call_object(self, call: ObjectCall) -> Any:
-        verb, timeout, function, args, kwargs, site = call
+    def _call_object(
+        self,
+        verb: str,
+        timeout: float,
+        function: ObjectMethod,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        site: CallSite,
+    ) -> Any:
         options = self._with(timeout, None)
         if verb == "stream":
             return self._stream(function, args, kwargs, options.timeout, depth=5)
@@ -283,7 +284,8 @@ class PeerGroup:
 
         A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerClosed if one has left,
         and RpcTimeout, which names who has not come, when the timeout of the group is over. Cancelling it, or a
-        timeout, takes this worker back from the barrier. RpcUsageError for a worker that is no member.
+        timeout, takes this worker back from the barrier. Raised here: RpcUsageError for a worker that is no member, and
+        UnknownWorker for a member that has not joined yet, which `aiorpc.wait_for` waits for.
         """
         return come(self._home, self._members.now(), tag, self._options.timeout)
 

@@ -14,6 +14,7 @@ from ...sites import CallSite, call_site
 from ..caller.member_call import MemberCall
 from ..caller.peer import Try
 from ..caller.peers import Peers
+from ..caller.waiting import nothing
 from ..references.rref import RRef
 from .group_call import GroupCall
 from .options import GroupOptions, count_of
@@ -76,7 +77,7 @@ class RRefGroup(Sequence[RRef[Any]]):
         return self._fetch(self._options.timeout, call_site(sys._getframe(1))).__await__()
 
     def _seconds(self, timeout: float) -> float:
-        return self._options.timeout if timeout < 0 else self._home.engine.timeout(timeout)
+        return self._home.engine.timeout(timeout, self._options.timeout)
 
     def _call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, site: CallSite
@@ -87,8 +88,7 @@ class RRefGroup(Sequence[RRef[Any]]):
         sending = Sending(self._home, peers, None, args, kwargs, seconds, site=site, methods=methods, keeps=keeps)
         sending.prepare()
         call = self._make(name, site)
-        self._send_all(call, sending.send)
-        sending.flush()
+        self._send_all(call, sending.send, sending.flush)
         return call
 
     def _fetch(self, seconds: float, site: CallSite) -> GroupCall:
@@ -107,7 +107,12 @@ class RRefGroup(Sequence[RRef[Any]]):
         quorum = count_of(self._options.quorum, len(self._refs))
         return GroupCall(self._home.engine, function, self._names, quorum, site)
 
-    def _send_all(self, call: GroupCall, send: Callable[[int, GroupCall], Future[Any] | MemberCall]) -> None:
+    def _send_all(
+        self,
+        call: GroupCall,
+        send: Callable[[int, GroupCall], Future[Any] | MemberCall],
+        flush: Callable[[], None] = nothing,
+    ) -> None:
         """To all whose reference can be used: the others have their outcome at once."""
         usable = []
         for place, ref in enumerate(self._refs):
@@ -117,7 +122,7 @@ class RRefGroup(Sequence[RRef[Any]]):
                 call.refused(place, error)
             else:
                 usable.append(place)
-        send_all(call, usable, send)
+        send_all(call, usable, send, flush)
 
     def __len__(self) -> int:
         return len(self._refs)

@@ -26,30 +26,22 @@ from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
-from ..caller.waiting import WaitingCall, WaitingFrame
+from ..caller.waiting import WaitingCall, WaitingFrame, nothing
 from ..calls.current import CommonHome, current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.values import encode
+from ..gradients.contexts import Gradients
 from ..links.link import FEW, Link
 from ..links.memory import Memory
 from .group_call import GroupCall
-
-
-class GradientsForSending(Protocol):
-    """The autograd contexts of the worker, as far as calls to several workers need them."""
-
-    @property
-    def as_torch(self) -> bool: ...
 
 
 class Home(CommonHome, Protocol):
     """What a call to several workers needs of the one that makes it."""
 
     memory: Memory
-
-    @property
-    def gradients(self) -> GradientsForSending: ...
+    gradients: Gradients
 
 
 class _Arguments(NamedTuple):
@@ -259,22 +251,28 @@ class Sending:
         try:
             for peer, link, message in parcels:
                 peer.post(link, message, copies)
-        finally:
             copies.close()
+        except BaseException:  # a signal handler may have raised it as that was about to begin
+            copies.close()
+            raise
 
 
 def send_all(
-    call: GroupCall, places: Sequence[int], send: Callable[[int, GroupCall], Future[Any] | MemberCall]
+    call: GroupCall,
+    places: Sequence[int],
+    send: Callable[[int, GroupCall], Future[Any] | MemberCall],
+    flush: Callable[[], None] = nothing,
 ) -> None:
     """Make the calls to the members of these places, one after the other, unless the call is over before.
 
+    flush: sends what `send` has kept. Who is interrupted in any of it has called off all of them: nobody gets the call.
     What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
     """
     try:
         for place in places:
             over = call.over
             if over:
-                return
+                break
             try:
                 sent = send(place, call)
                 call.calls[place] = sent
@@ -287,6 +285,7 @@ def send_all(
                 if place == places[0] and isinstance(error, RpcUsageError):
                     raise
                 call.refused(place, error)
+        flush()
     except BaseException:
         call.cancel()
         raise

@@ -33,7 +33,8 @@ class Turns(Generic[T]):
 
     A cancellation would end the generator if it awaited anything between two items. Where it has to wait it gives the
     Event that it was made with instead, and a turn waits for that outside of it. Only when it is closed it may await.
-    One consumer; dropping the last reference closes the generator, as of any other.
+    One consumer, on one loop: what the generator waits for, and the generator itself, end with that. Dropping the last
+    reference closes the generator, as of any other.
     """
 
     def __init__(self, make: Callable[[News], AsyncGenerator[T | News]], what: str) -> None:
@@ -42,11 +43,19 @@ class Turns(Generic[T]):
         self._items = make(self._news)
         self._what = what
         self._waits = self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the first turn
 
     async def next(self) -> T:
-        """The next item. StopAsyncIteration behind the last; RpcUsageError while another task waits for it."""
+        """The next item. StopAsyncIteration behind the last; RpcUsageError while another task waits for it, and on
+        another loop than that of the first turn.
+        """
         if self._waits:
             raise RpcUsageError(f"two tasks wait for items of {self._what}; it has one consumer")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif loop is not self._loop and not self._closed:
+            raise RpcUsageError(f"items of {self._what} are taken on the loop where the first was, and not on another")
         self._waits = True
         try:
             while not self._closed:

@@ -15,7 +15,7 @@ Everything here may be used from any thread where it does not say otherwise.
 from __future__ import annotations
 
 import itertools
-import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -27,7 +27,8 @@ from torch.jit._builtins import _find_builtin
 
 from ...callbacks import current_autograd as current_autograd
 from ...channels.landing import Arrival
-from ...errors import ProtocolError, RpcError, RpcUsageError
+from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
+from ...locks import Lock
 from ...protocol.codec import Past
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Recorded
@@ -84,6 +85,23 @@ class _Received(torch.autograd.Function):
         )
 
 
+def _note_hook(node: Any, tensor: Tensor) -> None:
+    node.hooked = True
+    torch.autograd.function.BackwardCFunction._register_hook_dict(node, tensor)
+
+
+_node_class: Any = _Received._backward_cls
+_node_class._register_hook_dict = _note_hook  # which `Tensor.register_hook` calls
+_node_class.hooked = False
+
+
+def is_watched(received: ReceivedTensor) -> bool:
+    """Whether the program sees the gradient of that tensor, by a hook or as ``retain_grad()`` was called."""
+    node: Any = received.edge.node
+    tensor = node.tensor()
+    return node.hooked or (tensor is not None and tensor.retains_grad)
+
+
 # Function.apply without what it looks at first, for transforms, and bindings of arguments: half of its time.
 _make_received: Any = super(torch.autograd.Function, _Received).apply
 
@@ -103,7 +121,8 @@ class AutogradContext:
         self.sent: dict[SentName, GradientEdge] = {}
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
         self.known: set[PeerForContexts] = set()  # workers that calls of this context went to or came from
-        self.lock = threading.Lock()
+        self.brought_by: PeerForContexts | None = None  # whose call was the first here
+        self.lock = Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         self.passed: dict[int, BaseException | None] = {}  # those that have ended, and why if they failed
@@ -139,10 +158,12 @@ class AutogradContext:
         """
         found: set[tuple[int, int, int]] = set()
         for received in self.reach.received_of(self.reach.of(edge.node)):
-            if received.behind is None or len(found) > self.most_behind:
+            if received.behind is None:
                 return None
             found.add((received.sender, *received.name))
             found |= received.behind
+            if len(found) > self.most_behind:  # also where all of them are behind one: in a chain of calls
+                return None
         return found
 
     def unsend(self, number: int, places: Sequence[int]) -> None:
@@ -159,6 +180,7 @@ class AutogradContext:
         # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
         # gradient comes either.
         edge = GradientEdge(received.grad_fn, 0)  # type: ignore[arg-type]  # it has one
+        edge.node.tensor = weakref.ref(received)  # type: ignore[attr-defined]  # see `is_watched`
         others = None if behind is None else frozenset(_named(behind) if behind else ())
         self.received[edge.node] = _new(ReceivedTensor, (sender, name, edge, others))
         return received
@@ -174,7 +196,7 @@ class AutogradContext:
                 self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
             for leaf, gradient in gradients:
                 pair = self._gradients.get(id(leaf))
-                self._gradients[id(leaf)] = leaf, gradient if pair is None else _sum(pair[1], gradient)
+                self._gradients[id(leaf)] = leaf, gradient if pair is None else sum_of(pair[1], gradient)
             made = arrival() if arrival is not None else None  # not before the sums are enqueued
             if made is not None:
                 self._arrivals.append(made)
@@ -218,7 +240,8 @@ class AutogradContext:
             part.fail(error)
 
 
-def _sum(before: Tensor, gradient: Tensor) -> Tensor:
+def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
+    """The sum of two gradients of one tensor."""
     # torch adds a sparse tensor to a dense one, in this order only.
     return gradient + before if before.is_sparse and not gradient.is_sparse else before + gradient
 
@@ -319,15 +342,18 @@ class Gradients:
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
         self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
+        self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing = Trailing(engine)
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
         self._gone: OrderedDict[int, None] = OrderedDict()  # workers: as `_left`, for contexts that have not come here
+        self._brought: dict[PeerForContexts, int] = {}  # how many of the contexts calls of that worker have brought
         self._numbers = itertools.count(1)
         self._first, last = id_range(engine.id)
         self._mask = last - self._first
-        self._lock = threading.Lock()
+        self._given = self._first  # the last number
+        self._lock = Lock()
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, device="cpu", requires_grad=True)
 
@@ -339,11 +365,35 @@ class Gradients:
         """A number for a context or a pass that no other worker gives to one, and that no context has now."""
         while (number := self._first | next(self._numbers) & self._mask) in self._contexts:
             pass
+        self._given = number
         return number
+
+    def has_ended(self, id: int) -> bool:
+        """Whether a context of this worker was opened, and left; not of numbers from before they began anew."""
+        return self._first < id <= self._given and id not in self._contexts
 
     def open(self) -> AutogradContext:
         """A new context of this worker."""
         return self._enter(self.next_number())
+
+    def _bring(self, id: int, peer: PeerForContexts) -> AutogradContext:
+        """The context of a call from that peer. Raises Overloaded where too many of its are open."""
+        context = self._contexts.get(id)
+        if context is not None:
+            return context
+        most = self._engine.options.max_contexts
+        with self._lock:
+            count = self._brought.get(peer, 0)
+            if count >= most and id not in self._contexts:
+                raise Overloaded(
+                    f"worker {self._engine.name!r} has {count} autograd contexts open that calls of the same caller "
+                    "have brought (max_contexts); this call in a further one was not run"
+                )
+            context = self._enter(id)
+            if context.brought_by is None and opener_of(id) != self._engine.id:
+                context.brought_by = peer
+                self._brought[peer] = count + 1
+            return context
 
     def _enter(self, id: int) -> AutogradContext:
         context = self._contexts.get(id)
@@ -399,16 +449,31 @@ class Gradients:
         return tape
 
     def called(self, id: Any, peer: PeerForContexts) -> int | None:
-        """A call from that peer has come in context `id`: returns the id, or None if the context was left by now."""
+        """A call from that peer has come in context `id`: returns the id, or None if the context was left by now.
+
+        Raises Overloaded.
+        """
         if type(id) is not int:
             raise ProtocolError(f"{id!r:.40} is no autograd context")
         if id in self._left or (self._gone and opener_of(id) in self._gone):
             return None
-        self._enter(id).known.add(peer)
+        self._bring(id, peer).known.add(peer)
         if id in self._left or (self._gone and opener_of(id) in self._gone):  # meanwhile, by another thread
-            self._contexts.pop(id, None)
+            self._drop(id)
             return None
         return id
+
+    def _drop(self, id: int) -> AutogradContext | None:
+        """It is open no longer; None if it was not."""
+        with self._lock:
+            context = self._contexts.pop(id, None)
+            if context is not None and context.brought_by is not None:
+                left = self._brought[context.brought_by] - 1
+                if left:
+                    self._brought[context.brought_by] = left
+                else:
+                    del self._brought[context.brought_by]
+            return context
 
     def receive(
         self, peer: PeerForContexts, said: Any, tensors: Sequence[Tensor]
@@ -442,7 +507,7 @@ class Gradients:
     def leave(self, id: int) -> set[PeerForContexts]:
         """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
         self._remember(self._left, id)
-        context = self._contexts.pop(id, None)
+        context = self._drop(id)
         if context is None:
             return set()
         context.end(RpcError(f"autograd context {id} was left"))

@@ -5,12 +5,13 @@ These are the targets of a backward pass. Each has a bit, and each node the bits
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
+
+from ...locks import Lock
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what Leaf(...) and GradientEdge(...) do, without their calls into Python
@@ -118,6 +119,11 @@ def _nothing(*_: Any) -> None:
     """A hook that an engine running meanwhile may see."""
 
 
+# The bits of some targets, or where that takes less memory, their numbers: in a context with many calls the targets
+# become many, while most nodes lead to few, of which some are among the latest.
+Kept = int | tuple[int, ...]
+_LONG = 1024  # from so many bits of a mask for each that is set, numbers take less memory
+_SHORT = 1 << 64  # masks below this are kept as they are, and looked through without a generator
 # A leaf, or what stands for the past of a tensor that was received.
 Target = Leaf | ReceivedTensor | Foreign
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
@@ -134,15 +140,17 @@ class Reach:
         self.targets: list[Target] = []  # by bit
         self._received = received
         self._kind = kind
-        self._masks: dict[Node, int] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
-        self._lock = threading.Lock()
+        self._masks: dict[Node, Kept] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
+        self._came = 0  # the bits of received tensors
+        self._lock = Lock()
 
     def of(self, node: Node) -> int:
         """The bits of the targets that a node leads to. Looks at each node of the graph once, ever."""
         with self._lock:
-            return self._masks[node] if node in self._masks else self._walk(node)
+            kept = self._masks[node] if node in self._masks else self._walk(node)
+            return kept if isinstance(kept, int) else _spread(kept)
 
-    def _walk(self, root: Node) -> int:
+    def _walk(self, root: Node) -> Kept:
         masks, stack = self._masks, [root]  # no recursion: graphs are as deep as programs run long
         target: Target | None
         while stack:
@@ -157,28 +165,70 @@ class Reach:
                 if target is None and isinstance(node, self._kind):
                     target = FOREIGN
             if target is not None:
-                masks[node] = 1 << len(self.targets)
+                bit = 1 << len(self.targets)
+                masks[node] = bit if bit < _SHORT else _folded(bit)
+                if isinstance(target, ReceivedTensor):
+                    self._came |= bit
                 self.targets.append(target)
                 continue
             mask, waiting = 0, len(stack)
             for child, _ in node.next_functions:
                 if child in masks:
-                    mask |= masks[child]
+                    kept = masks[child]
+                    mask |= kept if isinstance(kept, int) else _spread(kept)
                 elif child is not None:
                     stack.append(child)
             if len(stack) == waiting:
-                masks[node] = mask
+                masks[node] = mask if mask < _SHORT else _folded(mask)
         return masks[root]
 
     def targets_of(self, mask: int) -> list[Target]:
         """The targets of some bits."""
-        found = []
-        while mask:
-            bit = mask & -mask
-            found.append(self.targets[bit.bit_length() - 1])
-            mask ^= bit
-        return found
+        return list(map(self.targets.__getitem__, bits_of(mask)))
 
-    def received_of(self, mask: int) -> list[ReceivedTensor]:
-        """Those of the targets that came from another worker."""
-        return [target for target in self.targets_of(mask) if isinstance(target, ReceivedTensor)]
+    def received_of(self, mask: int) -> Iterator[ReceivedTensor]:
+        """Those of the targets that came from another worker. In turn: who asks may have enough of them."""
+        found: Any = map(self.targets.__getitem__, bits_of(mask & self._came))
+        return found  # type: ignore[no-any-return]  # these are, say their bits
+
+    def received_in(self, mask: int) -> int:
+        """The bits of these."""
+        return mask & self._came
+
+
+def _folded(mask: int) -> Kept:
+    """What is kept of a long mask: where it has few bits, their numbers."""
+    return mask if mask.bit_length() < _LONG * mask.bit_count() else tuple(bits_of(mask))
+
+
+def _spread(numbers: tuple[int, ...]) -> int:
+    """The mask of the bits with these numbers."""
+    mask = 0
+    for bit in numbers:
+        mask |= 1 << bit
+    return mask
+
+
+def bits_of(mask: int) -> Iterable[int]:
+    """The numbers of the bits that are set, from the lowest on. Of a long mask in turn: see `Reach.received_of`."""
+    if mask >= _SHORT:
+        return _bits_of_long(mask)
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
+
+
+def _bits_of_long(mask: int) -> Iterator[int]:
+    """As each number of such a length costs time it is looked through once: to clear bit after bit would write all of
+    it for each."""
+    if not mask & (mask - 1):
+        yield mask.bit_length() - 1
+        return
+    digits = f"{mask:b}"[::-1]
+    at = digits.find("1")
+    while at >= 0:
+        yield at
+        at = digits.find("1", at + 1)

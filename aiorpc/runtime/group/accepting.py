@@ -28,7 +28,8 @@ from .mending import Line
 
 logger = logging.getLogger("aiorpc")
 
-# So many refusals are logged in so many seconds; all are counted (`Statistics.connections_refused`).
+# So many refusals, and ends of connections of members, are logged in so many seconds; all refusals are counted
+# (`Statistics.connections_refused`).
 REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
 # Of so many connections that have ended it is known what they had left for a second one, which may be on its way.
 _ENDED = 64
@@ -81,7 +82,7 @@ class Acceptor:
                 return
             reason = self._unwanted(sock)
             if reason is not None:
-                self.refuse(reason)
+                self.refuse(reason, sockets.origin(sock))
                 sock.close()
                 continue
             self._handshakes[_Accepting(self, self._moved_down(sock))] = None
@@ -168,9 +169,16 @@ class Acceptor:
             raise PeerRefused("the connection that is to go on has ended here")
         return connection
 
-    def refuse(self, reason: str) -> None:
-        """A stranger was turned away: count it and log it. A crowd of them fills no log: it is counted alone."""
+    def refuse(self, reason: str, origin: str) -> None:
+        """A stranger was turned away: count it and log it. A crowd of them fills no log: it is counted alone.
+
+        origin: where he was, as far as the system knows; he may say of himself what he likes.
+        """
         self._engine.counters.refused += 1
+        self._say("worker %s refused a connection: %s%s", self._engine.name, reason, origin and f" (from {origin})")
+
+    def _say(self, line: str, name: str, reason: str, origin: str = "") -> None:
+        """Log that, unless there was much of it lately. name: before the reason in the line. origin: behind it."""
         now = time.monotonic()
         if now - self._logged_since >= REFUSALS_EVERY:
             self._logged, self._logged_since = 0, now
@@ -179,7 +187,7 @@ class Acceptor:
             return
         said = handshake.shown(reason)  # some of it may be the stranger's own words
         last = "; more of them are only counted for now" if self._logged == REFUSALS_LOGGED else ""
-        logger.warning("worker %s refused a connection: %s%s", self._engine.name, said, last)
+        logger.warning(line, name, said, origin + last)
 
     def ended(self, accepting: _Accepting) -> None:
         """A handshake is over, whether it has succeeded or not."""
@@ -218,8 +226,8 @@ class Acceptor:
             del self._ended[next(iter(self._ended))]
         service.close()
         if isinstance(cause, ProtocolError) and not service.sure:  # who was lost, and why, may be told by another sign
-            text = handshake.shown(foreign.text_of(cause))
-            logger.warning("worker %s ended a connection of %s: %s", self._name, service.record.name, text)
+            said = f"{self._name} ended a connection of {service.record.name}"
+            self._say("worker %s: %s%s", said, foreign.text_of(cause))
         if cause is not None:
             self.home.group.on_broken(service, f"its connection broke: {foreign.text_of(cause)}")
 
@@ -237,17 +245,18 @@ class _Accepting:
         self._home = acceptor.home
         self.connection = make_connection(engine, sock, f"to {engine.name}", opener=False)
         self._process = sockets.peer_pid(sock)
+        self._origin = sockets.origin(sock)  # now: of a socket that was closed nobody knows it
         sealed = seals(engine, self.connection)
         self.handshake = Handshake(
             engine.record,
             acceptor.secret,
-            opener=False,
             accept=partial(acceptor.reason_against, self.connection, self._process),
             sealed=sealed,
             session_of=acceptor.session_of,
             safe=engine.safe,
             lasting=lasts(engine, self.connection),
             goes_on=acceptor.goes_on,
+            takes=engine.options.max_incoming_bytes,
         )
         patience = engine.bounds.handshake
         self._timer = engine.loop.call_later(patience, self._too_slow, patience)
@@ -285,7 +294,7 @@ class _Accepting:
                 broken = self.acceptor.broken(record, self.handshake.link, self.handshake.pipe)
                 broken.go_on(self.connection, self.handshake.theirs, opener=False)
                 return
-            self.connection.session = self.handshake.session()
+            self.connection.session, self.connection.takes_at_once = self.handshake.session(), self.handshake.theirs
             if self.handshake.lasting:
                 self.connection.last(self._home.engine.options.max_unacknowledged_bytes)
                 line = Line(self.connection, record, self.handshake.link, pipe=self.handshake.pipe, opener=False)
@@ -330,7 +339,7 @@ class _Accepting:
         if self._serving is not None:
             self._serving(cause)
         elif cause is not None and not isinstance(cause, (ConnectionResetError, BrokenPipeError)):
-            self.acceptor.refuse(foreign.text_of(cause))
+            self.acceptor.refuse(foreign.text_of(cause), self._origin)
         elif self.connection.bytes_received or not self.connection.local:
             # Over a unix socket whoever says nothing has looked whether somebody listens here (`remove_stale`).
             self._home.engine.counters.given_up += 1

@@ -7,7 +7,9 @@ connections is `accepting.py`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +39,8 @@ from .group import Group, failure, farewell
 from .mending import Home as MendingHome
 from .mending import Line, Mender
 
+logger = logging.getLogger("aiorpc")
+
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 # Seconds for the first word of whoever listens where a connection has broken. A worker says it at once, and as a whole.
@@ -46,6 +50,9 @@ FIRST_WORD = 4.0
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
 # What the system says of an address of this host at which nobody listens.
 _NOBODY_LISTENS = (ConnectionRefusedError, FileNotFoundError)
+# What it says where this process or this host has not what a socket takes, which says nothing of who is to be reached.
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LACKING_EVERY = 60.0  # seconds between two warnings of that
 
 
 class Home(callee.Home, MendingHome, Protocol):
@@ -106,6 +113,7 @@ class Connector:
         self._numbers = itertools.count(1)  # of links
         self._finding: set[Peer] = set()
         self._opening: set[asyncio.Future[None]] = set()  # handshakes that are under way
+        self._lacking_said = -LACKING_EVERY
 
     def connect(self, peer: Peer) -> None:
         """Begin to find the worker of a peer and to connect to it; if that cannot be done, the peer is lost.
@@ -192,12 +200,15 @@ class Connector:
         """Open a connection to a worker, ready for calls, trying again with ever longer pauses for a bounded time.
 
         That is a short one on this host, where nothing but the worker itself refuses connections to it: its process may
-        go on without it. Raises OSError and PeerRefused.
+        go on without it. It has no bound where this worker has no descriptors left: nobody is lost by that, and calls
+        have their deadlines. Raises OSError and PeerRefused.
         """
         engine = self._engine
         limit = time.monotonic() + engine.bounds.connect
         refused: float | None = None  # since when, at each try
         pause = FIRST_PAUSE
+        if record.host != engine.record.host:  # calls whose time is up before that of connecting say what is tried
+            peer.trouble = f"no answer yet from {record.tcp_host}:{record.tcp_port}"
         while True:
             began, met = time.monotonic(), False
             try:
@@ -212,14 +223,19 @@ class Connector:
                     return await opening.run(partial(peer.attach, number))
                 finally:
                     self._opening.discard(opening.done)
-            except PeerRefused:
+            except PeerRefused as error:
+                peer.trouble = foreign.text_of(error)
                 if not self._home.group.may_not_know_this(record) or time.monotonic() > limit:
                     raise
                 refused = None
             except OSError as error:
                 if peer.gone is not None:
                     raise
+                peer.trouble = foreign.text_of(error)
                 now = time.monotonic()
+                if error.errno in _LACKING:
+                    self._say_lacking(record, error, now)
+                    limit = now + engine.bounds.connect
                 if not isinstance(error, _NOBODY_LISTENS):
                     refused = None
                 elif refused is None:
@@ -234,6 +250,12 @@ class Connector:
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
+
+    def _say_lacking(self, record: WorkerRecord, error: OSError, now: float) -> None:
+        if now - self._lacking_said >= LACKING_EVERY:
+            self._lacking_said = now
+            said = "worker %s cannot connect to %s: %s; it tries on, and says so once a minute at most"
+            logger.warning(said, self._engine.name, record.describe(), error)
 
     async def _reach_in_time(self, record: WorkerRecord) -> socket.socket:
         """A socket that leads to a worker. Raises OSError, which says why, and RpcError."""
@@ -371,7 +393,6 @@ class _Opening:
         self.handshake = Handshake(
             engine.record,
             secret,
-            opener=True,
             expect=record,
             link=link,
             pipe=pipe,
@@ -379,6 +400,7 @@ class _Opening:
             safe=engine.safe,
             lasting=lasts(engine, self.connection),
             received=None if goes_on is None else goes_on.received,
+            takes=engine.options.max_incoming_bytes,
         )
         self._goes_on = goes_on
         self._asks = asks
@@ -460,6 +482,7 @@ class _Opening:
             return
         self.done.set_result(None)
         connection.session = self._secret if self.handshake.pipe else self.handshake.session()
+        connection.takes_at_once = self.handshake.theirs
         if self.handshake.lasting:
             connection.last(self._engine.options.max_unacknowledged_bytes)
             if self.on_lasting is not None:

@@ -18,6 +18,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Activity, GroupTable, Outputs
 from ..caller.peers import Peers
 from ..engine.engine import Engine
+from ..engine.tasks import begin
 from ..meeting.rendezvous import Rendezvous
 
 logger = logging.getLogger("aiorpc")
@@ -51,6 +52,9 @@ class Home(Protocol):
 
     def activity(self) -> tuple[bool, int]:
         """Whether it is idle, and how many calls of users it has seen."""
+
+    def describe_pending(self) -> str:
+        """The calls of users that are under way, as text for a log message; empty if there are none."""
 
 
 class Departure:
@@ -139,7 +143,7 @@ class Departure:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
-        task = self._engine.loop.create_task(coroutine, context=self._context)
+        task = begin(coroutine, self._engine.loop, self._context)
         self._waits.add(task)
         task.add_done_callback(self._waited)
 
@@ -181,10 +185,20 @@ class Departure:
     async def _until_idle(self) -> None:
         pause = _FIRST_PAUSE
         limit = float("inf")  # for answers: whoever does not read them for so long waits for them no more
+        told = time.monotonic() + self._engine.bounds.told
         while not (idle := self._home.is_idle()) or (self._home.owes_answers() and time.monotonic() < limit):
             limit = min(limit, time.monotonic() + self._patience()) if idle else float("inf")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
+            if time.monotonic() >= told:  # once: whoever serves a stream without an end would wait for ever
+                told = float("inf")
+                logger.warning(
+                    "worker %s leaves once these have ended, which it has waited for since %g s: %s. "
+                    "shutdown(timeout=...) and the option shutdown_timeout bound that",
+                    self._engine.name,
+                    self._engine.bounds.told,
+                    self._home.describe_pending() or "what is still to be sent",
+                )
         self._carry_out(self._table.idle())
 
     # --- as the leader ------------------------------------------------------------------------------------------------

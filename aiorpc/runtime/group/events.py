@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
+from ...errors import RpcUsageError
+from ...locks import Lock
 from ...protocol.identity import WorkerInfo
 
 logger = logging.getLogger("aiorpc")
@@ -78,7 +80,7 @@ class Events:
         # Of a task that waits asyncio itself holds no more than a weak reference. What it waits for is held here: it
         # leads to the task, so that a program need not keep the task for the news to come.
         self._awaited: set[Listener] = set()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def listeners(self) -> int:
@@ -170,3 +172,7 @@ class Listener(AsyncIterator[Event]):
         self._on_close(self)
         self._events.clear()
         self.put(None)
+
+    def __reduce__(self) -> NoReturn:
+        """It hears what this worker hears."""
+        raise RpcUsageError("what events() gives cannot be copied, pickled or sent; take the events, and send those")

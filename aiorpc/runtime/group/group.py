@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Protocol, cast
 
 from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
 from ...protocol import leaving
-from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...protocol.identity import WorkerInfo, WorkerRecord, legible
 from ...protocol.leaving import GroupTable, Output, Outputs
 from ...protocol.states import Leaving, Returning
 from ...transport import sockets
@@ -145,6 +146,11 @@ class Group:
         """The members that have neither left nor been lost."""
         return self._table.live()
 
+    @property
+    def parted(self) -> bool:
+        """Whether this worker has lost members, and knows nobody else who is there."""
+        return bool(self.lost) and all(record.id == self._engine.id for record in self.live())
+
     def close(self) -> None:
         """Watch nobody any more, and remove the sockets that lost members have left on this host."""
         self._watch.close()
@@ -158,6 +164,17 @@ class Group:
     def close_in_child(self) -> None:
         """After a fork: let go of the descriptors, which are the parent's."""
         self._watch.close_in_child()
+
+    async def leave(self, timeout: float) -> bool:
+        """As of `Departure.leave`. In a group of fixed size it is known by then who was lost before all left.
+
+        The leader may have reported somebody just before it let all go, of whom this worker has to hear itself.
+        """
+        until = time.monotonic() + timeout if timeout else float("inf")
+        complete = await self.departure.leave(timeout)
+        if complete and not self._table.free:
+            await self._hearsay.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
+        return complete
 
     # --- what the table decides ---------------------------------------------------------------------------------------
 
@@ -421,7 +438,7 @@ async def report_lost(record: list[Any], cause: str) -> None:
     group, caller_id = _current()
     lost = WorkerRecord.from_wire(record)
     await group.newcomers.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
-    group.on_report(caller_id, lost, str(cause)[:CAUSE_LIMIT])
+    group.on_report(caller_id, lost, legible(str(cause)[:CAUSE_LIMIT]))  # its own words, and they go to the log
 
 
 @system

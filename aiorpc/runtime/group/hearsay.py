@@ -45,7 +45,7 @@ class Hearsay:
         self._engine = home.engine
         self._is_gone = is_gone
         self._vouch = vouch
-        self._asked: set[int] = set()  # of whom something is looked into
+        self._asked: dict[int, asyncio.Task[None]] = {}  # of whom something is looked into
 
     def look_into(
         self,
@@ -67,8 +67,12 @@ class Hearsay:
         if provably_dead(record, self._engine.record.host):
             believed()
             return
-        self._asked.add(record.id)
-        self._engine.tasks.spawn(self._ask(record, other, believed, what, told))
+        self._asked[record.id] = self._engine.tasks.spawn(self._ask(record, other, believed, what, told))
+
+    async def settle(self, limit: float) -> None:
+        """Wait until all that is looked into now is known, for so many seconds at most."""
+        if self._asked:
+            await asyncio.wait(list(self._asked.values()), timeout=limit)
 
     async def _ask(
         self,
@@ -89,7 +93,7 @@ class Hearsay:
             if told is not None and self._is_gone(told):
                 return  # the two had lost each other
         finally:
-            self._asked.discard(record.id)
+            self._asked.pop(record.id, None)
         logger.warning(
             "worker %s: it seemed that %s %s, but that worker is there, and says otherwise: a member may be lying",
             self._engine.name,

@@ -69,6 +69,7 @@ class Newcomers:
         self._hearing: dict[str, asyncio.Event] = {}  # of whom the leader is just telling this worker, by incarnation
         self._looking = False
         self._blind = False  # the store has gone, or is not reached
+        self._trouble = ""  # what was wrong with what stands there at the last look, and was said
 
     # --- as the leader ------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class Newcomers:
                     for record in await self._engine.steps.run(look):
                         if record.incarnation not in self._answered:
                             self._carry_out(self._table.apply(record))
-                    self._blind = False
+                    self._blind, self._trouble = False, ""
                 except StoreGone as error:
                     if not self._blind:
                         logger.info("worker %s can let nobody in: %s", self._engine.name, error)
@@ -98,7 +99,9 @@ class Newcomers:
                     if not self._home.rendezvous.is_client:  # for good, and torch logs every look at it
                         return
                 except RendezvousError as error:
-                    logger.warning("worker %s cannot see who wants to come: %s", self._engine.name, error)
+                    if str(error) != self._trouble:  # it looks several times a second, for as long as a place is vacant
+                        self._trouble = str(error)
+                        logger.warning("worker %s cannot see who wants to come: %s", self._engine.name, error)
                 await asyncio.sleep(bounds.foreign_pause if self._blind else bounds.serving_pause)
         finally:
             self._looking = False

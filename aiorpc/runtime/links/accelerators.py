@@ -20,7 +20,7 @@ import torch
 from ...channels import AnyBuffer
 from ...channels.accelerator import Accelerator, DeviceBuffer
 from ...channels.device import DIRECT, IPC, STAGING, Devices
-from ...channels.device.outbox import Inbox, Outbox
+from ...channels.device.outbox import BoxEnd, Inbox
 from ...channels.landing import Arrival, Landing, StreamPool
 from ...channels.routes import Route, Staying, going, returning
 from ...devices import DeviceClaims, devices_used, to_device_map
@@ -78,8 +78,8 @@ class Accelerators:
         self._streams = None if accelerator is None else StreamPool(accelerator)
         self._used: list[int] = []
         self._threads = ThreadPool(f"{engine.name}-devices", _THREADS)
-        self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
-        self._held: list[tuple[WorkerRecord, Outbox | Inbox]] = []  # that streams may wait for: until they are gone
+        self._retired: list[tuple[WorkerRecord, BoxEnd]] = []
+        self._held: list[tuple[WorkerRecord, BoxEnd]] = []  # that streams may wait for: until they are gone
         self._reasons: set[str] = set()
         self._watch: ProcessWatch | None = None
 
@@ -238,22 +238,21 @@ class Accelerators:
 
     # --- memory that other processes use ------------------------------------------------------------------------------
 
-    def ended(self, record: WorkerRecord, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
-        """A link has ended. The worker at its other end may still be reading the outboxes.
+    def ended(self, record: WorkerRecord, boxes: Sequence[BoxEnd]) -> None:
+        """A link has ended. The worker at its other end may still be reading the outboxes among these.
 
         Or it is dying: its connection ends before its process does. To close an inbox waits for copies out of it, which
         may wait for what a dead process recorded; so that is put off until it is known which it is.
         """
-        if not outboxes and not inboxes:
+        if not boxes:
             return
-        self._retired += [(record, box) for box in outboxes]
-        self._retired += [(record, box) for box in inboxes]
-        self.hold(record, [*outboxes, *inboxes])
+        self._retired += [(record, box) for box in boxes]
+        self.hold(record, boxes)
         self.collect()
         if self._retired and self._watch is not None and record.pid != os.getpid():
             self._engine.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
 
-    def hold(self, record: WorkerRecord, boxes: Sequence[Outbox | Inbox]) -> None:
+    def hold(self, record: WorkerRecord, boxes: Sequence[BoxEnd]) -> None:
         """Streams here may wait for what that worker's process has recorded in these: if it dies, they are let go."""
         self._held = [each for each in self._held if not each[1].gone]
         self._held += [(record, box) for box in boxes]
@@ -275,7 +274,7 @@ class Accelerators:
         for record, box in self._retired:
             if isinstance(box, Inbox):
                 self.in_background(self._let_go, record, box)
-        self._retired = [each for each in self._retired if isinstance(each[1], Outbox)]
+        self._retired = [each for each in self._retired if not isinstance(each[1], Inbox)]
 
     def collect(self) -> None:
         """Free the memory that only processes could still use which are gone."""
@@ -287,10 +286,10 @@ class Accelerators:
             else:
                 self._retired.append((record, box))
 
-    def _let_go(self, record: WorkerRecord, box: Outbox | Inbox) -> None:
+    def _let_go(self, record: WorkerRecord, box: BoxEnd) -> None:
         """In a thread."""
         try:
-            box.free() if isinstance(box, Outbox) else box.close()
+            box.close()
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
 
@@ -336,25 +335,3 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, list | tuple | set | frozenset):
         for item in value:
             yield from tensors_in(item, depth - 1)
-
-
-class Handover:
-    """Tensors that one end of a link leaves for the other, in the same process. Any thread."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._left: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def leave(self, carrier: torch.Tensor, event: Any) -> int:
-        """Leave something for the other end; returns the number by which it is found."""
-        number = next(self._numbers)
-        self._left[number] = (carrier, event)
-        return number
-
-    def take(self, number: int) -> tuple[torch.Tensor, Any] | None:
-        """What was left under that number, once; None if there is nothing."""
-        return self._left.pop(number, None)
-
-    def clear(self) -> None:
-        """The link has ended."""
-        self._left.clear()

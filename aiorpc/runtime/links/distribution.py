@@ -6,7 +6,9 @@ channel and what that needs to receive it. The opposite is `reassembly`.
 Invariants
 1. A message whose buffers were given to channels is posted or withdrawn, exactly once, whatever a signal handler
    raises meanwhile: `Prepared.unsent` says whether that is still to come.
-2. Nothing is copied on the loop that takes longer than a millisecond (`Distribution.too_long_for_loop`).
+2. No message leaves that is longer than the other end takes at once: the connection would end, and all calls with it.
+   What lies in shared memory or on devices does not count, nor do messages of the link itself.
+3. Nothing is copied on the loop that takes longer than a millisecond (`Distribution.too_long_for_loop`).
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from ...channels.device import Devices
 from ...channels.inline import Inline
 from ...channels.shared import SharedMemory
 from ...channels.shm import Copies
+from ...errors import SerializationError
 from ...protocol import messages
-from ...protocol.frames import PARCEL, Buffer, encode_frame
+from ...protocol.frames import CHANNEL, PARCEL, Buffer, encode_frame
+from ...protocol.identity import WorkerRecord
 from ...protocol.messages import write
 from ...protocol.packing import pack
-from ...transport.send_queue import Unsent
+from ...transport.send_queue import FRAME_COST, Unsent
 from ..engine.engine import Engine
 from .messages import BULK, DEVICE, INLINE, SHARED
 from .on_devices import PIECES
@@ -51,7 +55,7 @@ class Prepared(NamedTuple):
     body: bytes
     frame: list[Buffer]
     unsent: Unsent
-    wires: Sequence[tuple[int, Wire]] = ()
+    wires: Sequence[_Given] = ()
     size: int = 0
     remembered: bool = True
 
@@ -63,17 +67,21 @@ class Distribution:
     device, and nothing else. shared: shared memory, once both ends have agreed on it.
     """
 
-    def __init__(self, engine: Engine, bulk: Bulk, devices: Devices) -> None:
+    def __init__(self, engine: Engine, bulk: Bulk, devices: Devices, record: WorkerRecord, takes_at_once: int) -> None:
+        """record: of the other end. takes_at_once: bytes of tensors that it takes in one message."""
         options = engine.options
         self.devices = devices
         self.shared: SharedMemory | None = None
         self._inline = Inline()
         self.channels: dict[int, Channel] = {BULK: bulk, INLINE: self._inline}
         self._engine = engine
+        self._record = record
+        self._takes_at_once = takes_at_once
         # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together.
-        self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
+        # What is no shorter than the other end takes is looked at, too.
+        self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes, takes_at_once)
         self._least = min(shared.PACK_LEAST, self._least_alone)
-        self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
+        self._underway: dict[int, Sequence[_Given]] = {}  # of calls that may still be given up
 
     def share(self, channel: SharedMemory) -> None:
         """Both ends can share memory: from now on that channel is asked first. On the loop."""
@@ -148,7 +156,7 @@ class Distribution:
             self._inline.count(host)
             frame = encode_frame(kind, call_id, body, host)
             return Prepared(kind, call_id, body, frame, [frame], (), sum(map(len, host)))
-        wires, riders = self._distribute(host, copy, sharing is not None, copies)
+        wires, riders = self._distribute(kind, body, host, copy, sharing is not None, copies)
         try:
             return self._prepared(kind, call_id, body, wires, riders, buffers)
         except BaseException:
@@ -163,13 +171,13 @@ class Distribution:
         sent = self.devices.send(away, [])
         given: list[_Given] = []
         try:
-            there = iter([(DEVICE, wire) for wire in sent if wire is not None])
-            given, riders = self._distribute(host, copy, self.shared is not None)
+            there = iter([(DEVICE, wire) for wire in sent])
+            given, riders = self._distribute(kind, body, host, copy, self.shared is not None)
             here = iter(given)
             wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
             return self._prepared(kind, call_id, body, wires, riders, buffers)
         except BaseException:
-            self._withdraw([*[(DEVICE, wire) for wire in sent if wire is not None], *_apart(given)], named=False)
+            self._withdraw([*[(DEVICE, wire) for wire in sent], *_apart(given)], named=False)
             raise
 
     def _prepared(
@@ -188,8 +196,22 @@ class Distribution:
             frame = encode_frame(kind, call_id, body, riders)
         return Prepared(kind, call_id, body, frame, [frame], apart, sum(map(len, buffers)))
 
+    def check_length(self, buffers: Sequence[Buffer], body: bytes) -> None:
+        """Whether the other end takes so much that does not lie in shared memory. Raises SerializationError."""
+        most, sizes = self._takes_at_once, list(map(len, buffers))
+        size = sum(sizes)
+        if size + len(body) + FRAME_COST <= most:
+            return
+        # The frame is held there, if any of them come apart from it.
+        with_frame = sum([each for each in sizes if each < self._engine.options.min_bulk_bytes])
+        if size > most or (with_frame < size and with_frame + len(body) + FRAME_COST > most):
+            raise SerializationError(
+                f"has {size} bytes of tensors, and {self._record.describe()} takes no more than {most} of one "
+                "message (max_incoming_bytes)"
+            )
+
     def _distribute(
-        self, buffers: Sequence[Buffer], copy: bool, share: bool, copies: Copies | None = None
+        self, kind: int, body: bytes, buffers: Sequence[Buffer], copy: bool, share: bool, copies: Copies | None = None
     ) -> tuple[list[_Given], list[Buffer]]:
         """Give each buffer to the first channel that takes it: channel and wire of each, and the riders."""
         wires: list[Any] = [None] * len(buffers)
@@ -203,6 +225,8 @@ class Distribution:
                 left = [index for index, wire in enumerate(wires) if wire is None]
                 if not left:
                     break
+                if code == BULK and kind != CHANNEL:  # before any of them leaves
+                    self.check_length([buffers[index] for index in left], body)
                 given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
                 sharing = self.shared if code == SHARED else None
                 sent = channel.send(given, riders) if sharing is None else sharing.send(given, riders, copies)
@@ -231,11 +255,16 @@ class Distribution:
                 self._underway[prepared.call_id] = [*self._underway.get(prepared.call_id, ()), (code, wire)]
         return away
 
-    def names(self, wires: Sequence[tuple[int, Wire]]) -> list[str]:
+    def arrived(self, buffers: Sequence[Buffer]) -> None:
+        """Buffers have arrived with a frame that says nothing about channels: they are counted, as `rides` counts."""
+        for buffer in buffers:
+            self._inline.traffic.count_received(len(buffer))
+
+    def names(self, wires: Sequence[_Given]) -> list[str]:
         """The names of the channels of those buffers that do not go with the frame. KeyError for what is no channel."""
         return [self._channel(code).name for code, _ in wires if code != INLINE]
 
-    def size(self, wires: Sequence[tuple[int, Wire]], riders: Sequence[Buffer]) -> int:
+    def size(self, wires: Sequence[_Given], riders: Sequence[Buffer]) -> int:
         """How many bytes those buffers have, as their wires say. See `Channel.size_of`; KeyError as of `names`."""
         return sum(self._channel(code).size_of(wire, riders) for code, wire in wires)
 
@@ -260,7 +289,7 @@ class Distribution:
         if self.devices.busy:
             self.devices.give_up(call_id)
 
-    def _withdraw(self, wires: Sequence[tuple[int, Wire]], *, named: bool) -> None:
+    def _withdraw(self, wires: Sequence[_Given], *, named: bool) -> None:
         for code, channel in self.channels.items():
             given_up = [wire for wire_code, wire in wires if wire_code == code]
             if given_up:

@@ -41,8 +41,7 @@ from ...protocol.packing import pack
 from ...transport.connection import Connection
 from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
-from ..engine.observing import Passage
-from . import observed
+from ..engine.observing import Passage, ask, frame_passage, tell
 from .accelerators import Accelerators
 from .distribution import Distribution, Prepared
 from .memory import Memory
@@ -54,6 +53,8 @@ from .second import SecondConnection
 
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
 OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK, RELEASE))
+# Whose buffers are counted by the channels that they arrive by.
+_COUNTED = frozenset((PARCEL, CHUNK))
 _new: Any = tuple.__new__  # what Frame(...) does, without its call into Python
 # What the bodies of messages begin with that give back slots of outboxes.
 _SLOTS = write(messages.ChannelMessage(DEVICE, DEVICE_MESSAGES.write(Slots([]))))[:-1]
@@ -142,8 +143,8 @@ class Link:
         self.on_devices = LinkDevices(self)
         self.devices = self.on_devices.channel
         self.slots = self.devices.released  # the same of the device channel: slots of outboxes
-        self.distribution = Distribution(self.engine, self.bulk, self.devices)
-        self._reassembly = Reassembly(self)
+        self.distribution = Distribution(self.engine, self.bulk, self.devices, record, connection.takes_at_once)
+        self._reassembly = Reassembly(self, options.max_incoming_bytes)
         self.held = self._reassembly.held  # the messages that wait for buffers, by call
         self._receiver = receiver
         self._methods = receiver.methods
@@ -221,7 +222,7 @@ class Link:
         send: Callable[[], None],
     ) -> None:
         if prepared is None:
-            passage = observed.frame_passage(kind, call_id, frame, call, self.record)
+            passage = frame_passage(kind, call_id, frame, call, self.record)
         else:
             size = len(prepared.body) + prepared.size
             names = self.distribution.names(prepared.wires)
@@ -233,7 +234,7 @@ class Link:
             if undo is not None:
                 undo.unsend()
 
-        observed.ask(self.engine.observers, passage, send, drop)
+        ask(self.engine.observers, passage, send, drop)
 
     # --- the entrance -------------------------------------------------------------------------------------------------
 
@@ -248,13 +249,15 @@ class Link:
             self.messages_received += count
             if self.engine.observers:
                 for frame in frames:
-                    observed.tell(self.engine.observers, self._passage_of(frame))
+                    tell(self.engine.observers, self._passage_of(frame))
         methods = self._methods
         for frame in frames:
             if pipe is not None:
                 self.second.on_frame(pipe, frame)
                 continue
             kind = frame.kind
+            if frame.segments and not again and kind not in _COUNTED:
+                self.distribution.arrived(frame.segments)
             if self.held or kind in OF_LINKS:
                 message = self.admit(frame)
                 if message is None:
@@ -326,7 +329,7 @@ class Link:
             return None
         held = self.held.get(frame.call_id)
         if held is not None:  # an earlier message of that call
-            held.behind.append(frame)
+            self._reassembly.put_behind(frame, held)
             return None
         if frame.kind == PARCEL:
             message = self._open(frame)

@@ -48,11 +48,10 @@ class Memory:
         """busy: whether buffers are under way that did not go through shared memory."""
         self._engine = engine
         self._busy = busy
-        several = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else True
         self.arena = Arena(
             engine.options.shared_memory,
             poison=sys.flags.dev_mode,  # use after release shows
-            assist=engine.in_background if several else None,
+            assist=engine.in_background if len(os.sched_getaffinity(0)) > 1 else None,
         )
         self.slots = SharedSlots(self.arena)
         self.keeper = Keeper(self.arena, lambda: self._unused.watch(), self.want)
@@ -210,7 +209,7 @@ class Memory:
     def close_in_child(self) -> None:
         """In a forked child: let go of everything, which is the parent's."""
         for channel in list(self._shared):
-            channel.borrower.close_in_child()
+            channel.borrower.close()
         self._watch.close_in_child()
         self.slots.close_in_child()
         self.keeper.close()

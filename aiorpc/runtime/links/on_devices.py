@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ...channels.accelerator import Event, Tensor
 from ...channels.device import Devices
 from ...channels.device.messages import MESSAGES, Message
-from ...channels.device.outbox import Inbox, Outbox
+from ...channels.device.outbox import BoxEnd
 from ...channels.routes import Route
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer, Frame
@@ -21,7 +21,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ChannelMessage, write
 from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
-from .accelerators import Accelerators, Handover
+from .accelerators import Accelerators
 from .messages import DEVICE
 from .returns import Returns
 
@@ -70,7 +70,8 @@ class LinkDevices:
         self._link = link
         self._accelerators = accelerators
         self._pieces = itertools.count(PIECES)
-        self._handover = Handover()
+        self._numbers = itertools.count(1)
+        self._left: dict[int, tuple[Tensor, Event]] = {}  # for the other end, in the same process
         self.in_background = accelerators.in_background
         self.on_loop = link.engine.call_on_loop
         self.on_release = link.returns.watch
@@ -101,18 +102,15 @@ class LinkDevices:
         """A CHANNEL frame for the device channel. failure: why its buffer cannot be had. Raises ProtocolError."""
         if frame.call_id < PIECES:
             self.channel.on_message(fields)
+        elif failure is None and len(frame.segments) != 1:
+            raise ProtocolError(f"{frame}, a piece of a tensor that has not one buffer")
         else:
             self.channel.on_piece(fields, failure or frame.segments[0])
 
     def close(self) -> None:
         """The link has ended."""
         self.channel.close()
-        self._handover.clear()
-
-    def _other_end(self) -> LinkDevices | None:
-        """The part for devices of the other end of this link, if that is in this process."""
-        other = self._link.other_end()
-        return None if other is None else other.on_devices
+        self._left.clear()
 
     # --- for the channel, see its protocol ----------------------------------------------------------------------------
 
@@ -129,17 +127,19 @@ class LinkDevices:
         self._accelerators.on_chosen(self._link.record, way, reason)
 
     def hand_over(self, carrier: Tensor, event: Event) -> int:
-        return self._handover.leave(carrier, event)
+        number = next(self._numbers)
+        self._left[number] = (carrier, event)
+        return number
 
     def take_over(self, number: int) -> tuple[Tensor, Event] | None:
-        other = self._other_end()
-        return None if other is None else other._handover.take(number)
+        other = self._link.other_end()
+        return None if other is None else other.on_devices._left.pop(number, None)
 
     def take_back(self, number: int) -> None:
-        self._handover.take(number)
+        self._left.pop(number, None)
 
-    def hold(self, inboxes: Sequence[Inbox]) -> None:
-        self.on_loop(self._accelerators.hold, self._link.record, inboxes)
+    def hold(self, boxes: Sequence[BoxEnd]) -> None:
+        self.on_loop(self._accelerators.hold, self._link.record, boxes)
 
-    def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
-        self._accelerators.ended(self._link.record, outboxes, inboxes)
+    def ended(self, boxes: Sequence[BoxEnd]) -> None:
+        self._accelerators.ended(self._link.record, boxes)

@@ -16,6 +16,7 @@ from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer, Frame
 from ...protocol.messages import Parcel
 from ...protocol.states import MESSAGE, MessageEvent, MessageState
+from ...transport.send_queue import FRAME_COST
 from .accelerators import Accelerators
 from .distribution import Distribution
 from .messages import DEVICE
@@ -28,16 +29,11 @@ class Message(Frame):
 
     landing: Landing | None = None
 
-    def landed(self, landing: Landing | None) -> Message:
-        """Say where; returns itself."""
-        self.landing = landing
-        return self
-
 
 class Assembly:
-    """A message that waits for buffers, and the frames that came behind it."""
+    """A message that waits for buffers, and the frames that came behind it. size: bytes that all of these take."""
 
-    __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "state")
+    __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "size", "state")
 
     def __init__(self, parcel: Parcel) -> None:
         self.parcel = parcel
@@ -46,6 +42,7 @@ class Assembly:
         self.failure: Exception | None = None
         self.landing: Landing | None = None
         self.behind: list[Frame] = []
+        self.size = 0
         self.state = MESSAGE.initial
 
     def enter(self, event: MessageEvent) -> None:
@@ -67,11 +64,13 @@ class LinkForReassembly(Protocol):
 
 
 class Reassembly:
-    """Of one link. held: the messages that wait, by call."""
+    """Of one link. held: the messages that wait, by call. limit: bytes that these and what is behind them may take."""
 
-    def __init__(self, link: LinkForReassembly) -> None:
+    def __init__(self, link: LinkForReassembly, limit: int = 1 << 62) -> None:
         self.held: dict[int, Assembly] = {}
         self._link = link
+        self._limit = limit
+        self._size = 0
 
     def open(self, frame: Frame, parcel: Parcel) -> Message | None:
         """The message in a parcel; None if it has to wait, and is delivered later. Raises ProtocolError."""
@@ -87,9 +86,25 @@ class Reassembly:
             held.enter(_first_event(held))
         if held.state is MessageState.HANDED_OVER:
             return _message(frame.call_id, held)
+        self._keep(frame, held)
         self.held[frame.call_id] = held
         self._hand_over(frame.call_id, held)
         return None
+
+    def put_behind(self, frame: Frame, held: Assembly) -> None:
+        """That frame is handed over after the message that is held. Raises ProtocolError."""
+        self._keep(frame, held)
+        held.behind.append(frame)
+
+    def _keep(self, frame: Frame, held: Assembly) -> None:
+        size = FRAME_COST + len(frame.body) + sum(map(len, frame.segments))
+        held.size += size
+        self._size += size
+        if self._size > self._limit:
+            raise ProtocolError(
+                f"{self._size} bytes of messages have come that wait for buffers, or behind one that does; the limit "
+                f"is {self._limit} (max_incoming_bytes)"
+            )
 
     def open_one(self, frame: Frame, parcel: Parcel) -> Message | None:
         """The message in a parcel with one buffer, which lies whole where a device can reach it; None if that fails: it
@@ -178,6 +193,7 @@ class Reassembly:
     def _hand_over(self, call_id: int, held: Assembly) -> None:
         if held.state in MESSAGE.final and self.held.get(call_id) is held:
             del self.held[call_id]
+            self._size -= held.size
             self._link.deliver(_message(call_id, held), held)
 
     def close(self) -> None:
@@ -185,6 +201,7 @@ class Reassembly:
         for held in self.held.values():
             held.enter(MessageEvent.CLOSED)
         self.held.clear()
+        self._size = 0
 
 
 def _first_event(held: Assembly) -> MessageEvent:
@@ -195,4 +212,6 @@ def _first_event(held: Assembly) -> MessageEvent:
 
 
 def _message(call_id: int, held: Assembly) -> Message:
-    return Message(held.parcel.kind, call_id, held.parcel.body, held.buffers).landed(held.landing)
+    message = Message(held.parcel.kind, call_id, held.parcel.body, held.buffers)
+    message.landing = held.landing
+    return message

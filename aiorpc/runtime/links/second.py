@@ -16,6 +16,7 @@ from ...channels.bulk import Bulk
 from ...errors import ProtocolError
 from ...protocol import messages
 from ...protocol.frames import CHANNEL, CHUNK, Buffer, Frame, encode_frame
+from ...protocol.handshake import shown
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
@@ -117,7 +118,7 @@ class SecondConnection:
         if self._link.opener:
             self._need()
         elif self.connection is None:
-            self.refused(reason)
+            self.refused(shown(reason))  # these are its own words, and they go to the log
 
     def refused(self, reason: str) -> None:
         """There can be no second connection: chunks go over the first one."""

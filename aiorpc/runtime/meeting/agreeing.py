@@ -17,15 +17,21 @@ from typing import Any
 from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
 from ..engine.host import sees
+from .board import Board
 from .fixed import FixedWorld
 from .free import FreeWorld
 from .held import ADVICE, SECRET_BYTES, HeldSecret, from_hex
+from .meeting_place import MeetingPlace, is_local, is_loopback
 from .membership import SET_IT, Member, Proof
+from .patience import Patience
 from .returning import Admission
 from .secret import Secret
-from .stores import Board, MeetingPlace, Patience, is_local, is_loopback
 
 _READING_TIME = 2.0
+
+
+class LeaderLeft(RendezvousError):
+    """The leader that has let a newcomer in left before that had the secret; the next leader may let it in."""
 
 
 class Agreement:
@@ -111,7 +117,7 @@ class Agreement:
     ) -> bytes:
         """The secret, which `held` then has. RendezvousError if it cannot be had, or somebody else was at the store.
 
-        admission: of a newcomer to a group of fixed size.
+        admission: of a newcomer to a group of fixed size. LeaderLeft if that is of no use any more.
         """
         if admission is not None:
             value = self._reach_as_newcomer(held, admission, patience)
@@ -135,7 +141,7 @@ class Agreement:
         for _ in patience.tries():
             raw, offer = self._offer()
             if raw and self._take(held, offer, first, openly):
-                read = self._board.count(self._key("secret/read"))
+                read = self._board.count(self._key("secret/read"), at_most=True)
                 if read >= len(records) - 1 and first.host == held.record.host:
                     Path(offer["path"]).unlink(missing_ok=True)  # nobody else will join: it need not outlive a kill
                 return held.value
@@ -145,6 +151,8 @@ class Agreement:
         for _ in patience.tries():
             if self._take(held, admission.secret, admission.by, self._proof.require_secret is False):
                 return held.value
+            if isinstance(self._world, FixedWorld) and self._world.has_ended(admission.by):
+                raise LeaderLeft(f"{admission.by.describe()}, which has let this worker in, has left since")
         raise RendezvousError(f"no secret from {admission.by.describe()} within {patience.seconds:g} s")
 
     def _reach_free(self, world: FreeWorld, held: HeldSecret, patience: Patience) -> bytes:

@@ -17,6 +17,7 @@ Every rank obeys the verdict, so no rank can believe in a group that another has
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -26,11 +27,12 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...devices import DeviceClaims, check_device_maps
-from ...errors import RendezvousError
+from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ..engine.host import host_identity, is_gone, provably_dead, sees
+from .board import Board
 from .membership import SET_IT, Member, Proof, same_process
-from .stores import Board, Patience
+from .patience import Patience
 
 CLOSED = "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
 _COMPLETE = "complete"
@@ -150,6 +152,10 @@ class FixedWorld:
         """Whether it has said that: an end alone is also that of a newcomer that gives up, or of a lost member."""
         return self.board.get(self._key(f"left/{record.id}")) == record.incarnation
 
+    def has_ended(self, record: WorkerRecord) -> bool:
+        """Whether a member has left, whichever way, or is proved dead."""
+        return self._has_ended(self.generation, record)
+
     def enter(self, generation: int, members: list[Member]) -> None:
         """This worker takes the place of a lost member of that generation, which has those members."""
         self.generation, self._members = generation, members
@@ -180,15 +186,17 @@ class FixedWorld:
         return self.board.load(key, entry, Member.from_json).record if entry is not None else None
 
     def _advance(self, patience: Patience) -> None:
-        self.board.swap("generation", str(self.generation), str(self.generation + 1))
-        self.generation = self.board.number("generation")
+        self._enter_generation(self.generation, self.generation + 1)
         if patience.left() <= 0:
             raise RendezvousError(f"rank {self.rank} found no generation to join within {patience.seconds:g} s")
 
+    def _enter_generation(self, last: int, following: int) -> None:
+        held = self.board.swap("generation", str(last) if last else "", str(following))
+        self.generation = self.board.read_number("generation", held)
+
     def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
-        self.board.swap("generation", "", "1")
-        self.generation = self.board.number("generation")
+        self._enter_generation(0, 1)
         while True:
             entry = self._entry = json.dumps(self._proof.member(record, claims, self.generation).to_json())
             self._check_previous(record)
@@ -265,14 +273,15 @@ class FixedWorld:
             if held is not None:
                 return self._verdict(held)
             self.board.check_open()
-            if self.board.has(*slots):
-                members = self._read(slots)
+            members = self._read(slots)
+            if members:
                 dead = [each.record.describe() for each in members if self._has_ended(self.generation, each.record)]
                 if dead:  # they may be started again: they are met in the next generation
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
                 if self._all_agree() or self._are_wrong(members):
                     return self._settle(_COMPLETE)
-        return self._settle(_TIMEOUT, self._missing(record, patience))
+        held = self.board.get(self._key("verdict"))  # its store goes with whose time was up before, if that hosts it
+        return self._verdict(held) if held is not None else self._settle(_TIMEOUT, self._missing(record, patience))
 
     def _are_wrong(self, members: list[Member]) -> bool:
         """Whether one is there that nobody has to wait for, as `_check_members` refuses it."""
@@ -282,11 +291,15 @@ class FixedWorld:
     def _all_agree(self) -> bool:
         """Whether all holders agree to the world size: one that does not is about to say so, and is no member."""
         lasts = [f"last/{rank}" for rank in range(self.world_size)]
-        return self.board.has(*lasts) and {*self.board.get_all(lasts)} == {str(self.generation)}
+        return {*(self.board.find_all(lasts) or ())} == {str(self.generation)}
 
     def _read(self, slots: list[str]) -> list[Member]:
-        entries = zip(slots, self.board.get_all(slots), strict=True)
-        return [self.board.load(key, entry, Member.from_json) for key, entry in entries]
+        """Who has these slots; nobody while one is free."""
+        entries = self.board.find_all(slots)
+        return [] if entries is None else self._load(slots, entries)
+
+    def _load(self, slots: list[str], entries: list[str]) -> list[Member]:
+        return [self.board.load(key, entry, Member.from_json) for key, entry in zip(slots, entries, strict=True)]
 
     def _missing(self, record: WorkerRecord, patience: Patience) -> str:
         held = [self._holder(self.generation, rank) for rank in range(self.world_size)]
@@ -318,22 +331,23 @@ class FixedWorld:
 
     def _obey(self, verdict: _Verdict) -> list[Member]:
         if verdict.kind != _COMPLETE:
-            here = sum(self.board.has(self._key(f"slot/{rank}")) for rank in range(self.world_size))
-            self._fail(verdict.text, self.world_size if verdict.kind == _ABORT else here)
-        self._members = self._read([self._key(f"slot/{rank}") for rank in range(self.world_size)])
+            self._fail(verdict.text, self.world_size if verdict.kind == _ABORT else None)
+        slots = [self._key(f"slot/{rank}") for rank in range(self.world_size)]
+        entries = self.board.get_all(slots)
+        self._members = self._load(slots, entries)
         try:
-            self._check_own_slot()
+            self._check_own_slot(entries[self.rank])
             self._check_members()
             check_unique_names([member.record for member in self._members])
             check_device_maps({member.record.name: member.claims for member in self._members})
         except RendezvousError:
             self._give_up(self.world_size)
             raise
-        self.board.count(self._key("done"))
+        self.board.count(self._key("done"), at_most=True)
         return self._members
 
-    def _check_own_slot(self) -> None:
-        if self.board.get(self._key(f"slot/{self.rank}")) != self._entry:
+    def _check_own_slot(self, entry: str) -> None:
+        if entry != self._entry:
             raise RendezvousError(
                 f"the store holds another record of rank {self.rank} than the one that this worker wrote there: "
                 "somebody who is no member has written into the store. Find out who, and set AIORPC_SECRET for all"
@@ -348,16 +362,18 @@ class FixedWorld:
                     "has written into the store"
                 )
 
-    def _fail(self, text: str, ranks: int) -> None:
-        self._give_up(ranks)
+    def _fail(self, text: str, ranks: int | None) -> None:
+        with contextlib.suppress(StoreGone):  # its host may have failed before, for the same reason
+            self._give_up(ranks)
         raise RendezvousError(text)
 
-    def _give_up(self, ranks: int) -> None:
-        """Let go of the slot; the store's host lets so many ranks hear of the reason before it goes."""
+    def _give_up(self, ranks: int | None) -> None:
+        """Let go of the slot; the store's host lets so many ranks, or all that are here, hear why before it goes."""
         self._end()
-        self.board.count(self._key("done"))
+        self.board.count(self._key("done"), at_most=True)
         if self._hosts_store:
-            self.wait_until_known(ranks, 1.0)
+            here = [self.board.has(self._key(f"slot/{rank}")) for rank in range(self.world_size)]
+            self.wait_until_known(sum(here) if ranks is None else ranks, 1.0)
 
     def _end(self) -> None:
         holder = self._holder(self.generation, self.rank)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
+from ...locks import Lock
 from ...protocol.identity import ID_LIMIT, WorkerRecord
 from ...protocol.ids import IdSet
 from ...protocol.leaving import REMEMBERED
 from ..engine.host import host_identity, provably_dead
+from .board import Board
 from .fixed import check_unmixed
 from .membership import Member, Proof, same_process
-from .stores import Board, Patience
+from .patience import Patience
 
 logger = logging.getLogger("aiorpc")
 
@@ -75,21 +77,32 @@ class FreeWorld:
         self.rank = rank
         self.proof = proof
         self._here = host_identity()
-        self._lock = threading.Lock()  # several threads look at the list
+        self._lock = Lock()  # several threads look at the list
         self.newest = _Roster()  # that was seen of the list
         self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
+        self._own: Member | None = None  # this worker, as it stood in the list last, and with whom
+        self._beside = _Roster()
+        self._off_since: float | None = None  # when it was first seen that others have struck it off
+        self._leaves = self._replaced = False
 
-    def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
+    def join(
+        self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience, made: WorkerRecord | None = None
+    ) -> list[Member]:
         """Enter the list under a free id; the members there are now.
 
+        made: what was made before, when the store was not reached any more: it may have entered the list by that.
         RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
         do not fit with those of the others.
         """
         check_unmixed(self.board, self._here, patience)
-        record = make_record(self._free_id() if self.rank is None else self.rank)
+        if made is not None and any(member.record == made for member in self._read().members):
+            record = made
+        else:
+            record = make_record(self._free_id() if self.rank is None else self.rank)
 
         def enter(members: list[Member], used: IdSet) -> list[Member]:
-            alive = self.alive(members)
+            # Its own is there already where it has not heard so, as the connection to the store broke.
+            alive = [member for member in self.alive(members) if member.record != record]
             if alive and record.id in used:
                 raise RendezvousError(
                     f"rank {record.id} belonged to a worker that has left this group, and its members remember it; "
@@ -121,6 +134,7 @@ class FreeWorld:
 
     def say_farewell(self, record: WorkerRecord) -> None:
         """This worker, whose record that is, leaves in good order."""
+        self._leaves = True
         self._strike_off(record, leaver=record.incarnation)
 
     def _strike_off(self, record: WorkerRecord, leaver: str = "") -> None:
@@ -129,6 +143,39 @@ class FreeWorld:
 
         if any(member.record.incarnation == record.incarnation for member in self._read().members):
             self._change(strike, Patience(10.0), leaver=leaver)
+
+    def stay(self, record: WorkerRecord, seconds: float, *, parted: bool) -> None:
+        """Enter the list again if others have struck this worker, whose record that is, off it for so many seconds.
+
+        Whoever cannot reach a member strikes it off. The others may reach it, but no newcomer would find it any more.
+        parted: it has lost all whom it knew. Then those who stand in the list go on without it. Of somebody who has its
+        name or its id meanwhile it is told once.
+        """
+        roster, now = self.newest, time.monotonic()
+        own = next((member for member in roster.members if member.record.incarnation == record.incarnation), None)
+        if own is not None:
+            self._own, self._beside, self._off_since = own, roster, None
+            return
+        self._off_since = now if self._off_since is None else self._off_since
+        out = self._leaves or self._replaced or (parted and self.alive(roster.members))
+        if self._own is None or out or now < self._off_since + seconds:
+            return
+        back, remember = self._own, self._beside.used.union(_ids(self._beside.members))
+        successors: list[WorkerRecord] = []
+
+        def enter(members: list[Member], _: IdSet) -> list[Member]:
+            there = [member.record for member in self.alive(members)]
+            successors[:] = [other for other in there if record.name == other.name or record.id == other.id]
+            return members if self._leaves or successors else [*members, back]
+
+        self._change(enter, Patience(10.0), remember=remember)
+        self._off_since = None
+        said = "worker %s was struck off the list of its group by a member that cannot reach it; %s"
+        if successors and successors[0].incarnation != record.incarnation:
+            self._replaced = True
+            logger.warning(said, record.name, f"{successors[0].describe()} stands there now, and newcomers find that")
+        elif not successors and not self._leaves:
+            logger.warning(said, record.name, "it lives, and has entered that again, so that newcomers find it")
 
     def has_left(self, record: WorkerRecord) -> bool:
         """Whether it has taken itself off the list, as one of the last who did."""
@@ -144,6 +191,7 @@ class FreeWorld:
         here. RendezvousError if somebody has joined here under this worker's name.
         """
         _, old, used, _ = before.newest
+        self._own, self._beside = before._own, before._beside
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]

@@ -26,27 +26,16 @@ from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ..engine.host import host_identity, main_identity
 from .agreeing import Agreement
+from .board import Board
 from .fixed import FixedWorld
 from .free import FreeWorld
 from .held import HeldSecret, from_hex
+from .meeting_place import MeetingPlace, check_ranks, is_loopback, local_address, parse
 from .membership import SET_IT, Member, Proof
+from .patience import LAST_PAUSE, Patience
 from .returning import NewcomersInStore, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
-from .stores import (
-    LAST_PAUSE,
-    Board,
-    MeetingPlace,
-    Patience,
-    bounded,
-    check_ranks,
-    is_loopback,
-    listens,
-    local_address,
-    open_file,
-    open_tcp,
-    parse,
-    reach_tcp,
-)
+from .stores import bounded, listens, open_file, open_tcp, reach_tcp
 
 __all__ = ["Rendezvous", "host_identity", "main_identity"]
 
@@ -78,6 +67,7 @@ class Rendezvous:
         own_secret: Secret | None,
         proof: Proof,
         founding: float,
+        grace: float,
     ) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
@@ -85,6 +75,7 @@ class Rendezvous:
         self._place = place
         self._patience = patience
         self._founding = founding
+        self._grace = grace
         self._board = board
         self._own_secret = own_secret
         self._proof = proof
@@ -111,6 +102,7 @@ class Rendezvous:
         certificates: bool = False,
         safe: bool = False,
         founding: float = 0.0,
+        grace: float = 0.0,
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
@@ -120,13 +112,14 @@ class Rendezvous:
         place of AIORPC_SECRET. certificates: without a secret they say who is a member. safe: whether this worker reads
         no pickles.
         founding: seconds that whoever finds nobody in a free group at ``tcp://`` waits for members of an earlier store.
+        grace: seconds for which a store is tried to which a connection has broken, and that cannot be reached.
         RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
         RpcUsageError: the arguments make no sense.
         """
         patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
         own_secret = given_secret(secret_file)
         proof = Proof(None, require_secret, certificates and own_secret is None, safe)
-        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding)
+        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding, grace=grace)
         if store is not None:
             check_ranks(rank, world_size)
             place = MeetingPlace(rank, world_size)
@@ -139,7 +132,7 @@ class Rendezvous:
             return make(place, Board(store, str(place)), False)
         if place.path:
             return make(place, open_file(place), False)
-        made, hosts_store = open_tcp(place, patience)
+        made, hosts_store = open_tcp(place, patience, grace)
         rendezvous = make(place, made, hosts_store)
         rendezvous._reached()
         return rendezvous
@@ -188,7 +181,7 @@ class Rendezvous:
                 self._await_elders()
                 self._make_key()
                 if isinstance(self._world, FreeWorld):
-                    members = self._world.join(make, mine, self._patience)
+                    members = self._world.join(make, mine, self._patience, self._made)
                 else:
                     record = self._made or make(self._world.rank)
                     members = self._come_back(self._world, record, mine)
@@ -252,7 +245,6 @@ class Rendezvous:
         What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`); neither
         that nor what it had set before if not `lasting`. RendezvousError if the store cannot be asked.
         """
-        self._check_there()
         held = self._board.swap(f"{self.generation}/{key}", expected, desired)
         if not lasting:
             self._written.pop(key, None)
@@ -262,7 +254,6 @@ class Rendezvous:
 
     def look_up(self, key: str) -> str | None:
         """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
-        self._check_there()
         return self._board.get(f"{self.generation}/{key}")
 
     def load(self, key: str, text: str, shape: Callable[[Any], T]) -> T:
@@ -383,14 +374,19 @@ class Rendezvous:
     def meet_again(self, record: WorkerRecord) -> bool:
         """After StoreGone, in a free group: meet newcomers at the store that is there now; False if there is none.
 
+        It may be the same as before, which was not reached for a while: then what stands there stays as it is.
+
         It waits a few seconds at most. RendezvousError if that cannot be, as others have begun a group of their own
         there, for example.
         """
         before = self._world
         if not listens(self._place) or not isinstance(before, FreeWorld):
             return False
+        with contextlib.suppress(StoreGone):
+            if before.founded():
+                return True
         patience = Patience(_RETURN_TIME, self._patience.stop)
-        board = reach_tcp(self._place, patience)
+        board = reach_tcp(self._place, patience, self._grace)
         try:
             key = self._key
             ours = key is None or board.swap("salt", "", key[0]) == key[0]
@@ -408,15 +404,17 @@ class Rendezvous:
         self._board, self._world = board, world
         return True
 
-    def serve_secret_requests(self) -> None:
+    def serve_newcomers(self, absence: float = 0.0, *, parted: bool = False) -> None:
         """See who is there, and hand the secret to newcomers who cannot read the file.
 
         A member of a free group calls this now and then. It does not wait. Only one member acts: the one that offers
-        the secret or, after that has left, the oldest one that has it. StoreGone if the store has gone.
+        the secret or, after that has left, the oldest one that has it. Where others have struck this worker off the
+        list for `absence` seconds, it enters that again, see `FreeWorld.stay`. StoreGone if the store has gone.
         """
         world, held = self._world, self._held
         if isinstance(world, FreeWorld):
             members = world.members()  # also where there is nothing to hand out: see `meet_again`
+            world.stay(self.record, absence, parted=parted)
             if held is not None:
                 self._agreement().serve(held, world, world.alive(members))
 
@@ -446,9 +444,7 @@ class Rendezvous:
         self._world = self._make_world()
 
     def _check_open(self) -> None:
-        """StoreGone if the previous group's host is about to end the store; one that has ended is waited for anew."""
-        if self.is_client and not listens(self._place):
-            self._connect_again()
+        """StoreGone if the previous group's host is about to end the store, or has ended it."""
         self._board.check_open()
 
     def _await_elders(self) -> None:
@@ -475,7 +471,7 @@ class Rendezvous:
     def _connect_again(self) -> None:
         self._board.close()
         # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
-        self._board, self.hosts_store = open_tcp(self._place, self._patience)
+        self._board, self.hosts_store = open_tcp(self._place, self._patience, self._grace)
         self._reached()
         self._world = self._make_world()
 

@@ -28,10 +28,11 @@ from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
 from ..engine.host import host_identity, provably_dead, sees
+from .board import Board
 from .fixed import CLOSED, has_formed
 from .held import HeldSecret
 from .membership import SET_IT, Member, Proof, same_process
-from .stores import Board, Patience
+from .patience import Patience
 
 # Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
 _LIVING_PATIENCE = 2.0
@@ -198,6 +199,8 @@ class PlacesInStore:
             other = self._load(key, held)
             over = self._is_there(other.record) or self.has_ended(other.record)
             if self._is_genuine(other, record.rank) and not over:
+                if other.record.incarnation == record.incarnation:
+                    return other  # it stands there from before the store was not reached any more
                 raise RendezvousError(
                     f"rank {record.rank} was taken twice: {other.record.describe()} is about to take the place of the "
                     f"member that was lost, and so wants {record.describe()}"

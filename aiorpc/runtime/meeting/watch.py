@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
+import struct
+import sys
 from typing import Protocol
+
+from ...transport.sockets import tune_tcp
 
 # What torch's client says at first, and asks: VALIDATE with its magic number, then PING, which is answered by the same.
 _VALIDATE, _PING, _NONCE_SIZE = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d", 4
 # What a server of another kind answers at once, and a torch store by hanging up.
 _OTHER_LANGUAGE = b"HEAD / HTTP/1.0\r\n\r\n"
 _ASK_OTHERWISE = 1.0  # seconds without an answer after which that is tried
+_DESCRIPTOR = re.compile(r"client=TCPClient\(SocketImpl\(fd=(\d+),")  # in what torch's client prints as
+# Seconds for a store to answer: the server has one thread for all. And milliseconds for its host to acknowledge what
+# was sent; less than `Bounds.store`, so that who leaves can still say so over another connection.
+ANSWER, UNHEARD = 20, 3000
 
 
 class Watch(Protocol):
@@ -50,24 +59,66 @@ class FileWatch:
 
 
 class ServerWatch:
-    """Holds a connection to the server of a store, over which nothing is said: its end is the end of the server."""
+    """Looks at a connection to the server of a store. Its end is the end of the server, or it has broken.
 
-    def __init__(self, address: str, port: int) -> None:
-        self._socket = socket.create_connection((address, port), 5.0)
-        self._socket.setblocking(False)
+    connection: the one over which the store is asked, as `connection_of` has it; else one of `connection_beside`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
 
     def gone(self) -> str:
         """Whether the connection has ended."""
         try:
-            return "" if self._socket.recv(1, socket.MSG_PEEK) else "the process that served it has ended"
+            there = self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return "" if there else "the process that served it has ended"
         except BlockingIOError:
             return ""
         except OSError as error:
             return str(error)
 
     def close(self) -> None:
-        """Close the connection."""
+        """End the connection, and what is waited for over it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def __del__(self) -> None:  # of a client that was made when nobody waited for it any more
+        self._socket.close()
+
+
+def connection_of(client: object) -> socket.socket | None:
+    """The socket of a torch client, to be closed beside it; None if it does not say which one that is.
+
+    Whoever is at its other end is noticed to have vanished: while nothing is said by keep-alive, else as nothing is
+    acknowledged, or no answer comes; then the client raises. torch would wait for as long as the system tries, which is
+    a quarter of an hour, or for ever.
+    """
+    found = _DESCRIPTOR.search(repr(client))
+    if found is None:
+        return None
+    descriptor = int(found[1])
+    blocking = os.get_blocking(descriptor)
+    connection = socket.socket(fileno=os.dup(descriptor))
+    try:
+        connection.settimeout(None)
+        os.set_blocking(descriptor, blocking)  # torch's and this one are the same to the system
+        tune_tcp(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", ANSWER, 0))
+        if sys.platform == "linux":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connection_beside(address: str, port: int) -> socket.socket:
+    """Another connection to the same server, over which nothing is said."""
+    connection = socket.create_connection((address, port), 5.0)
+    connection.setblocking(False)
+    tune_tcp(connection)
+    return connection
 
 
 def stranger(connection: socket.socket, patience: float) -> str:

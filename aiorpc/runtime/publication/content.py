@@ -155,8 +155,8 @@ def put_together(
     if plain and not engine.safe and not names_nothing(said.pickled):
         raise NotAllowed(
             f"worker {engine.name!r} has a rule in its option serve for the role of who has published this, or has "
-            "handed it on, and reads no pickle of it that names a class or a function; publish plain tensors, or set "
-            "serialization='safe'"
+            "handed it on, and reads no pickle of it that names a class or a function, as that of a dict of tensors "
+            "does; publish each tensor by itself, or set serialization='safe'"
         )
     view = memoryview(data)
     segments = [view[start : start + length] for start, length in spans]

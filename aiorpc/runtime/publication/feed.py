@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +22,9 @@ import torch
 
 from ...channels.segments import Bytes
 from ...channels.slots import SlotView
-from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError
+from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, SerializationError
 from ...futures import Future
+from ...locks import Lock
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import (
     AskLeader,
@@ -37,6 +37,7 @@ from ...protocol.publication import (
     Want,
     read_any,
 )
+from ..calls.failures import without_frames
 from ..calls.values import Results
 from ..engine.engine import Engine
 from .shelf import in_background
@@ -126,17 +127,19 @@ class Feed:
         self._views: dict[int, SlotView] = {}
         self._source: WorkerRecord | None = None  # the worker whose slots these are
         self._leader: WorkerRecord | None = None  # who fetches for this host
+        self._late: set[WorkerRecord] = set()  # who did so, and may have answered when this one waited no more
         self._trouble = ""  # why nothing has come
         # What is lent, and by whom. By view, as two publishers may have versions of the same number.
         self._lent: dict[SlotView, tuple[int, WorkerRecord]] = {}
         self._ready: ArrivedVersion | None = None
         self._error: Exception | None = None
+        self._refusal: Exception | None = None  # why the newest version cannot be had, until a turn has raised it
         self._unsaid: list[tuple[int, WorkerRecord]] = []  # versions that were released, and whose they are
         self._saying: asyncio.TimerHandle | None = None  # says so, if they do not go along with a question
         self._size = 0  # bytes of the newest version
         self._wakers: set[Callable[[], object]] = set()
         self._released: deque[tuple[SlotView, int, WorkerRecord]] = deque()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._task: asyncio.Task[None] | None = None
         self.closed = False
         self._over = False  # the name was unpublished
@@ -156,15 +159,29 @@ class Feed:
 
     def take(self, waker: Callable[[], object]) -> ArrivedVersion | None:
         """The newest version that was not taken yet. If there is none: None, and the waker is called once it is worth
-        looking again. Raises what has ended the feed."""
+        looking again. Raises what has ended the feed, and once why the newest version cannot be had here."""
+        arrival: ArrivedVersion | None = None
+        try:
+            with self._lock:
+                self._wakers.discard(waker)
+                arrival, self._ready = self._ready, None
+                if arrival is None:
+                    if self._error is not None:
+                        raise copy.copy(self._error)  # with the traceback of this turn alone
+                    if self._refusal is not None:
+                        refusal, self._refusal = self._refusal, None
+                        raise refusal
+                    self._wakers.add(waker)
+        except BaseException:
+            self.give_back(arrival)
+            raise
+        return arrival
+
+    def give_back(self, arrival: ArrivedVersion | None) -> None:
+        """Who took that was interrupted: it is taken in a later turn, unless a newer one has come."""
         with self._lock:
-            self._wakers.discard(waker)
-            arrival, self._ready = self._ready, None
-            if arrival is None:
-                if self._error is not None:
-                    raise copy.copy(self._error)  # with the traceback of this turn alone
-                self._wakers.add(waker)
-            return arrival
+            if self._ready is None and not self.closed:
+                self._ready = arrival
 
     def forget(self, waker: Callable[[], object]) -> None:
         """That one does not wait any more."""
@@ -201,6 +218,8 @@ class Feed:
                     await asyncio.sleep(_FIRST_PAUSE)  # whoever publishes the name next says so
                 except (ProtocolError, NotAllowed):
                     raise
+                except SerializationError as error:
+                    await self._refused(error)
                 except RpcError as error:
                     self._trouble = str(error)
                     logger.debug("worker %s: fetching %r again: %s", self.engine.name, self.name, error)
@@ -210,6 +229,17 @@ class Feed:
             self._finished()
         except Exception as error:
             self.end(error)
+
+    async def _refused(self, error: SerializationError) -> None:
+        """The newest version is not sent to here. It is told, and asked again, whenever somebody wants a version."""
+        self._trouble = str(error)
+        refusal = RpcError(f"the newest version of {self.name!r} cannot come to worker {self.engine.name!r}: {error}")
+        refusal.__cause__ = without_frames(error)
+        self._refusal = refusal
+        self._wake()
+        await asyncio.sleep(_FIRST_PAUSE)
+        while self.reads and self._refusal is refusal:  # noqa: ASYNC110  # taken in any thread, which signals nobody
+            await asyncio.sleep(_LAST_PAUSE)
 
     def _goes_on(self, record: WorkerRecord) -> bool:
         """Whether that worker is to be asked for the next version."""
@@ -236,6 +266,7 @@ class Feed:
             if self._leader is None:
                 raise
             self._leader = None  # whoever publishes it says who fetches for this host now
+            self._late.add(record)
             await asyncio.sleep(_FIRST_PAUSE)
             return
         if type(answer) is not Results:
@@ -243,6 +274,10 @@ class Feed:
         said, *rest = answer
         edition = read_any(said)
         if isinstance(edition, AskLeader):
+            late, self._late = self._late, set()
+            for each in late:
+                if each.id != edition.leader:
+                    self._end_at(each)
             if self._reads_less_of(edition.leader, publisher):
                 self._maps = False  # as one that cannot map: the publisher itself sends it the bytes
                 return
@@ -413,14 +448,20 @@ class Feed:
             for view in [view for view, (_, record) in self._lent.items() if record == self._source]:
                 if not view.adopted:
                     del self._lent[view]
-            held = [version for version, record in self._lent.values() if record == self._source]
-            self._publications.tell(self._source, SubscriptionClosed(self.name, self.number, held))
+            self._end_at(self._source)
+        for late in self._late:
+            self._end_at(late)
         claim = self._publications.claim(self.name)
         publisher = None if claim is None else self._publications.known(claim.publisher)
         if publisher is not None and publisher != self._source and not self._publications.reads(self.name):
             # It may expect this worker to ask it, or whoever fetches for this host, and deliveries wait for that.
             self._publications.tell(publisher, SubscriptionClosed(self.name, self.number, []))
         self._look_whether_over()
+
+    def _end_at(self, source: WorkerRecord) -> None:
+        """Tell a worker that it is asked no more, and so that nothing is held of what it has given but what is lent."""
+        held = [version for version, record in self._lent.values() if record == source]
+        self._publications.tell(source, SubscriptionClosed(self.name, self.number, held))
 
     def let_go(self) -> None:
         """The worker ends: nobody is told any more of what is released."""

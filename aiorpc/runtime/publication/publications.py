@@ -14,10 +14,11 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ...callbacks import Again
 from ...errors import Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
 from ...options import seconds
@@ -38,6 +39,7 @@ from ...protocol.publication import (
 )
 from ...sites import call_site, outside
 from ..caller.peers import Peers
+from ..calls.current import within_call
 from ..calls.values import Results
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
@@ -57,6 +59,8 @@ from .shelf import Shelf, in_background
 from .subscription import Publication, Subscription
 
 logger = logging.getLogger("aiorpc")
+
+T = TypeVar("T")
 
 # Seconds between two tries to tell a worker of a claim, or of its end.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
@@ -142,7 +146,7 @@ class Publications:
         """See `Publication.delivered`."""
         engine = self._engine
         engine.lifetime.check_open()
-        limit = engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        limit = within_call(engine, engine.default_timeout if timeout is None else seconds(timeout, "timeout"))
         wanted = needed(quorum, 0)
         size = self._home.rendezvous.world_size
         if size is not None and wanted > size:
@@ -164,13 +168,14 @@ class Publications:
     def _future(self, subject: str) -> Future[Any]:
         future: Future[Any] = Future()
         future.subject = subject
-        future.loop, future.executor = self._engine.loop, self._engine.pool
+        engine = self._engine
+        future.loop, future.home_thread, future.executor = engine.loop, engine.thread, engine.pool
         return future
 
     def _begin(self, future: Future[Any], make: Callable[[], Any]) -> None:
         """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
         self._pending.add(future)
-        future.when_settled(self._pending.discard)
+        future.when_settled(Again(self._pending.discard))
         self._engine.run_on_loop(self._spawn, future, make)
         if self._engine.closed:  # `close` may not have seen it
             future.settle(None, self._engine.lifetime.why_closed())
@@ -190,7 +195,7 @@ class Publications:
     async def _publish(self, name: str, content: Content, future: Future[Publication]) -> None:
         publisher = await self._publisher(name)
         version = await publisher.put(content)
-        future.settle(Publication(self, name, version))
+        future.settle(Publication(name, version, partial(self.delivered, name, version)))
 
     async def _publisher(self, name: str) -> Publisher:
         """The publisher of a name, for which it is claimed the first time. Raises what `make_claim` raises."""
@@ -220,16 +225,13 @@ class Publications:
     async def _claim(self, name: str) -> Claim:
         home, record = self._home, self._engine.record
         known = self._claims.get(name)
-        if known is not None and known.publisher != record.id and self._living(known) is not None:
-            # This one may not have heard yet that it was unpublished, nor who has it since.
-            try:
-                stands = await self._engine.steps.run(partial(find_claim, home.rendezvous, name))
-            except RendezvousError:
-                stands = known
-            if stands is not None and self._living(stands) is not None:
-                raise taken(name, stands.worker, stands.publisher)
+        try:  # also where a claim is known: it may have ended, and somebody else may have made one since
+            stands = await self._at_store(partial(find_claim, home.rendezvous, name))
+        except RendezvousError:
+            if known is None or known.publisher == record.id or self._living(known) is None:
+                raise
+            stands = known
         newest = 0
-        stands = await self._engine.steps.run(partial(find_claim, home.rendezvous, name))
         if stands is not None:
             if stands.publisher != record.id and self._living(stands) is not None:
                 # Not asked for what there is: it may publish more, and be gone before all have answered.
@@ -247,7 +249,16 @@ class Publications:
                     ", ".join(record.describe() for record in silent),
                 )
         gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
-        return await self._engine.steps.run(partial(make_claim, home.rendezvous, name, record, newest, gone))
+        return await self._at_store(partial(make_claim, home.rendezvous, name, record, newest, gone))
+
+    async def _at_store(self, step: Callable[[], T]) -> T:
+        """What the store of the group says. RendezvousError if it says nothing for as long as a call may take."""
+        limit = self._engine.default_timeout
+        try:
+            async with asyncio.timeout(limit or None):
+                return await self._engine.steps.run(step)
+        except TimeoutError:
+            raise RendezvousError(f"the store of the group has not answered for {limit:g} s") from None
 
     async def _unpublish(self, name: str, future: Future[None]) -> None:
         async with self._claiming.setdefault(name, asyncio.Lock()):
@@ -261,7 +272,7 @@ class Publications:
             try:
                 await publisher.idle.wait()
                 claim, record, last = publisher.claim, self._engine.record, publisher.last
-                await self._engine.steps.run(partial(release_claim, self._home.rendezvous, claim, record, last))
+                await self._at_store(partial(release_claim, self._home.rendezvous, claim, record, last))
             except BaseException:
                 publisher.ending, publisher.unsure = False, True  # the answer of the store may have been lost alone
                 self._look()  # newcomers have not been told meanwhile
@@ -391,18 +402,25 @@ class Publications:
 
         newest: the version that is here already.
         """
-        looked = False
-        while True:
-            changed = self._claims.changed
-            claim = self._claims.get(name)
-            record = None if claim is None else self._living(claim)
-            if record is None and not newest and not looked:
-                looked = True
-                record = await self._look_for(name, claim)
-            if record is not None:
-                return record
-            if self._claims.changed is changed:
-                await changed.wait()
+        looked, look = bool(newest), None
+        try:
+            while True:
+                changed = self._claims.changed
+                claim = self._claims.get(name)
+                record = None if claim is None else self._living(claim)
+                if record is None and not looked:
+                    looked, look = True, self._engine.tasks.spawn(self._look_for(name, claim))
+                if record is None and look is not None:  # the store may not answer for long, and who publishes say so
+                    await self._engine.tasks.done_or_set(look, changed)
+                    if look.done():
+                        record, look = look.result(), None
+                elif record is None:
+                    await changed.wait()
+                if record is not None:
+                    return record
+        finally:
+            if look is not None:
+                look.cancel()
 
     async def _look_for(self, name: str, claim: Claim | None) -> WorkerRecord | None:
         """Whoever has a version of a name whose publisher is not known, or has gone; None if there is none."""
@@ -532,10 +550,10 @@ class Publications:
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call.when_settled(partial(self._told, record, message))
+            call.when_settled(Again(self._told, record, message))
 
     def _told(self, record: WorkerRecord, message: Message, future: Future[Any]) -> None:
-        """Any thread."""
+        """Any thread. It may run twice: what is told twice is as if it were told once."""
         if isinstance(future.exception(), Overloaded):
             self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
 

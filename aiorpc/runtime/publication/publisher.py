@@ -273,11 +273,11 @@ class Publisher(Shelf):
             if awaited.future.done() or self._delivery(awaited).reached:
                 self._settle(awaited)
 
-    def _settle(self, awaited: _Awaited) -> None:
+    def _settle(self, awaited: _Awaited, error: Exception | None = None) -> None:
         self._awaited.discard(awaited)
         if awaited.bound is not None:
             awaited.bound.cancel()
-        awaited.future.settle(self._delivery(awaited))
+        awaited.future.settle(self._delivery(awaited), error)
 
     def _delivery(self, awaited: _Awaited) -> Delivery:
         have: dict[WorkerInfo, int] = {}
@@ -304,9 +304,6 @@ class Publisher(Shelf):
 
     def close(self, error: Exception) -> None:
         """The worker ends."""
-        for awaited in list(self._awaited):
-            self._awaited.discard(awaited)
-            if awaited.bound is not None:
-                awaited.bound.cancel()
-            awaited.future.settle(None, error)
+        for awaited in tuple(self._awaited):
+            self._settle(awaited, error)
         self.clear()

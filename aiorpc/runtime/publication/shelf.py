@@ -28,6 +28,7 @@ from ...channels.arena import Span
 from ...channels.segments import Bytes
 from ...channels.slots import SharedSlot, SharedSlots
 from ...errors import Overloaded, RpcUsageError
+from ...futures import Future
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
     Edition,
@@ -411,22 +412,15 @@ async def in_background(
 
     submit: hands it to a thread, those of the engine if None.
     """
-    outcome: asyncio.Future[Any] = engine.loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(value)
-        else:
-            outcome.set_exception(error)
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            value, error = work(), None
-        except BaseException as raised:
-            value, error = None, raised
-        engine.call_on_loop(settle, value, error)
+            value = work()
+        except BaseException as error:
+            outcome.settle(None, error)
+        else:
+            outcome.settle(value)
 
     (submit or engine.in_background)(run)
     return await outcome

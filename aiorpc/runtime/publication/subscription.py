@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
-from ...errors import NotAllowed, RpcError, RpcTimeout, RpcUsageError
+from ... import foreign
+from ...callbacks import block_observer, served
+from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo
+from ..calls.current import within_call
 from ..calls.failures import without_frames
 from .content import choose, put_together, unreadable
 from .feed import ArrivedVersion, Feed
@@ -34,19 +37,16 @@ class PublishedVersion:
     publisher: WorkerInfo
 
 
-class Deliveries(Protocol):
-    """Who can say how far a version has come."""
-
-    def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]: ...
-
-
 class Publication:
     """A version that was published, as who has published it knows it. name, version: which one. Any thread."""
 
-    def __init__(self, deliveries: Deliveries, name: str, version: int) -> None:
+    def __init__(
+        self, name: str, version: int, delivered: Callable[[float | None, float | None], Future[Delivery]]
+    ) -> None:
+        """delivered: what `delivered` does."""
         self.name = name
         self.version = version
-        self._deliveries = deliveries
+        self._delivered = delivered
 
     def delivered(self, quorum: float | None = None, timeout: float | None = None) -> Future[Delivery]:
         """A Future of how far this version has come, which settles once enough readers have it; ``await`` it.
@@ -59,7 +59,14 @@ class Publication:
         here: RpcUsageError for a quorum that is none, or that is larger than a group of fixed size; WorkerClosed if
         this worker has shut down.
         """
-        return self._deliveries.delivered(self.name, self.version, quorum, timeout)
+        return self._delivered(quorum, timeout)
+
+    def __reduce__(self) -> NoReturn:
+        """It asks who has the version, which its publisher alone knows."""
+        raise RpcUsageError(
+            f"a publication of {self.name!r} stays with the worker that publishes it, and cannot be copied, pickled or "
+            "sent; send its name and its version, or what delivered() gives"
+        )
 
     def __repr__(self) -> str:
         return f"<aiorpc.Publication {self.name!r}, version {self.version}>"
@@ -69,19 +76,21 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     """The newest versions of what is published under a name: ``async for``, or ``for`` in a thread that may block.
 
     Each turn gives the newest version that there is, once that is newer than the one before: older ones that nobody
-    began are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions; taking one that
-    is cancelled loses none. It ends when it is closed, by ``async with``, ``with``, `close`, or when it is dropped, and
-    when the publisher unpublishes the name: then the loop is over once what has come was taken.
+    began are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions; a turn that is
+    cancelled, or in which a signal handler raises, loses none. It ends when it is closed, by ``async with``, ``with``,
+    `close`, or when it is dropped, and when the publisher unpublishes the name: then the loop is over once what has
+    come was taken.
 
     Versions go up, also from one publisher to the next. Whoever takes a name over asks all members for the newest that
     they have; if one that lives does not say so within 5 s, as its loop is blocked, 1,000,000,000 versions are skipped
     in its place. Only what was on its way to a reader while the name was taken over, from a publisher that ended right
     then, may have a number that the next publisher gives once more; the reader gets that version of it all the same.
 
-    A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; WorkerClosed once
-    this worker has shut down; NotAllowed for a pickle of a publisher that may not have everything run here (option
-    ``serve``); RpcError for a value that cannot be read here. When the publisher has left or was lost nothing
-    is raised: whoever publishes the name next is followed.
+    A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; in a handler it waits
+    no longer than the handler's caller does. It raises WorkerClosed once this worker has shut down; NotAllowed for a
+    pickle of a publisher that may not have everything run here (option ``serve``); RpcError for a value that cannot be
+    read here, or that is longer than what this worker takes (`max_incoming_bytes`). When the publisher has left or was
+    lost nothing is raised: whoever publishes the name next is followed.
     """
 
     def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
@@ -99,22 +108,28 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with_loop(loop, arrived.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(arrived.set)
 
+        seconds = within_call(self._feed.engine, self._timeout)
+        limit = asyncio.timeout(seconds or None)
+        arrival: ArrivedVersion | None = None
         try:
-            async with asyncio.timeout(self._timeout or None) as limit:
+            async with limit:
                 while True:
                     arrived.clear()
                     arrival = self._feed.take(wake)
                     if arrival is not None:
                         return self._open(arrival)
+                    self._feed.engine.refuse_idle_loop(f"to await a version of {self.name!r}", "async for")
                     await arrived.wait()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise self._too_late() from None
-        finally:
+        except BaseException as error:
+            if not isinstance(error, RpcError):  # a signal handler has raised it
+                self._feed.give_back(arrival)
             self._feed.forget(wake)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise self._too_late(seconds) from None
+            raise
 
     def __iter__(self) -> Subscription:
         self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
@@ -122,21 +137,34 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
     def __next__(self) -> PublishedVersion:
         self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
-        arrived = threading.Event()
-        limit = time.monotonic() + self._timeout if self._timeout else None
+        arrived = threading.Lock()  # and no Event, in which a signal handler must not raise
+        arrived.acquire()
+        seconds = within_call(self._feed.engine, self._timeout)
+        limit = time.monotonic() + seconds if seconds else None
+        arrival: ArrivedVersion | None = None
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # it is awake
+                arrived.release()
+
         try:
             while True:
-                arrived.clear()
                 try:
-                    arrival = self._feed.take(arrived.set)
+                    arrival = self._feed.take(wake)
                 except StopAsyncIteration:
                     raise StopIteration from None
                 if arrival is not None:
-                    return self._open(arrival)
-                if not arrived.wait(None if limit is None else max(0.0, limit - time.monotonic())):
-                    raise self._too_late()
-        finally:
-            self._feed.forget(arrived.set)
+                    break
+                if not _wait(arrived, wake, None if limit is None else max(0.0, limit - time.monotonic())):
+                    raise self._too_late(seconds)
+                continue
+            self._feed.forget(wake)
+            return self._open(arrival)
+        except BaseException as error:
+            self._feed.forget(wake)
+            if not isinstance(error, RpcError):  # a signal handler has raised it
+                self._feed.give_back(arrival)
+            raise
 
     def _open(self, arrival: ArrivedVersion) -> PublishedVersion:
         engine = self._feed.engine
@@ -147,14 +175,16 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         except NotAllowed:
             raise
         except Exception as error:
+            if foreign.from_signal(error):
+                raise
             failure = RpcError(unreadable(self.name, arrival.edition.version, error))
             failure.__cause__ = without_frames(error)
             raise failure from failure.__cause__
         return PublishedVersion(value, arrival.edition.version, arrival.publisher)
 
-    def _too_late(self) -> RpcTimeout:
-        text = f"{self._feed.describe()}, for {self._timeout:g} s"
-        return RpcTimeout(text, worker=self._feed.engine.name, function="subscribe", seconds=self._timeout)
+    def _too_late(self, seconds: float) -> RpcTimeout:
+        text = f"{self._feed.describe()}, for {seconds:g} s"
+        return RpcTimeout(text, worker=self._feed.engine.name, function="subscribe", seconds=seconds)
 
     def close(self) -> None:
         """Take no more versions; what was taken stays valid. Any thread; again: nothing."""
@@ -172,17 +202,13 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     async def __aenter__(self) -> Subscription:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self.close()
 
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -196,10 +222,24 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         return f"<aiorpc.Subscription to {self.name!r}>"
 
 
-def with_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """Have something done on a loop; nothing if that is closed, as nobody waits there any more."""
+def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | None) -> bool:
+    """Whether it was given back within so many seconds. The pool makes up for a thread that only waits.
+
+    wake: gives it back. RpcCancelled in a handler whose caller gives up.
+    """
+    observer, call = block_observer.get(), served.get()
+    given_up = ""
+    if observer is not None:
+        observer.enter_blocked()
     try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+        if call is not None:
+            call.enter_wait(wake)
+        came = arrived.acquire(timeout=-1 if seconds is None else seconds)
+    finally:
+        if observer is not None:
+            observer.exit_blocked()
+        if call is not None:
+            given_up = call.exit_wait()
+    if given_up:
+        raise RpcCancelled(given_up)
+    return came

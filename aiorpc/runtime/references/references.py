@@ -8,13 +8,14 @@ Invariants
    order in which the table has decided on them.
 2. `RRef.__del__` may run anywhere, inside of any lock and of the garbage collector. So it takes no lock: it appends to
    a deque and wakes the loop (`drop_later`), which looks by itself now and then where handles die often (`_look`).
+   What a signal handler raises in it is lost, and so is what it was to do. So each death is noted once more, in
+   `_died`, by a call of C alone; and a handle is watched (`_Watched`) from the step on in which the table counts it.
 3. A value is dropped outside of the lock, because its destructor is code of the user.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from ... import foreign
+from ...callbacks import Repeatable
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, WorkerClosed
 from ...futures import Future
+from ...locks import Lock
 from ...protocol import codec
 from ...protocol.frames import Kind
 from ...protocol.packing import pack
@@ -64,6 +67,10 @@ _FLUSH_PAUSE = 0.001
 # Where handles die again within so many seconds, the loop looks after such pauses, and is not woken: it would take the
 # interpreter from the thread that has let go of the handle, as a rule in the midst of its next call.
 _OFTEN = 0.002
+
+#: A value that nobody holds any more, and why there is none if it was never created.
+_Freed = tuple[Future[Any], str]
+_NO_CREATOR = "its creator is gone or gave up"
 
 _new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
 
@@ -110,7 +117,16 @@ class _ValueFuture(Future[Any]):
         raise foreign.with_traceback(copied, self._trace)
 
 
-class Creation:
+class _Watched(ref["RRef[Any]"]):
+    """A handle, as the references know it. It is told of its death. rref, fork: its own, once the table counts it."""
+
+    __slots__ = ("fork", "rref")
+
+    rref: ReferenceId
+    fork: ReferenceId
+
+
+class Creation(Repeatable):
     """What waits for the answer to a call that creates a reference, which may come after the handle has gone.
 
     asked: whether somebody has used the handle, and so hears of an error by that. Whoever sets it looks at the Future
@@ -152,13 +168,14 @@ class References:
         self._most = home.engine.options.max_references
         self._members = members
         self._table = ReferenceTable(home.engine.id, members=members, most=self._most)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
         # Those of `_values` that were asked for by their creators, by these: the table does not know them yet.
         self._early: dict[int, set[ReferenceId]] = {}
         self._unknown: set[int] = set()
-        self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
+        self._handles: dict[ReferenceId, _Watched] = {}
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
+        self._died: deque[Any] = deque()  # `_Watched`
         self._pausing = False  # whether `flush` will be called, after a pause
         self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
@@ -173,27 +190,30 @@ class References:
         """The workers that this one knows."""
         return self.home.peers
 
-    def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]:
-        """A new reference to a value of this worker."""
+    def own(self, value: Any, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]:
+        """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
         future = self._new_value()
         future.arrival = self._accelerators.arrival(value)
         future.settle(value)
+        watched = _Watched(handle, self._died.append)
         with self._lock:
-            rref, fork = self._table.own()
+            rref, fork = self._table.own()  # and no call behind it until the handle is watched: see the module
             self._values[rref] = future
+            watched.rref, watched.fork = rref, fork
+            self._handles[fork] = watched
         return rref, fork
 
     def refer_to(self, value: Any) -> RRef[Any]:
         """A handle of a new reference to a value of this worker. Any thread."""
-        rref, fork = self.own(value)
         handle = self.handle_class.__new__(self.handle_class)
+        rref, fork = self.own(value, handle)
         handle._bind(self, rref, fork, self.engine.id, sys._getframe(1))
-        self.register(fork, handle)
         return handle
 
-    def register(self, fork: ReferenceId, handle: RRef[Any]) -> None:
-        """Remember the handle of a fork, for reports and for what the table says of it."""
-        self._handles[fork] = handle
+    def handles(self) -> dict[ReferenceId, RRef[Any]]:
+        """The handles that are alive, by their forks."""
+        watched = self._handles.copy().items()
+        return {fork: handle for fork, each in watched if (handle := each()) is not None}
 
     def create(
         self,
@@ -211,20 +231,29 @@ class References:
         Raises SerializationError, with nothing sent.
         """
         owner = self.home.peers.id_of(peer)
-        with self._lock:
-            rref, fork = self._table.create(owner)
+        self._tell_first()
         handle = self.handle_class.__new__(self.handle_class)
-        handle._bind(self, rref, fork, owner, sys._getframe(depth))
-        handle._confirmed = False
-        self._handles[fork] = handle
+        watched = _Watched(handle, self._died.append)
+        fork: ReferenceId | None = None
+        call: Future[Any] | None = None
         try:
+            with self._lock:
+                rref, fork = self._table.create(owner)  # as in `own`
+                watched.rref, watched.fork = rref, fork
+                self._handles[fork] = watched
+            handle._bind(self, rref, fork, owner, sys._getframe(depth))
+            handle._confirmed = False
             call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
+            handle._creation = call
+            handle._creating = creating = Creation(self, rref, fork)
+            call.when_settled(creating)
         except BaseException:
-            self._run(self._table.create_failed_to_send, rref, fork)
+            if call is not None:  # a signal handler has raised it: nobody will get the handle
+                call.when_settled(Creation(self, watched.rref, watched.fork))  # once more, maybe
+                call.cancel()
+            elif fork is not None:
+                self._run(self._table.create_failed_to_send, watched.rref, fork)
             raise
-        handle._creation = call
-        handle._creating = creating = Creation(self, rref, fork)
-        call.when_settled(creating)
         return handle
 
     def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any], asked: bool) -> None:
@@ -242,18 +271,37 @@ class References:
             unsent = getattr(future, "unsent", False)  # else the call may still come there, when nobody wants it
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
 
-    def load(self, passed: Sequence[PassedReference], sender: int) -> list[RRef[Any]]:
-        """Handles of the references in a message from `sender`."""
+    def load(
+        self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
+    ) -> list[RRef[Any]]:
+        """Handles of the references in a message from `sender`.
+
+        left: the same; each that is taken is taken out of it. So who is interrupted knows which ones have to be taken.
+        """
+        left = [*passed] if left is None else left
+        self._tell_first()
         handles = []
         for each in passed:
             if each.fork == LENT:
                 handles.append(self._load_lent(each, sender))
+                del left[0]
                 continue
+            handle = self.handle_class.__new__(self.handle_class)
+            handle._bind(self, each.rref, each.fork, each.owner)
+            watched = _Watched(handle, self._died.append)
+            watched.rref, watched.fork = each.rref, each.fork
             with self._lock:
-                outputs = self._table.decode(each, sender)
-                handle = self.handle_class.__new__(self.handle_class)
-                handle._bind(self, each.rref, each.fork, each.owner)
-                self._handles[each.fork] = handle
+                try:
+                    outputs = self._table.decode(each, sender)  # as in `own`
+                except ProtocolError:
+                    raise
+                except BaseException:  # a signal handler has raised it
+                    if self._table.has(each.fork):
+                        del left[0]
+                        self._dropped.append((each.rref, each.fork))
+                    raise
+                self._handles[watched.fork] = watched
+                del left[0]
                 freed = self._carry_out(outputs)
             self._release(freed)
             handles.append(handle)
@@ -280,16 +328,18 @@ class References:
 
     def count(self, handle: RRef[Any]) -> None:
         """A handle that was lent is counted from now on. Any thread. RpcUsageError if its value is gone."""
+        watched = _Watched(handle, self._died.append)
         with self._lock:
             if handle._fork == LENT:
                 lent, rref = handle._lent, handle._rref
                 if lent is None or self._values.get(rref) is lent:
-                    _, fork = self._table.own(rref)
+                    _, fork = self._table.own(rref)  # as in `own`
                 else:  # all who were counted have let it go
                     handle._rref, fork = self._table.own()
                     self._values[handle._rref] = lent
+                watched.rref, watched.fork = handle._rref, fork
+                self._handles[fork] = watched
                 handle._fork = fork
-                self._handles[fork] = handle
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
@@ -311,6 +361,8 @@ class References:
             out.references.append(lent)
             return len(out.references) - 1
         with self._lock:
+            child = self._table.name_child()
+            out.on_unsent.append(partial(self._run, self._table.unsend, child))  # first: also for who is interrupted
             try:
                 passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)
             except RpcUsageError:
@@ -318,7 +370,6 @@ class References:
                 raise
             freed = self._carry_out(outputs)
         self._release(freed)
-        out.on_unsent.append(partial(self._run, self._table.unsend, passed.fork))
         out.references.append(passed)
         return len(out.references) - 1
 
@@ -362,7 +413,7 @@ class References:
 
     def _new_value(self) -> Future[Any]:
         future: Future[Any] = _ValueFuture()
-        future.loop = self.engine.loop
+        future.loop, future.home_thread = self.engine.loop, self.engine.thread
         future.subject = "the value of a reference"
         future.executor = self.engine.pool
         return future
@@ -407,7 +458,7 @@ class References:
         self._run(self._table.lost if lost else self._table.left, worker_id)
         with self._lock:
             early = [self._values.pop(rref, None) for rref in self._early.pop(worker_id, ())]
-        self._release([value for value in early if value is not None])
+        self._release([(value, _NO_CREATOR) for value in early if value is not None])
 
     def forget(self, worker_id: int) -> None:
         """A worker has been gone for long; if it is named once more, it is unknown."""
@@ -441,7 +492,7 @@ class References:
             self._looking.begin()
 
     def _look(self) -> float | None:
-        if not self._dropped:
+        if not (self._dropped or self._died or self._unsaid):
             return None
         self.flush()
         return _FLUSH_PAUSE
@@ -459,17 +510,41 @@ class References:
             unsaid, self._unsaid = self._unsaid, set()
         for peer in unsaid:
             peer.flush()
-        while self._dropped:
-            rref, fork = self._dropped.popleft()
-            self._run(self._table.drop, rref, fork)
+        self._tell_dropped()
+        while self._died:
+            watched = self._died.popleft()
+            fork: ReferenceId | None = getattr(watched, "fork", None)  # none if the table had not counted it yet
+            if fork is not None and self._handles.pop(fork, None) is not None:  # or before its end was told
+                self._run(self._table.drop, watched.rref, fork)
+
+    def _tell_first(self) -> None:
+        """Tell of the handles that have died before there are new ones, so that their owners do not count both, which
+        may be more than they take of one worker. What is sent leaves with the next message. Any thread.
+        """
+        if not self._dropped or self.closed:
+            return
+        self._tell_dropped(later=True)
+        if self._unsaid and not self._pausing and not self._looking.near:
+            self._flush_soon()
+
+    def _tell_dropped(self, *, later: bool = False) -> None:
+        while True:
+            try:
+                rref, dropped = self._dropped.popleft()
+            except IndexError:  # another thread may have taken the last one
+                return
+            with self._lock:
+                freed = self._carry_out(self._table.drop(rref, dropped), later=later)
+            self._handles.pop(dropped, None)  # behind that: who is interrupted before finds it among those that died
+            self._release(freed)
 
     def _run(self, event: Callable[..., Outputs], *args: Any) -> None:
         with self._lock:
             freed = self._carry_out(event(*args))
         self._release(freed)
 
-    def _carry_out(self, outputs: Sequence[Output]) -> list[Future[Any]]:
-        """Carry out what the table says, under the lock.
+    def _carry_out(self, outputs: Sequence[Output], *, later: bool = False) -> list[_Freed]:
+        """Carry out what the table says, under the lock. later: what is sent leaves with the next message, or `flush`.
 
         Returns the values that nobody holds any more; the caller drops them after it has given the lock back.
         """
@@ -477,14 +552,15 @@ class References:
         for output in outputs:
             if isinstance(output, Send):
                 peer = self.home.peers.by_id(output.to)
-                later = self._pausing or self._flush_soon.asked
+                later = later or self._pausing or self._flush_soon.asked
                 peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=later)
                 if later:
                     self._unsaid.add(peer)
             elif isinstance(output, Free):
                 value = self._values.pop(output.rref, None)
                 if value is not None:
-                    freed.append(value)
+                    why = self._table.refusal(output.rref) or _NO_CREATOR
+                    freed.append((value, why))
                 early = self._early.get(output.rref.worker)
                 if early is not None:  # its creator gave it up after it had asked for it
                     early.discard(output.rref)
@@ -492,13 +568,14 @@ class References:
                 self._tell(output)
         return freed
 
-    def _release(self, freed: list[Future[Any]]) -> None:
+    def _release(self, freed: list[_Freed]) -> None:
         """Let go of values, outside of the lock: settling and dropping them runs code of users."""
-        for value in freed:
-            value.settle(None, RpcError("the value was never created: its creator is gone or gave up"))
+        for value, why in freed:
+            value.settle(None, RpcError(f"the value was never created: {why}"))
 
     def _tell(self, output: Confirmed | Broken) -> None:
-        handle = self._handles.get(output.fork)
+        watched = self._handles.get(output.fork)
+        handle = None if watched is None else watched()
         if handle is None:
             return
         if isinstance(output, Confirmed):
@@ -517,11 +594,12 @@ class References:
         """What is still referred to: handles of users here, and values here that somebody holds."""
         with self._lock:
             records = self._table.live()
+        handles = self.handles()
         found = []
         for record in records:
             if record.role in (Role.WAITING, Role.TOMBSTONE) or record.dropped or record.fork is None:
                 continue
-            handle = self._handles.get(record.fork)
+            handle = handles.get(record.fork)
             value = self._values.get(record.rref)
             kind = type(value._value).__qualname__ if value is not None and value.done() else "?"
             site = describe_site(handle._site) if handle is not None and handle._site is not None else "?"
@@ -547,6 +625,8 @@ class References:
         for value in values:
             value.settle(None, WorkerClosed(self._shut_down()))
         self._dropped.clear()
+        self._handles.clear()
+        self._died.clear()
 
     def _shut_down(self) -> str:
         return f"worker {self.engine.name!r}, which owns the value, shut down"

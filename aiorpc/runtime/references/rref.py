@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
+from ... import foreign
 from ...collecting import wait_alone
 from ...errors import RpcError, RpcUsageError
 from ...futures import Future
@@ -100,9 +101,7 @@ class ReferencesForRRef(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]: ...
-
-    def register(self, fork: ReferenceId, handle: RRef[Any]) -> None: ...
+    def own(self, value: Any, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]: ...
 
     def count(self, handle: RRef[Any]) -> None: ...
 
@@ -144,15 +143,13 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
         references = cast(_NodeForRRef, registry.get()).references
-        rref, fork = references.own(value)
+        rref, fork = references.own(value, self)
         self._bind(references, rref, fork, references.engine.id, sys._getframe(1))
-        references.register(fork, self)
 
     def _bind(
         self, references: ReferencesForRRef, rref: ReferenceId, fork: ReferenceId, owner: int, frame: Any = None
     ) -> None:
         """fork: LENT for one that its owner does not count: it has the value itself, in `_lent`."""
-        self._references = references
         self._lent: Future[Any] | None = None
         self._rref = rref
         self._fork = fork
@@ -162,6 +159,7 @@ class RRef(Generic[T]):
         self._creation: Future[Any] | None = None
         self._creating: CreationForRRef | None = None  # of that call; it outlives this handle
         self._site = call_site(frame) if frame is not None else None
+        self._references = references  # the last one: until then its end is told by the references alone
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
@@ -252,7 +250,7 @@ class RRef(Generic[T]):
             creating.asked = True
             creation = self._creation
             if creation is not None and creation.done():
-                creation.value()  # raises what the construction raised
+                _raise_own(creation)  # what the construction raised
         if self._broken is not None:
             owner = self._references.peers.by_id(self._owner)
             gone = owner.gone or owner.parting
@@ -334,6 +332,19 @@ class RRef(Generic[T]):
             references.drop_later(self._rref, self._fork)
 
 
+def _raise_own(creation: Future[Any]) -> None:
+    """Raise the error of a Future, if it has one, as one of whoever raises it. The Future's own stays with the handle,
+    which the frames it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
+    """
+    error = creation.exception()
+    copied = None if error is None else foreign.copy_of(error)
+    if copied is None:
+        creation.value()
+        return
+    creation.mark_seen()
+    raise foreign.with_traceback(copied, None)
+
+
 class _Proxy:
     """Methods of an RRef's value. Making a call needs no round trip to learn what the value can do.
 
@@ -370,10 +381,13 @@ class _Proxy:
 def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the value. depth: as of `Peer.call`."""
     rref = proxy._rref
-    rref._check()
     references = rref._references
     engine = references.engine
     peer = references.peers.by_id(rref._owner)
+    if peer.gone is None or proxy._verb == "rpc_sync":
+        rref._check()
+    else:  # it fails as a call by name does, for whoever waits for it
+        rref._ask()
     method: Method = _new(Method, (*rref._name(), name))
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":

@@ -25,7 +25,7 @@ from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices
 from aiorpc.channels.device.messages import MESSAGES, FilledSlots
 from aiorpc.channels.device.messages import Message as Said
-from aiorpc.channels.device.outbox import Inbox, Outbox
+from aiorpc.channels.device.outbox import BoxEnd, Outbox
 from aiorpc.errors import ProtocolError, RpcError
 from aiorpc.protocol.frames import PARCEL, Buffer, encode_frame
 from aiorpc.protocol.packing import pack, unpack
@@ -104,7 +104,7 @@ class DeviceAround:
         self.timers: list[Callable[[], object]] = []
         self.left: dict[int, tuple[torch.Tensor, Any]] = {}
         self.retired: list[Outbox] = []
-        self.held: list[Inbox] = []
+        self.held: list[BoxEnd] = []
         self.said: list[list[Any]] = []  # the tags and first fields of what went to the other end
         self.followed: Counter[int] = Counter()  # bytes of transfers that went there in slots, behind their message
 
@@ -155,13 +155,15 @@ class DeviceAround:
     def take_back(self, number: int) -> None:
         self.left.pop(number, None)
 
-    def hold(self, inboxes: Sequence[Inbox]) -> None:
-        self.held += inboxes
+    def hold(self, boxes: Sequence[BoxEnd]) -> None:
+        self.held += boxes
 
-    def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
-        self.retired += outboxes
-        for inbox in inboxes:
-            self.in_background(inbox.close)
+    def ended(self, boxes: Sequence[BoxEnd]) -> None:
+        for box in boxes:
+            if isinstance(box, Outbox):
+                self.retired.append(box)
+            else:
+                self.in_background(box.close)
 
 
 def _run(job: Job) -> None:
@@ -372,7 +374,7 @@ class DeviceEnds(Ends):
         for end in (0, 1):
             with self.in_thread(end):
                 while self.around[end].retired:
-                    self.around[end].retired.pop().free()
+                    self.around[end].retired.pop().close()
             self.around[end].left.clear()  # it goes with the link
 
     def finish(self) -> None:

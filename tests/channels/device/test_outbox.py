@@ -33,7 +33,7 @@ def box(fake: NeighbourCuda) -> Iterator[Outbox]:
     """The shortest there is."""
     box = Outbox(driver_of(fake), 0, 4 * MIB)
     yield box
-    box.free()
+    box.close()
 
 
 def driver_of(fake: NeighbourCuda) -> NeighbourInterprocess:
@@ -73,7 +73,7 @@ def test_the_size_is_rounded_up_to_whole_granules(fake: NeighbourCuda) -> None:
     box = Outbox(driver_of(fake), 0, 4 * MIB + 1)
     assert box.size == 6 * MIB
     assert box.slots == cut(6 * MIB)
-    box.free()
+    box.close()
 
 
 def test_the_smallest_slot_that_fits_is_lent(box: Outbox) -> None:
@@ -146,7 +146,7 @@ def test_no_slot_is_lent_twice(seed: int, operations: int) -> None:
                 assert taken not in lent
                 lent.add(taken)
             assert box.lent == len(lent)
-        box.free()
+        box.close()
         assert fake.violations == []
 
 
@@ -156,7 +156,7 @@ def test_a_box_that_cannot_be_made_leaves_nothing(fake: NeighbourCuda, name: str
     fake.fail(name)
     with pytest.raises(RuntimeError, match="told to fail"):
         Outbox(driver_of(fake), 0, 4 * MIB)
-    Outbox(driver_of(fake), 0, 4 * MIB).free()
+    Outbox(driver_of(fake), 0, 4 * MIB).close()
 
 
 @pytest.mark.parametrize("name", ["open", "open_event"])
@@ -175,8 +175,8 @@ def test_a_box_that_cannot_be_opened_leaves_nothing(fake: NeighbourCuda, box: Ou
 
 def test_free_is_done_once(fake: NeighbourCuda, box: Outbox) -> None:
     """The second time nothing happens."""
-    box.free()
-    box.free()
+    box.close()
+    box.close()
     assert fake.calls["free"] == 1
 
 
@@ -224,7 +224,7 @@ def test_copies_through_slots_that_are_lent_again_at_once_are_in_order(seed: int
                 assert set(reader.tensor(target, 0).cpu().tolist()) == {number}
         del received, target, source
         inbox.close()
-        box.free()
+        box.close()
         assert sender.violations == [] and reader.violations == []
 
 
@@ -259,7 +259,7 @@ def test_waiters_of_a_sender_that_died_are_let_go(fake: NeighbourCuda) -> None:
         reader.synchronize(mark)
         assert mark.done
         inbox.close()
-        box.free()
+        box.close()
         driver.made.clear()
         assert reader.violations == []
 
@@ -289,7 +289,7 @@ def test_a_copy_that_was_interrupted_is_waited_for(fake: NeighbourCuda) -> None:
     assert recorded == [False, True]
     box.put(slot, source, 0, fake.fresh(0))
     assert recorded == [False, True, False]
-    box.free()
+    box.close()
     assert box.gone
     driver.made.clear()
 

@@ -14,41 +14,23 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed
 
 from ....errors import RpcUsageError
-from ....runtime.meeting.stores import parse
+from ....runtime.meeting.meeting_place import parse
 from .. import autograd as dist_autograd
-from . import (
-    agent as agent,
-)
-from . import (
-    api,
-    backend_registry,
-    constants,
-)
-from . import (
-    functions as functions,
-)
-from . import (
-    internal as internal,
-)
-from . import (
-    options as options,
-)
-from . import (
-    rref as rref,
-)
-from . import (
-    rref_proxy as rref_proxy,
-)
-from . import (
-    server_process_global_profiler as server_process_global_profiler,
-)
-from . import (
-    workers as workers,
-)
+from . import api, backend_registry, constants
 from .agent import RpcAgent, TensorPipeAgent
-from .api import (
+from .api import (  # noqa: F401  # torch's package has those with an underscore, too
     AllGatherStates,
     RRef,
+    _cleanup_python_rpc_handler,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _destroy_rref_context,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _rref_context_get_debug_info,
+    _set_and_start_rpc_agent,
+    _set_rpc_timeout,
+    _wait_all,
     enable_gil_profiling,
     get_rpc_timeout,
     get_worker_info,
@@ -58,36 +40,6 @@ from .api import (
     rpc_async,
     rpc_sync,
     shutdown,
-)
-from .api import (
-    _cleanup_python_rpc_handler as _cleanup_python_rpc_handler,
-)
-from .api import (
-    _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs,
-)
-from .api import (
-    _destroy_rref_context as _destroy_rref_context,
-)
-from .api import (
-    _get_current_rpc_agent as _get_current_rpc_agent,
-)
-from .api import (
-    _is_current_rpc_agent_set as _is_current_rpc_agent_set,
-)
-from .api import (
-    _reset_current_rpc_agent as _reset_current_rpc_agent,
-)
-from .api import (
-    _rref_context_get_debug_info as _rref_context_get_debug_info,
-)
-from .api import (
-    _set_and_start_rpc_agent as _set_and_start_rpc_agent,
-)
-from .api import (
-    _set_rpc_timeout as _set_rpc_timeout,
-)
-from .api import (
-    _wait_all as _wait_all,
 )
 from .backend_registry import (
     BackendType,
@@ -99,7 +51,7 @@ from .backend_registry import (
 )
 from .options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from .rref import PyRRef
-from .server_process_global_profiler import _server_process_global_profile as _server_process_global_profile
+from .server_process_global_profiler import _server_process_global_profile  # noqa: F401  # as above
 from .workers import WorkerInfo
 
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
@@ -263,9 +215,9 @@ def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | Non
     api._init_rpc_states(started)
 
 
-def _get_debug_info() -> dict[str, str]:
-    """Figures of references, of the worker and of autograd, as text."""
-    found = api._rref_context_get_debug_info()
+def _get_debug_info() -> dict[str, str | int]:
+    """Figures of references and of the worker, as text, and of autograd, as numbers."""
+    found: dict[str, str | int] = dict(api._rref_context_get_debug_info())
     found.update(api._get_current_rpc_agent().get_debug_info())
     found.update(dist_autograd._get_debug_info())
     return found

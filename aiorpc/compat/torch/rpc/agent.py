@@ -82,9 +82,7 @@ class TensorPipeAgent(RpcAgent):
             found["agent.gil_average_wait_time_us"] = math.ceil(1e6 * figures.loop_lag_mean)
         return {name: str(value) for name, value in found.items()}
 
-    def get_metrics(self) -> dict[str, str]:
-        """The same as `get_debug_info`."""
-        return self.get_debug_info()
+    get_metrics = get_debug_info
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ....collecting import wait_all, wait_alone
 from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ....futures import Future
+from ....locks import RLock
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
 from ....runtime.caller.misuse import check_arguments
@@ -234,7 +235,7 @@ class AllGatherStates:
 
 
 _ALL_WORKER_NAMES: set[str] = set()
-_all_gather_dict_lock = threading.RLock()
+_all_gather_dict_lock = RLock()
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: dict[str, AllGatherStates] = {}
 
@@ -437,7 +438,7 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
     node = _node_if_ours()
     if node is None:
         return
-    for handle in list(node.references._handles.values()):
+    for handle in node.references.handles().values():
         if isinstance(handle, PyRRef) and not handle._deleted:
             handle._deleted = True
             node.references.drop_later(handle._rref, handle._fork)
@@ -504,7 +505,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     counts = references.counts()
     with references._lock:
         records = references._table.live()
-    handles: dict[Any, Any] = dict(references._handles)
+    handles: dict[Any, Any] = references.handles()
     counted = [each for each in records if each.role is Role.FORK or _was_remote(handles.get(each.fork))]
     figures = {
         "num_owner_rrefs": len({each.rref for each in counted if each.role is not Role.USER}),

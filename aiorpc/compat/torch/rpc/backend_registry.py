@@ -80,17 +80,11 @@ def make_options(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    _transports: list[str] | None = None,
-    _channels: list[str] | None = None,
     **_: Any,
 ) -> TensorPipeRpcBackendOptions:
     """Options of a worker."""
     return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout,
-        init_method=init_method,
-        num_worker_threads=num_worker_threads,
-        _transports=_transports,
-        _channels=_channels,
+        rpc_timeout=rpc_timeout, init_method=init_method, num_worker_threads=num_worker_threads
     )
 
 

@@ -1,0 +1,84 @@
+"""A run of torch's engine: gradients of some targets, in whose memory each of them lies, and what is said of errors."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from .. import foreign
+from ..runtime.gradients.reach import FOREIGN, Leaf, Target
+
+Tensor = torch.Tensor
+_EDGE = operator.attrgetter("edge")
+
+
+def evaluate(
+    entries: Sequence[tuple[GradientEdge, Tensor]], targets: Sequence[Target], retain: bool
+) -> Sequence[Tensor | None]:
+    """The gradients of some targets, from those of entries. retain: keep the graph for another run."""
+    if not entries:
+        return [None] * len(targets)
+    outputs, gradients = zip(*entries, strict=True)
+    inputs = tuple(map(_EDGE, targets))
+    # What `torch.autograd.grad` comes to for edges, with a quarter of its functions: the engine compares shapes and
+    # types of the gradients by itself.
+    results: Sequence[Tensor | None] = _engine_run_backward(
+        outputs, gradients, retain, False, inputs, allow_unreachable=True, accumulate_grad=False
+    )
+    return results
+
+
+def unshared(gradient: Tensor, taken: set[int]) -> Tensor:
+    """A gradient that shares memory with no other one: the engine gives one tensor, or views of one, to several inputs,
+    and may hand through what it was given."""
+    memory = memory_of(gradient)
+    if memory in taken or (gradient.layout is torch.strided and 0 in gradient.stride()):
+        return gradient.clone(memory_format=torch.contiguous_format)
+    taken.add(memory)
+    return gradient
+
+
+def memory_of(tensor: Tensor | None) -> int:
+    """Equal for tensors that share it; of what has no storage of its own, the object's."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return id(tensor)
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def references_to(tensors: Sequence[Tensor | None]) -> list[int]:
+    """How many refer to each of them, as `ALONE` is counted."""
+    return list(map(sys.getrefcount, tensors))
+
+
+IS_FOREIGN = partial(operator.is_, FOREIGN)
+# What it counts for a tensor that nobody else has: a custom Function may have kept what it returned.
+ALONE = references_to((torch.empty(0),))[0]
+
+
+def say_what_changed(error: BaseException, targets: Sequence[Target]) -> None:
+    """Note each leaf that has changed since the forward pass: what a node has saved of it does not fit then."""
+    for target in targets:
+        change = target.change() if isinstance(target, Leaf) else None
+        if change is not None:
+            foreign.add_note(error, change)
+
+
+def say_where(error: BaseException, worker: str) -> None:
+    """Note worker and node, which the error itself says nothing of."""
+    node = None
+    traceback = foreign.field(error, "__traceback__")
+    while traceback is not None:
+        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
+        first = names.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
+        if isinstance(first, torch.autograd.graph.Node):
+            node = first.name()
+        traceback = traceback.tb_next
+    foreign.add_note(error, f"in the backward pass on worker {worker!r}" + (f", at node {node}" if node else ""))

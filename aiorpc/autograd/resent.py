@@ -1,0 +1,87 @@
+"""Entries of a part of a backward pass that are tensors which were sent on as they came."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from ..runtime.gradients.contexts import is_watched, sum_of
+from ..runtime.gradients.reach import ReceivedTensor, SentName, bits_of
+from .awaited import Awaited
+from .wire import Gradients
+
+Tensor = torch.Tensor
+mask_of = operator.attrgetter("mask")
+# From so many of them on they are looked after.
+_MANY = 4
+
+
+class Entry(NamedTuple):
+    """Where a gradient comes in. mask: of the targets that it leads to."""
+
+    edge: GradientEdge
+    mask: int
+
+
+class Resent:
+    """Entries that are tensors which this worker has received: what comes for one is added to what its graph gives.
+
+    So the graph need not wait for it. In a chain of calls whose results all go into the loss each waits for the next:
+    the engine would go through all of the graph once for each of them. Not for several threads at once.
+
+    names: of these entries. ready: the bits of targets that the other entries lead to, for which all of these have
+    their gradients. begun: the bits of those whose `parts` the engine has given, or is about to.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[SentName, None] = {}
+        self.ready = 0
+        self.begun = 0
+        self.parts: dict[int, Tensor | None] = {}
+        self._by_bit: dict[int, tuple[ReceivedTensor, list[SentName]]] = {}
+        self._bits = 0
+        self._others: Awaited | None = None
+
+    @classmethod
+    def of(cls, entries: Mapping[SentName, Entry], received: Mapping[Any, ReceivedTensor]) -> Resent:
+        """Those among some entries, but for tensors whose gradients the program itself sees, as a whole."""
+        made = cls()
+        if len(entries) <= _MANY or not received:
+            return made
+        for name, (edge, mask) in entries.items():
+            tensor = received.get(edge.node)
+            if tensor is not None and not is_watched(tensor):
+                made.names[name] = None
+                made._by_bit.setdefault(mask.bit_length() - 1, (tensor, []))[1].append(name)
+        if len(made.names) < _MANY:
+            return cls()
+        others = {name: entry for name, entry in entries.items() if name not in made.names}
+        made._others = Awaited(list(others), list(map(mask_of, others.values())))
+        for bit in made._by_bit:
+            made._bits |= 1 << bit
+        made._bits &= made._others.targets
+        made.came(())
+        return made
+
+    def came(self, names: Iterable[SentName]) -> None:
+        """The gradients of these entries are there."""
+        if self._others is not None:
+            self._others.came(names)
+            self.ready = self._bits & ~self._others.blocked & ~self.begun
+
+    def summed(self, ready: int, gradients: Gradients) -> list[tuple[ReceivedTensor, Tensor | None]]:
+        """The gradients of the targets among these that have begun; nothing of them is kept."""
+        found: list[tuple[ReceivedTensor, Tensor | None]] = []
+        for bit in bits_of(ready & self.begun):
+            tensor, names = self._by_bit[bit]
+            total = self.parts.pop(bit, None)
+            for name in names:
+                gradient, gradients[name] = gradients[name], None
+                if gradient is not None:
+                    total = gradient if total is None else sum_of(total, gradient)
+            found.append((tensor, total))
+        return found

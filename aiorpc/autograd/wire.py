@@ -1,0 +1,68 @@
+"""What workers say to each other in a backward pass, as values of calls."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ..channels.layout import EMBEDDED_SIZE
+from ..protocol.reference_messages import ReferenceId
+from ..runtime.calls.values import Results
+from ..runtime.gradients.reach import SentName
+
+Tensor = torch.Tensor
+Gradients = dict[SentName, Tensor | None]
+# The names of entries, packed, and then the gradient of each; None: nothing flows there.
+Wire = Results
+_new: Any = tuple.__new__  # what SentName(...) does, without its call into Python
+_REFERENCE = struct.Struct("<qqQ")
+# What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
+MORE = b"+"  # others will follow it
+NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last had nothing to do
+
+
+def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
+    """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`."""
+    return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
+
+
+def _short(gradient: Tensor | None) -> Tensor | None:
+    """A dense copy of a short gradient that was expanded, as that of a sum is: strides cost more than its elements."""
+    if gradient is None or not gradient.is_cpu or gradient.layout is not torch.strided or gradient.is_contiguous():
+        return gradient
+    return gradient.contiguous() if gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride() else gradient
+
+
+def said_of_part(names: bytes) -> bytes:
+    """What an answer with these packed names says of the part: MORE, NOT_CLOSED or nothing."""
+    return names[len(names) // 8 * 8 :]
+
+
+def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
+    """What `to_wire` was given."""
+    return dict(zip(unpack_names(names), gradients, strict=True))
+
+
+def pack_names(names: Collection[SentName]) -> bytes:
+    """Names of entries, in their order."""
+    return struct.pack(f"<{2 * len(names)}q", *itertools.chain.from_iterable(names))
+
+
+def unpack_names(packed: bytes) -> list[SentName]:
+    """What `pack_names` was given."""
+    numbers = iter(struct.unpack_from(f"<{len(packed) // 8}q", packed))
+    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
+
+
+def pack_reference(rref: ReferenceId) -> bytes:
+    """The reference to a `Closing`, for a plan."""
+    return _REFERENCE.pack(*rref)
+
+
+def unpack_reference(packed: bytes) -> ReferenceId:
+    """What `pack_reference` was given."""
+    return ReferenceId(*_REFERENCE.unpack(packed))

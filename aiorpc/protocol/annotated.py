@@ -1,0 +1,69 @@
+"""Functions and classes that go to another worker by value, with their annotations, whatever these name.
+
+Python 3.14 looks annotations up when somebody asks for them, and they may name what is not there when the program runs.
+cloudpickle asks for those of functions, and leaves out those of classes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from ..foreign import from_signal
+
+#: How objects that stand for annotations are pickled, by their exact types, as in `reductions.OTHERS`.
+REFERENCES: dict[type, Callable[[Any, Any], Any]] = {}
+
+if sys.version_info >= (3, 14):
+    from annotationlib import Format, ForwardRef, get_annotations
+
+    def readable(function: FunctionType) -> FunctionType:
+        """The function, or one like it, with texts as annotations, where these cannot be looked up."""
+        if _looked_up(function) is not None:
+            return function
+        like = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        like.__kwdefaults__ = function.__kwdefaults__
+        like.__qualname__ = function.__qualname__
+        like.__module__ = function.__module__
+        like.__doc__ = function.__doc__
+        like.__dict__.update(function.__dict__)
+        like.__annotations__ = get_annotations(function, format=Format.STRING)
+        return like
+
+    def with_annotations(kind: type, reduced: Any) -> Any:
+        """What cloudpickle makes of a class, with its annotations if it goes by value: texts, if need be."""
+        if isinstance(reduced, tuple) and len(reduced) > 2:  # with a state, so it is no name of a type of Python's
+            annotations = _looked_up(kind)
+            if annotations is None:
+                annotations = get_annotations(kind, format=Format.STRING)
+            if annotations:
+                reduced[2][0]["__annotations__"] = annotations
+        return reduced
+
+    def _looked_up(annotated: Any) -> dict[str, Any] | None:
+        try:
+            return get_annotations(annotated)
+        except Exception as error:
+            if from_signal(error):
+                raise
+            return None
+
+    def _reduce_reference(reference: ForwardRef, route: Any) -> Any:
+        # A dataclass has them in place of types that are not there. They hold all names of the module they stand in.
+        return ForwardRef, (reference.evaluate(format=Format.STRING),)
+
+    REFERENCES[ForwardRef] = _reduce_reference
+
+else:
+
+    def readable(function: FunctionType) -> FunctionType:
+        """The function: its annotations were looked up when it was defined."""
+        return function
+
+    def with_annotations(kind: type, reduced: Any) -> Any:
+        """What cloudpickle makes of a class, which has its annotations."""
+        return reduced

@@ -1,0 +1,34 @@
+"""What functions take and what classes declare, whatever their annotations name.
+
+Python 3.14 looks an annotation up when somebody asks for it, and it may name what is not there when the program runs:
+what only a type checker imports. So they are asked for as texts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+if sys.version_info >= (3, 14):
+    from annotationlib import Format, get_annotations
+
+    def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+        """As that of ``inspect``."""
+        return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.STRING)
+
+    def declared_in(kind: type) -> Collection[str]:
+        """The names that the body of a class annotates."""
+        return get_annotations(kind, format=Format.STRING)
+
+else:
+
+    def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+        """As that of ``inspect``."""
+        return inspect.signature(function, follow_wrapped=follow_wrapped)
+
+    def declared_in(kind: type) -> Collection[str]:
+        """The names that the body of a class annotates."""
+        names: Collection[str] = vars(kind).get("__annotations__", ())
+        return names

@@ -1,0 +1,204 @@
+"""Where the workers meet: what `init_method` says, and which host that is as seen from here.
+
+What looks up names blocks: call it in a helper thread, never on a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from ...errors import RendezvousError, RpcUsageError
+from .patience import Patience
+
+# Addresses that nobody has (RFC 5737, RFC 3849): they stand for the rest of the world where a route is asked for.
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where the workers meet. path is for files; host, port and agent (torchrun owns the store) for TCP."""
+
+    rank: int | None
+    world_size: int | None
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    agent: bool = False
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"file://{self.path}"
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}" if self.host else "(given)"
+
+
+def parse(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
+    """The meeting place a URL describes; a rank and world size given as arguments win over URL and environment.
+
+    Raises RpcUsageError for a URL or number that makes no sense, RendezvousError for a missing environment variable.
+    """
+    if not isinstance(init_method, str) or "\0" in init_method:
+        raise RpcUsageError(f"init_method must be a URL, not {init_method!r:.80}")
+    try:
+        url = urlsplit(init_method)
+    except ValueError as error:
+        raise RpcUsageError(f"init_method is no URL ({error}): {init_method!r}") from None
+    query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+    rank = _number(query["rank"], "rank in init_method") if rank is None and "rank" in query else rank
+    if world_size is None and "world_size" in query:
+        world_size = _number(query["world_size"], "world_size in init_method")
+    if url.scheme == "env":
+        place = _from_environment(rank, world_size, environ)
+    elif url.scheme == "tcp":
+        place = MeetingPlace(rank, world_size, host=url.hostname or "", port=_port(url.netloc, init_method))
+    elif url.scheme == "file":
+        place = MeetingPlace(rank, world_size, path=unquote(url.netloc + url.path))
+    else:
+        raise RpcUsageError(f"init_method must start with env://, tcp:// or file://, not {init_method!r}")
+    if url.scheme != "env" and not (place.path or place.host):
+        raise RpcUsageError(f"init_method names no {'path' if url.scheme == 'file' else 'host'}: {init_method!r}")
+    where = "MASTER_ADDR" if url.scheme == "env" else "init_method"
+    try:
+        place.host.encode("idna")  # as looking it up does, which lets this error through
+    except UnicodeError as error:
+        raise RpcUsageError(f"{where} names no host: {place.host[:80]!r} can be no name of one ({error})") from None
+    if _is_of_one_link(place.host):
+        raise RpcUsageError(
+            f"{where} names {place.host!r}, an address within one link, which each host names by an interface of its "
+            "own: torch's store is not reached there. Name one that all hosts know alike"
+        )
+    check_ranks(place.rank, place.world_size)
+    return place
+
+
+def _is_of_one_link(host: str) -> bool:
+    """Whether it is an address of IPv6 that says nothing without an interface. Those of IPv4 do."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return False
+    return address.version == 6 and address.is_link_local
+
+
+def check_ranks(rank: int | None, world_size: int | None) -> None:
+    """RpcUsageError if the two are no numbers or cannot belong together, whatever the others say."""
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise RpcUsageError(f"{name} must be an integer, not {number!r}")
+    if world_size is not None and world_size < 1:
+        raise RpcUsageError(f"world_size must be at least 1, not {world_size}")
+    if rank is not None and rank < 0:
+        raise RpcUsageError(f"rank must not be negative, but is {rank}")
+    if rank is None and world_size is not None:
+        raise RpcUsageError(f"rank is needed when world_size ({world_size}) is given")
+
+
+def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
+    def variable(name: str) -> str:
+        if not environ.get(name):
+            raise RendezvousError(f"init_method env:// needs the environment variable {name}, which is not set")
+        return environ[name]
+
+    return MeetingPlace(
+        rank=_number(variable("RANK"), "RANK") if rank is None else rank,
+        world_size=_number(variable("WORLD_SIZE"), "WORLD_SIZE") if world_size is None else world_size,
+        host=variable("MASTER_ADDR"),
+        port=_number(variable("MASTER_PORT"), "MASTER_PORT", 1, 65_535),
+        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _number(text: str, name: str, low: int = 0, high: int = 1 << 31) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise RpcUsageError(f"{name} must be an integer, not {text!r}") from None
+    if not low <= number <= high:
+        raise RpcUsageError(f"{name} must be between {low} and {high}, not {number}")
+    return number
+
+
+def _port(netloc: str, init_method: str) -> int:
+    _, colon, port = netloc.rpartition(":")
+    if not colon or port.endswith("]"):
+        raise RpcUsageError(f"init_method names no port: {init_method!r}")
+    return _number(port, "port in init_method", 1, 65_535)
+
+
+def is_local(place: MeetingPlace, patience: Patience | None = None) -> bool:
+    """Whether the place's address belongs to this host."""
+    for address in addresses_of(place, patience):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def is_loopback(place: MeetingPlace) -> bool:
+    """Whether the place has a name or an address that can be reached from this host alone."""
+    # Not by what a name stands for: to its own host that of a host may stand for 127.0.1.1.
+    try:
+        return ipaddress.ip_address(place.host).is_loopback
+    except ValueError:
+        return place.host == "localhost"
+
+
+def local_address(place: MeetingPlace) -> str:
+    """Address of the interface that reaches the place; a loopback one where there is no network in between.
+
+    Where the name of this host stands for a loopback address here, as with Debian, others are led to that of the
+    interface towards the rest of the world.
+    """
+    addresses = addresses_of(place) if place.host else []
+    if place.host and not is_loopback(place):
+        addresses += _ELSEWHERE
+    near = []
+    for address in addresses:
+        own = _own_address(address, place.port)
+        if own is not None and not ipaddress.ip_address(own).is_loopback:
+            return own
+        near.append(own)
+    if _LOOPBACK[0] in near:
+        return _LOOPBACK[0]
+    near += [_own_address(address, 1) for address in _LOOPBACK]  # some hosts have only one of them
+    return next((own for own in near if own is not None), _LOOPBACK[0])
+
+
+def _own_address(address: str, port: int) -> str | None:
+    """The address from which this host reaches another one; None if it does not."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Connecting a datagram socket sends nothing; it only asks the kernel for the route.
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def addresses_of(place: MeetingPlace, patience: Patience | None = None) -> list[str]:
+    """The addresses that the place's host stands for; none if it cannot be resolved, which may take long to find out.
+
+    patience: is told of that, and of its beginning.
+    """
+    before = patience.trouble if patience is not None else ""
+    if patience is not None:
+        patience.trouble = before or f"looking up the name {place.host!r} has not come to an end"
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        if patience is not None:
+            patience.trouble = unresolved(place, error)
+        return []
+    if patience is not None:
+        patience.trouble = before
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def unresolved(place: MeetingPlace, error: OSError) -> str:
+    """What to say of a name that stands for no address."""
+    return f"the name {place.host!r} cannot be resolved ({error})"
