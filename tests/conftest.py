@@ -35,6 +35,10 @@ hypothesis.settings.load_profile("tests")
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does so to what runs behind it, and it is inherited
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Each client of torch's store has the name of its address looked up. Together the tests ask more often than some
+    # name servers answer, and five seconds of waiting for one are as long as some tests wait for all. Children inherit
+    # it.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
     tiers.choose_profile(config.option.markexpr)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import struct
 import threading
@@ -12,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, Store, TCPStore
 
 import aiorpc
 from aiorpc import StoreGone, Worker
@@ -331,17 +331,58 @@ def test_joining_takes_few_turns_to_the_store_and_back(way: Way, size: int | Non
         assert 0 < way.line.turns <= most
 
 
-def test_a_torch_that_does_not_say_which_its_connection_is_will_do(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_not_found_is_not_needed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another connection is looked at then, which breaks as that does."""
-    monkeypatch.setattr(watch, "_DESCRIPTOR", re.compile("no such text"))
+    monkeypatch.setattr(watch, "_received", lambda port: {})
     with closing(way.reach()) as board:
         for turn in range(2):
             assert board.swap(f"key{turn}", "", "mine") == "mine"
             way.line.reset()
 
 
+def test_each_client_is_known_by_its_own_connection() -> None:
+    """Though others in this process ask the same server all the while, and some come and go."""
+    server, port = serve("127.0.0.1", 0)
+    ended, found = threading.Event(), list[tuple[TCPStore, socket.socket | None]]()
+
+    def client() -> TCPStore:
+        return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT), False)
+
+    def ask_often(ask: Callable[[], object]) -> None:
+        while not ended.is_set():
+            ask()
+
+    def find() -> None:
+        mine = client()
+        found.append((mine, watch.connection_of(partial(mine.check, ["key"]), port)))
+
+    other = client()
+    busy = [partial(other.check, ["key"]), client, lambda: ended.wait(0.01)]
+    others = [threading.Thread(target=ask_often, args=(ask,)) for ask in busy]
+    finders = [threading.Thread(target=find) for _ in range(8)]
+    for thread in (*others, *finders):
+        thread.start()
+    for thread in finders:
+        thread.join(LIMIT)
+    ended.set()
+    for thread in others:
+        thread.join(LIMIT)
+    known = [(mine, connection) for mine, connection in found if connection is not None]
+    assert len(found) == 8 and len(known) > 4  # with much bad luck one is not found
+    while known:
+        mine, connection = known.pop()
+        connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        for still, _ in known:
+            assert not still.check(["key"])
+    assert not other.check(["key"])
+    with pytest.raises(RuntimeError):  # once: torch looks up names for each of these errors
+        mine.check(["key"])
+    del server
+
+
 def test_a_connection_of_torch_is_looked_after(way: Way) -> None:
-    """Its client says which one it is. A default timeout of the program's makes no difference to it."""
+    """It is known by what arrives there. A default timeout of the program's makes no difference to it."""
     socket.setdefaulttimeout(5.0)
     try:
         with closing(way.reach()) as board:

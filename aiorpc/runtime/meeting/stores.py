@@ -228,15 +228,14 @@ def _reach(place: MeetingPlace, seconds: float) -> Reached:
 
     def make() -> Reached:
         store = _tcp_store(address, place.port, None, False, timedelta(seconds=max(1.0, limit.attempt())), False)
-        watch = ServerWatch(connection_of(store) or connection_beside(address, place.port))
         prefixed = PrefixStore("aiorpc", store)
-        try:
-            if not listens(place):  # it is just ending, and torch logs whatever fails
-                raise ConnectionRefusedError(f"nobody listens at {place} any more")
-            return Reached(prefixed, watch, prefixed.compare_set(_MARK, "", secrets.token_hex(16)).decode())
-        except BaseException:
-            watch.close()
-            raise
+        if not listens(place):  # it is just ending, and torch logs whatever fails
+            raise ConnectionRefusedError(f"nobody listens at {place} any more")
+        marks: list[bytes] = []
+        fresh = secrets.token_hex(16)
+        connection = connection_of(lambda: marks.append(prefixed.compare_set(_MARK, "", fresh)), place.port)
+        watch = ServerWatch(connection or connection_beside(address, place.port))
+        return Reached(prefixed, watch, marks[0].decode())
 
     return bounded(make, limit.attempt())
 

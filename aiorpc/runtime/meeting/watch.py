@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import re
 import secrets
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from ...transport.sockets import tune_tcp
@@ -18,7 +19,11 @@ _VALIDATE, _PING, _NONCE_SIZE = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"
 # What a server of another kind answers at once, and a torch store by hanging up.
 _OTHER_LANGUAGE = b"HEAD / HTTP/1.0\r\n\r\n"
 _ASK_OTHERWISE = 1.0  # seconds without an answer after which that is tried
-_DESCRIPTOR = re.compile(r"client=TCPClient\(SocketImpl\(fd=(\d+),")  # in what torch's client prints as
+# Of the kernel's `sockaddr` the port, and of its `tcp_info` the bytes that have arrived.
+_PEER_SIZE, _PORT = 128, slice(2, 4)
+_INFO_SIZE, _RECEIVED = 136, slice(128, 136)
+# After so many rounds it is not known which connection is a client's own. So many numbers of times there are to draw.
+_ROUNDS, _TIMES = 8, 8
 # Seconds for a store to answer: the server has one thread for all. And milliseconds for its host to acknowledge what
 # was sent; less than `Bounds.store`, so that who leaves can still say so over another connection.
 ANSWER, UNHEARD = 20, 3000
@@ -87,17 +92,32 @@ class ServerWatch:
         self._socket.close()
 
 
-def connection_of(client: object) -> socket.socket | None:
-    """The socket of a torch client, to be closed beside it; None if it does not say which one that is.
+def connection_of(ask: Callable[[], object], port: int) -> socket.socket | None:
+    """The socket of a torch client, to be closed beside it; None if it is not known which one that is.
+
+    ask: has the client ask its server, which listens at the port, and returns when the answer is there, which is always
+    as long. It is called once, and where others of this process had answers from there meanwhile in further rounds,
+    another number of times in each: the socket is the one where so many answers have arrived. What the client prints as
+    would tell it, too, but torch looks up the names of both ends for that, which takes many seconds where a name server
+    does not answer.
 
     Whoever is at its other end is noticed to have vanished: while nothing is said by keep-alive, else as nothing is
     acknowledged, or no answer comes; then the client raises. torch would wait for as long as the system tries, which is
     a quarter of an hour, or for ever.
     """
-    found = _DESCRIPTOR.search(repr(client))
-    if found is None:
+    times, possible = 1, dict[tuple[int, int], float]()
+    for turn in range(_ROUNDS):
+        before = _received(port)
+        for _ in range(times):
+            ask()
+        sizes = {each: (size - before.get(each, size)) / times for each, size in _received(port).items()}
+        possible = {each: size for each, size in sizes.items() if size > 0 and (not turn or possible.get(each) == size)}
+        if len(possible) <= 1:
+            break
+        times = 2 + secrets.randbelow(_TIMES)
+    if len(possible) != 1:
         return None
-    descriptor = int(found[1])
+    [(descriptor, _)] = possible
     blocking = os.get_blocking(descriptor)
     connection = socket.socket(fileno=os.dup(descriptor))
     try:
@@ -111,6 +131,22 @@ def connection_of(client: object) -> socket.socket | None:
         connection.close()
         raise
     return connection
+
+
+def _received(port: int) -> dict[tuple[int, int], int]:
+    """The bytes that have arrived on each connection of this process to that port, by its descriptor and inode."""
+    # A socket object would do, but where the program has a default timeout it changes what torch's own does.
+    library, found = ctypes.CDLL(None), dict[tuple[int, int], int]()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        peer, info = ctypes.create_string_buffer(_PEER_SIZE), ctypes.create_string_buffer(_INFO_SIZE)
+        size, info_size = ctypes.c_uint(_PEER_SIZE), ctypes.c_uint(_INFO_SIZE)
+        if library.getpeername(descriptor, peer, ctypes.byref(size)) or int.from_bytes(peer.raw[_PORT], "big") != port:
+            continue
+        option = socket.IPPROTO_TCP, socket.TCP_INFO
+        if not library.getsockopt(descriptor, *option, info, ctypes.byref(info_size)):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                found[descriptor, os.fstat(descriptor).st_ino] = int.from_bytes(info.raw[_RECEIVED], sys.byteorder)
+    return found
 
 
 def connection_beside(address: str, port: int) -> socket.socket:
