@@ -209,7 +209,7 @@ class Part:
                 if not (ready or begin):
                     break
                 self._running = True
-                complete = resent.summed(ready, self._gradients)
+                complete = resent.summed(ready, self._gradients) if ready & resent.begun else []
                 resent.ready &= ~begin
                 resent.begun |= begin
                 targets = begin | (ready & ~resent.begun)
@@ -253,7 +253,8 @@ class Part:
         """
         for arrival in arrivals:
             arrival.join()
-        targets = self._context.reach.targets_of(bits)
+        numbers = list(bits_of(bits))
+        targets = self._context.reach.targets_of(numbers)
         if any(map(IS_FOREIGN, targets)):  # `in` would compare each target with it
             raise RpcUsageError(
                 "the graph goes on in a tensor that was received in another autograd context. Contexts do not mix: "
@@ -273,7 +274,7 @@ class Part:
         holders = references_to(results)
         deliveries: dict[int, Gradients] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
-        for bit, target, gradient in zip(bits_of(bits), targets, results, strict=True):
+        for bit, target, gradient in zip(numbers, targets, results, strict=True):
             if isinstance(target, ReceivedTensor):
                 taken.add(memory_of(gradient))
                 if begin >> bit & 1:

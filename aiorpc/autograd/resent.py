@@ -64,6 +64,8 @@ class Resent:
         for bit in made._by_bit:
             made._bits |= 1 << bit
         made._bits &= made._others.targets
+        if not made._bits:  # nothing else leads to any of them
+            return cls()
         made.came(())
         return made
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from aiorpc.runtime.gradients.contexts import MOST_BEHIND, AutogradContext
-from aiorpc.runtime.gradients.reach import Leaf, Reach, ReceivedTensor, SentName
+from aiorpc.runtime.gradients.reach import Leaf, Reach, ReceivedTensor, SentName, bits_of
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ def leaf() -> Tensor:
 
 def reached(reach: Reach, tensor: Tensor) -> list[Any]:
     """What a tensor's node leads to; of leaves, the tensors."""
-    found = reach.targets_of(reach.of(get_gradient_edge(tensor).node))
+    found = reach.targets_of(bits_of(reach.of(get_gradient_edge(tensor).node)))
     return [each.tensor if isinstance(each, Leaf) else each for each in found]
 
 

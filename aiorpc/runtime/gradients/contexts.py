@@ -179,8 +179,8 @@ class AutogradContext:
         received: Tensor = _make_received(self._anchor, [tensor])
         # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
         # gradient comes either.
-        edge = GradientEdge(received.grad_fn, 0)  # type: ignore[arg-type]  # it has one
-        edge.node.tensor = weakref.ref(received)  # type: ignore[attr-defined]  # see `is_watched`
+        edge = _new(GradientEdge, (received.grad_fn, 0, None))
+        edge.node.tensor = weakref.ref(received)  # see `is_watched`
         others = None if behind is None else frozenset(_named(behind) if behind else ())
         self.received[edge.node] = _new(ReceivedTensor, (sender, name, edge, others))
         return received

@@ -182,9 +182,9 @@ class Reach:
                 masks[node] = mask if mask < _SHORT else _folded(mask)
         return masks[root]
 
-    def targets_of(self, mask: int) -> list[Target]:
-        """The targets of some bits."""
-        return list(map(self.targets.__getitem__, bits_of(mask)))
+    def targets_of(self, numbers: Iterable[int]) -> list[Target]:
+        """The targets of the bits with these numbers."""
+        return list(map(self.targets.__getitem__, numbers))
 
     def received_of(self, mask: int) -> Iterator[ReceivedTensor]:
         """Those of the targets that came from another worker. In turn: who asks may have enough of them."""
