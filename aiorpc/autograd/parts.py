@@ -209,7 +209,7 @@ class Part:
                 if not (ready or begin):
                     break
                 self._running = True
-                complete = resent.summed(ready, self._gradients) if ready & resent.begun else []
+                complete = resent.summed(done, self._gradients) if (done := ready & resent.begun) else []
                 resent.ready &= ~begin
                 resent.begun |= begin
                 targets = begin | (ready & ~resent.begun)

@@ -75,10 +75,10 @@ class Resent:
             self._others.came(names)
             self.ready = self._bits & ~self._others.blocked & ~self.begun
 
-    def summed(self, ready: int, gradients: Gradients) -> list[tuple[ReceivedTensor, Tensor | None]]:
-        """The gradients of the targets among these that have begun; nothing of them is kept."""
+    def summed(self, done: int, gradients: Gradients) -> list[tuple[ReceivedTensor, Tensor | None]]:
+        """The gradients of some targets that have begun, and for which no other is missing; nothing of them is kept."""
         found: list[tuple[ReceivedTensor, Tensor | None]] = []
-        for bit in bits_of(ready & self.begun):
+        for bit in bits_of(done):
             tensor, names = self._by_bit[bit]
             total = self.parts.pop(bit, None)
             for name in names:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +22,12 @@ def names_of(count: int) -> list[SentName]:
     order=st.randoms(use_true_random=False),
     sought=st.integers(0, 2**9 - 1),
 )
-def test_targets_wait_for_all_entries_that_lead_to_them(masks: list[int], order: object, sought: int) -> None:
+def test_targets_wait_for_all_entries_that_lead_to_them(masks: list[int], order: Random, sought: int) -> None:
     """As if all entries were looked at each time."""
     names = names_of(len(masks))
     awaited = Awaited(names, masks)
     missing = dict(zip(names, masks, strict=True))
-    for name in [*order.sample(names, len(names)), SentName(7, 7), *names[:1]]:  # type: ignore[attr-defined]
+    for name in [*order.sample(names, len(names)), SentName(7, 7), *names[:1]]:
         assert awaited.missing.keys() == missing.keys()
         assert awaited.blocked == union(missing.values())
         assert awaited.targets == union(masks)
@@ -34,10 +37,10 @@ def test_targets_wait_for_all_entries_that_lead_to_them(masks: list[int], order:
     assert not awaited.missing and not awaited.blocked
 
 
-def union(masks: object) -> int:
+def union(masks: Iterable[int]) -> int:
     """What any of them has."""
     united = 0
-    for mask in masks:  # type: ignore[attr-defined]
+    for mask in masks:
         united |= mask
     return united
 

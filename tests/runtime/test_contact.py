@@ -332,8 +332,12 @@ def test_joining_takes_few_turns_to_the_store_and_back(way: Way, size: int | Non
 
 
 def test_a_connection_that_is_not_found_is_not_needed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another connection is looked at then, which breaks as that does."""
-    monkeypatch.setattr(watch, "_received", lambda port: {})
+    """As where there is no /proc. Another connection is looked at then, which breaks as that does."""
+
+    def absent(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "listdir", absent)
     with closing(way.reach()) as board:
         for turn in range(2):
             assert board.swap(f"key{turn}", "", "mine") == "mine"

@@ -134,10 +134,17 @@ def connection_of(ask: Callable[[], object], port: int) -> socket.socket | None:
 
 
 def _received(port: int) -> dict[tuple[int, int], int]:
-    """The bytes that have arrived on each connection of this process to that port, by its descriptor and inode."""
+    """The bytes that have arrived on each connection of this process to that port, by its descriptor and inode.
+
+    Nothing where /proc does not say what there is, as in a container without it.
+    """
     # A socket object would do, but where the program has a default timeout it changes what torch's own does.
     library, found = ctypes.CDLL(None), dict[tuple[int, int], int]()
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    try:
+        descriptors = list(map(int, os.listdir("/proc/self/fd")))
+    except OSError:
+        return found
+    for descriptor in descriptors:
         peer, info = ctypes.create_string_buffer(_PEER_SIZE), ctypes.create_string_buffer(_INFO_SIZE)
         size, info_size = ctypes.c_uint(_PEER_SIZE), ctypes.c_uint(_INFO_SIZE)
         if library.getpeername(descriptor, peer, ctypes.byref(size)) or int.from_bytes(peer.raw[_PORT], "big") != port:
