@@ -48,6 +48,7 @@ from ..callbacks import Again
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
+from ..runtime.calls.declared import TEXT_LIMIT
 from ..runtime.calls.failures import without_frames
 from ..runtime.gradients.contexts import AutogradContext
 from ..runtime.gradients.reach import SentName, bits_of
@@ -333,7 +334,7 @@ class Pass:
         self._abort(error)
 
     def _abort(self, error: BaseException) -> None:
-        reason = foreign.said(error)
+        reason = foreign.said(error)[:TEXT_LIMIT]
         for worker_id in self._plans:
             try:
                 said = (self._context.id, self._number, reason)

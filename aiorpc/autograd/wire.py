@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..channels.layout import EMBEDDED_SIZE
+from ..errors import ProtocolError
 from ..protocol.reference_messages import ReferenceId
 from ..runtime.calls.values import Results
 from ..runtime.gradients.reach import SentName
@@ -20,14 +21,36 @@ Gradients = dict[SentName, Tensor | None]
 Wire = Results
 _new: Any = tuple.__new__  # what SentName(...) does, without its call into Python
 _REFERENCE = struct.Struct("<qqQ")
+_MOST_SIZES = 64  # dimensions, as torch has them
 # What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
 MORE = b"+"  # others will follow it
 NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last had nothing to do
 
 
 def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
-    """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`."""
-    return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
+    """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`.
+
+    A sparse gradient goes as three dense tensors: its indices, its values and its size. The place in its name is
+    written as -1 less that place.
+    """
+    if not any(map(_is_sparse, gradients.values())):
+        return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
+    names: list[SentName] = []
+    parts: list[Tensor | None] = []
+    for name, gradient in gradients.items():
+        if gradient is None or not _is_sparse(gradient):
+            names.append(name)
+            parts.append(_short(gradient))
+        else:
+            message, place = name
+            names.append(_new(SentName, (message, -1 - place)))
+            sparse = gradient.detach().to_sparse()  # of any layout
+            parts += (sparse._indices(), sparse._values(), torch.tensor(sparse.shape, dtype=torch.int64))
+    return Results((pack_names(names) + said, *parts))
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 def _short(gradient: Tensor | None) -> Tensor | None:
@@ -43,8 +66,31 @@ def said_of_part(names: bytes) -> bytes:
 
 
 def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
-    """What `to_wire` was given."""
-    return dict(zip(unpack_names(names), gradients, strict=True))
+    """What `to_wire` was given. ProtocolError for what it cannot have made."""
+    unpacked = unpack_names(names)
+    if not any(place < 0 for _, place in unpacked):
+        return dict(zip(unpacked, gradients, strict=True))
+    given: Gradients = {}
+    parts = iter(gradients)
+    for name in unpacked:
+        message, place = name
+        if place < 0:
+            given[_new(SentName, (message, -1 - place))] = _sparse(
+                next(parts, None), next(parts, None), next(parts, None)
+            )
+        else:
+            given[name] = next(parts, None)
+    return given
+
+
+def _sparse(indices: Tensor | None, values: Tensor | None, size: Tensor | None) -> Tensor:
+    if indices is None or values is None or size is None or size.dtype is not torch.int64 or size.numel() > _MOST_SIZES:
+        raise ProtocolError("a sparse gradient without indices, values or a size")
+    try:
+        # Copied: the memory in which they arrive may be shared with their sender.
+        return torch.sparse_coo_tensor(indices.clone(), values, size.tolist(), check_invariants=True)
+    except (RuntimeError, TypeError, ValueError):  # whose text would show what was sent
+        raise ProtocolError("a sparse gradient whose indices, values and size do not fit") from None
 
 
 def pack_names(names: Collection[SentName]) -> bytes:

@@ -26,10 +26,11 @@ from ..futures import Future
 from ..protocol.identity import WorkerInfo
 from ..rights import exposed
 from ..runtime.calls.current import caller
-from ..runtime.calls.functions import follows, system
+from ..runtime.calls.functions import follows, system, typed
 from ..runtime.calls.values import Results
 from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
 from ..runtime.node import serving
+from ..runtime.references.rref import RRef
 from .items import Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
 from .packing import SMALL, TOGETHER, hand_over
 
@@ -97,7 +98,7 @@ class ServedQueue:
     # --- putting and getting ------------------------------------------------------------------------------------------
 
     @system
-    async def put_items(self, wait: bool, number: int, *said: Any) -> int:
+    async def put_items(self, wait: bool, number: int, *said: bytes | int | RRef[Any]) -> int:
         """Put those items (`items.to_wire`) in their order, as far as there is room; returns how many.
 
         wait: until there is room for one, or until that `number` is withdrawn. Negative once the queue is shut down: -1
@@ -265,7 +266,7 @@ class ServedQueue:
 
     @system
     @follows("take_items")
-    async def return_items(self, *said: Any) -> None:
+    async def return_items(self, *said: bytes | int | RRef[Any]) -> None:
         """Put back to the front what was taken and is not wanted: as if it had not been taken."""
         items = _items(said)
         if items is None:
@@ -285,6 +286,7 @@ class ServedQueue:
         self._items.extendleft(reversed(items))
         self._match()
 
+    @typed
     @follows("put_items", "take_items")
     async def withdraw(self, number: int) -> None:
         """Whoever waits under that number, in a call of the same worker, is to wait no longer.
@@ -397,6 +399,7 @@ class ServedQueue:
                 count=count,
             )
 
+    @typed
     @follows("join_items")
     async def tell_again(self, number: int) -> None:
         """Nobody has heard what a call of `join_items` of that number was told: if that was a loss, the next one is."""
@@ -420,18 +423,22 @@ class ServedQueue:
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
+    @typed
     async def qsize(self) -> int:
         """How many items there are."""
         return len(self._items)
 
+    @typed
     async def empty(self) -> bool:
         """Whether there is none."""
         return not self._items
 
+    @typed
     async def full(self) -> bool:
         """Whether there are as many as there may be."""
         return 0 < self.maxsize <= len(self._items)
 
+    @typed
     async def shut_down(self, immediate: bool) -> None:
         """See `QueueHandle.shutdown`."""
         self._shut_down(bool(immediate))

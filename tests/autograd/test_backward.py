@@ -193,10 +193,10 @@ async def test_questions_that_come_late(workers: list[Worker]) -> None:
         await ctx.backward([y.sum()])
         context = workers[1].node.gradients.get(ctx)
         (number,) = context.passed
-        assert await workers[0].call("worker1", go_on, ctx, number, b"") == b"+"
+        assert await workers[0].call("worker1", go_on, int(ctx), number, b"") == b"+"
         part_of(workers[1].node, context, number + 1).fail(ValueError("as it was"))
         with pytest.raises(ValueError, match="as it was"):
-            await workers[0].call("worker1", go_on, ctx, number + 1, b"")
+            await workers[0].call("worker1", go_on, int(ctx), number + 1, b"")
 
 
 async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worker]) -> None:
@@ -204,12 +204,12 @@ async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worke
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.layer, vector())
         await workers[2].call("worker1", parts.layer, vector())
-        question = workers[0].call("worker1", go_on, ctx, 1, b"")
+        question = workers[0].call("worker1", go_on, int(ctx), 1, b"")
         await until(lambda: 1 in workers[1].node.gradients.get(ctx).parts)
         with pytest.raises(aiorpc.RpcError, match="worker 2 does not run this backward pass"):
-            await workers[2].call("worker1", go_on, ctx, 1, b"")
+            await workers[2].call("worker1", go_on, int(ctx), 1, b"")
         assert not question.done()
-        second = workers[0].call("worker1", go_on, ctx, 1, b"")
+        second = workers[0].call("worker1", go_on, int(ctx), 1, b"")
         assert await question == b"+" and not second.done()
     with pytest.raises(aiorpc.RpcError, match="was left"):
         await second

@@ -253,9 +253,12 @@ async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
     (item,) = (rref for rref in pair[1].node.references._values if rref != other._rref)
     _, number, key = item
     _, others_number, others_key = other._rref
-    for wanted in [(number,), (number, key), (number, key, 1), (number, key, -1), (number, key, True), ("a", "b", "c")]:
+    for wanted in [(number,), (number, key), (number, key, 1), (number, key, -1)]:
         with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
             await consumer.call(hand_over, wanted, None, LONG)
+    for undeclared in [(number, key, True), ("a", "b", "c")]:
+        with pytest.raises(rpc.ProtocolError, match="Expected `int`, got"):
+            await consumer.call(hand_over, undeclared, None, LONG)
     with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
         await consumer.call(hand_over, (others_number, others_key, 0), None, LONG)
     with pytest.raises(rpc.RpcError, match="names no value of this worker"):

@@ -36,10 +36,10 @@ from ...errors import (
     WorkerClosed,
 )
 from ...futures import AnyFuture, is_future, when_done
-from ...protocol.codec import names_nothing
 from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
+from ..calls.declared import Declaration
 from ..calls.functions import Handler, Mode
 from ..calls.values import LARGE_PICKLE, GradientLoader, ReferenceLoader, decode
 from ..engine.engine import Engine
@@ -108,6 +108,12 @@ class Runner:
         if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
             self.refuse(call, _not_run(call))
             return
+        if handler.declared is not None:
+            try:
+                self._read_declared(call, handler.declared)
+            except ProtocolError as error:
+                self.refuse(call, error)
+                return
         streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
         if streamed != (call.credit is not None):
             if not (streamed and handler.wrapper):
@@ -155,18 +161,18 @@ class Runner:
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 
+    def _read_declared(self, call: ServedCall, declared: Declaration) -> None:
+        """Have the arguments of a handler of the runtime's read as it declares them. ProtocolError if they differ."""
+        if call.creates is not None or call.once is not None:
+            raise ProtocolError(f"{declared.name} of the runtime makes no value of a reference, and is not tried again")
+        call.arguments = declared.read(call.arguments, call.names)
+
     def decode(self, call: ServedCall, *, entered: bool = False) -> list[Any]:
         """The values of a call. In the thread that will use them. entered: whether that is on the landing's streams.
 
         SerializationError for what unpickling raises: the function has not run, so it cannot have raised that.
         """
         safe = self._engine.safe
-        if call.handler is not None and call.handler.plain:
-            reason = _why_not_plain(call.arguments.pickled, call.handler.mode, safe)
-            if reason:
-                assert call.permits is not None, "else nothing need be plain"
-                self.discard_arguments(call)
-                raise call.permits.refusal(f"{call.function} with arguments whose pickle {reason},")
         landing = call.landing or (self._devices and self._accelerators.landing()) or None
         try:
             if landing is None or entered:
@@ -532,17 +538,6 @@ class Runner:
             self._tasks.discard(call.task)
             call.task = call.on_cancel = None  # they lead back here: without the cycle it goes with the last reference
         self._answers.answer(call, result.pop())
-
-
-def _why_not_plain(pickled: bytes | None, mode: Mode, safe: bool) -> str:
-    """What is wrong with the pickle of arguments that may be plain values alone; empty if nothing is.
-
-    safe: whether it is a tree, which can only name what was registered.
-    """
-    # To look through a long one takes up to a second for each megabyte; what these modes run on the loop needs none.
-    if pickled is not None and len(pickled) > LARGE_PICKLE and mode in (Mode.INLINE, Mode.BRIEF):
-        return f"has {len(pickled)} bytes"
-    return "" if safe or names_nothing(pickled) else "names classes or functions"
 
 
 def _function_of(call: ServedCall) -> Callable[..., Any]:

@@ -9,9 +9,9 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from types import FunctionType, MethodDescriptorType
+from types import FunctionType, MethodDescriptorType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
@@ -26,6 +26,7 @@ from ...protocol.registered import MAIN_NAMES
 from ...rights import FETCH
 from .annotations import declared_in
 from .batching import get_batcher
+from .declared import Declaration, declaration_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,6 +35,8 @@ _SYSTEM = "_aiorpc_system"
 _INLINE = "_aiorpc_inline"
 _BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
+_TYPED = "_aiorpc_typed"
+_MARKS = (_SYSTEM, _INLINE, _BRIEF, _INTRINSIC)
 _FOLLOWS = "_aiorpc_follows"
 _OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
 _WILD = re.compile(r"[*?\[]")
@@ -61,8 +64,8 @@ class Mode(Enum):
 class Handler(NamedTuple):
     """A function that serves calls.
 
-    system: whether it belongs to the runtime and does not count as users' work. plain: whether the pickle of its
-    arguments may name no class and no function, because the rights of the caller do not go so far. wrapper: whether it
+    system: whether it belongs to the runtime and does not count as users' work. declared: what reads its
+    arguments, if it is one of the runtime's. wrapper: whether it
     is a plain function that wraps one of generators (`functools.wraps`): only its result shows whether it gives items.
     method: the name of a method that is called through a reference or an object with a name; empty for all else.
     """
@@ -71,7 +74,7 @@ class Handler(NamedTuple):
     mode: Mode
     name: str
     system: bool = False
-    plain: bool = False
+    declared: Declaration | None = None
     wrapper: bool = False
     method: str = ""
 
@@ -136,9 +139,16 @@ def brief(fn: F) -> F:
 def intrinsic(fn: F) -> F:
     """Mark a handler of the runtime that runs no code of its caller's choosing: rights are not asked for it.
 
-    Those that are marked with `system`, `inline` or `brief` are intrinsic as well.
+    Those that are marked with `system`, `inline` or `brief` are intrinsic as well. The annotations of each are what its
+    arguments are read by (`declared`).
     """
     setattr(fn, _INTRINSIC, True)
+    return fn
+
+
+def typed(fn: F) -> F:
+    """Mark a method of the runtime's, for which rights are asked: its arguments are read as it declares them."""
+    setattr(fn, _TYPED, True)
     return fn
 
 
@@ -166,10 +176,19 @@ def followed_by(kind: type, method: str) -> Sequence[str]:
 
 def is_intrinsic(function: object) -> bool:
     """Whether a function is a handler of the runtime that is served to everybody."""
+    return _is_marked(function, _MARKS)
+
+
+def is_declared(function: object) -> bool:
+    """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
+    return _is_marked(function, (*_MARKS, _TYPED))
+
+
+def _is_marked(function: object, marks: Iterable[str]) -> bool:
     return (
         isinstance(function, FunctionType)
         and function.__module__.startswith("aiorpc.")
-        and any(mark in function.__dict__ for mark in (_SYSTEM, _INLINE, _BRIEF, _INTRINSIC))
+        and any(mark in function.__dict__ for mark in marks)
     )
 
 
@@ -193,7 +212,13 @@ def classify(function: Callable[..., Any], name: str) -> Handler:
         # A wrapper of a coroutine function is not run on the loop before it shows that it has a coroutine to give: it
         # may as well block for what that makes.
         mode = (_kind_of(inner) if wrapper else kind) or Mode.THREAD
-    return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), wrapper=wrapper)
+    declared = _declared(function)
+    return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), declared, wrapper)
+
+
+def _declared(function: Any) -> Declaration | None:
+    marked = function.__func__ if type(function) is MethodType else function
+    return declaration_of(marked) if is_declared(marked) else None
 
 
 def _without_partials(function: Any) -> Any:

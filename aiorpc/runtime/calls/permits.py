@@ -54,8 +54,8 @@ class Permits:
         # Nothing is imported or asked for it: only what stands in modules that this worker has, and bears a mark.
         place = functions.find_place(sent, ask=False) if functions.is_loaded(sent) else None
         if place is not None:
-            if functions.is_intrinsic(place.found):
-                return functions.classify(place.found, sent)._replace(plain=True)
+            if place.within is None and functions.is_intrinsic(place.found):
+                return functions.classify(place.found, sent)
             if self._rights.allowed(self._role, sent, place.found, place.within):
                 handler = functions.resolve(name, where=f"worker {self._worker!r}")
                 true = functions.name_of(handler.function)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from msgspec import Meta
 
 from ...errors import Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
@@ -19,6 +21,7 @@ from ..caller.peer import Peer
 from ..caller.peers import Peers
 from ..caller.reworded import RewordedFuture
 from ..calls.current import CommonHome, current_call
+from ..calls.declared import pack
 from ..calls.failures import came_from_afar
 from ..calls.functions import system
 from ..group.events import Events
@@ -46,7 +49,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
             f"worker {home.engine.name!r} is no member of the group, so nobody waits for it at a barrier"
         )
     patience, host = timeout + _GRACE if timeout else 0.0, ids[min(ids)]
-    call = host.call(come_to_barrier, (tag, sorted(ids), timeout), None, patience, system=True)
+    call = host.call(come_to_barrier, (tag, pack(sorted(ids)), timeout), None, patience, system=True)
     try:
         return _Coming(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
     except BaseException:  # as in `reworded`
@@ -181,18 +184,12 @@ class Barriers:
 
 
 @system
-async def come_to_barrier(tag: Any, members: Any, timeout: Any) -> None:
+async def come_to_barrier(
+    tag: Annotated[str, Meta(max_length=NAME_LIMIT)],
+    members: Annotated[list[int], Meta(min_length=1, max_length=_MOST_MEMBERS)],
+    timeout: Annotated[float, Meta(ge=0)],
+) -> None:
     """Handler, on the member with the lowest id: the caller has come to a barrier. It is answered when all have."""
-    if not (
-        type(tag) is str
-        and len(tag) <= NAME_LIMIT
-        and type(members) is list
-        and 0 < len(members) <= _MOST_MEMBERS
-        and all(type(each) is int for each in members)
-        and type(timeout) is float
-        and timeout >= 0
-    ):
-        raise RpcUsageError("a barrier has a tag, members and a timeout")
     call = current_call.get()
     assert call is not None, "this function is a handler"
     node: Any = call.node  # a Node: there is nothing else

@@ -19,13 +19,14 @@ from typing import Any, Protocol, cast
 
 from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
 from ...protocol import leaving
-from ...protocol.identity import WorkerInfo, WorkerRecord, legible
+from ...protocol.identity import RecordFields, WorkerInfo, WorkerRecord, legible
 from ...protocol.leaving import GroupTable, Output, Outputs
 from ...protocol.states import Leaving, Returning
 from ...transport import sockets
 from ..callee.service import Service
 from ..calls import current
 from ..calls.current import current_call
+from ..calls.declared import pack
 from ..calls.functions import system
 from ..engine.host import provably_dead, sees
 from ..engine.watch import ProcessWatch
@@ -185,13 +186,13 @@ class Group:
     def _do(self, output: Output) -> None:
         match output:
             case leaving.Attend(to):
-                self._tell(to, attend, self._engine.record.to_wire())
+                self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.Follow(to):
                 # A newcomer may have given up, and its process live on.
                 if not self.watch(to) or to.id != to.rank:
-                    self._tell(to, attend, self._engine.record.to_wire())
+                    self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.ReportLost(to, member, cause):
-                self._tell(to, report_lost, member.to_wire(), cause)
+                self._tell(to, report_lost, pack(member.to_wire()), cause)
             case leaving.Joined(member):
                 self._home.references.admit(member.id)
                 self._home.peers.add(member)
@@ -400,7 +401,7 @@ def _current() -> tuple[Group, int]:
 
 
 @system
-async def attend(record: list[Any]) -> None:
+async def attend(record: RecordFields) -> None:
     """Handler: a member makes itself known, and keeps the connection over which it does so."""
     group, caller_id = _current()
     member = WorkerRecord.from_wire(record)
@@ -417,7 +418,7 @@ def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
 
 
 @system
-async def arrive(record: list[Any]) -> list[Any]:
+async def arrive(record: RecordFields) -> list[Any]:
     """Handler, on the leader: a newcomer is there. It is answered when all members know it, with who they are."""
     group, caller_id = _current()
     newcomer = WorkerRecord.from_wire(record)
@@ -426,14 +427,14 @@ async def arrive(record: list[Any]) -> list[Any]:
 
 
 @system
-async def introduce(record: list[Any]) -> None:
+async def introduce(record: RecordFields) -> None:
     """Handler: the leader says that a newcomer has the place of a lost member. It is answered when that is known."""
     group, caller_id = _current()
     await group.newcomers.introduce(caller_id, WorkerRecord.from_wire(record))
 
 
 @system
-async def report_lost(record: list[Any], cause: str) -> None:
+async def report_lost(record: RecordFields, cause: str) -> None:
     """Handler: the leader has seen a member die, and tells it."""
     group, caller_id = _current()
     lost = WorkerRecord.from_wire(record)

@@ -20,6 +20,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import GroupTable, Outputs, Roster
 from ...protocol.states import Returning
 from ..caller.peers import Peers
+from ..calls.declared import pack
 from ..engine.engine import Engine
 from ..meeting.rendezvous import Rendezvous
 from ..meeting.returning import Admission
@@ -152,7 +153,7 @@ class Newcomers:
     async def _tell(self, to: WorkerRecord, newcomer: WorkerRecord) -> None:
         try:
             # Without a limit: a member that is stopped has to know before anybody can call it.
-            await self._home.peers.of(to).call(self._introduce, (newcomer.to_wire(),), None, 0.0, system=True)
+            await self._home.peers.of(to).call(self._introduce, (pack(newcomer.to_wire()),), None, 0.0, system=True)
         except RpcUsageError as error:
             self._lose(newcomer, f"{to.describe()} does not take it for a member: {error}")
         except RpcError:
@@ -225,7 +226,7 @@ class Newcomers:
 
     async def _come(self, admission: Admission, seconds: float) -> None:
         self._carry_out(self._table.admitted(admission.roster))
-        peer, said = self._home.peers.of(admission.by), (self._engine.record.to_wire(),)
+        peer, said = self._home.peers.of(admission.by), (pack(self._engine.record.to_wire()),)
         async with asyncio.timeout(seconds or None):
             answer = await peer.call(self._arrive, said, None, 0.0, system=True)
         self._carry_out(self._table.welcomed(roster_from_wire(answer)))

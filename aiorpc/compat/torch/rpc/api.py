@@ -8,20 +8,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import cloudpickle
+
 from ....collecting import wait_all, wait_alone
-from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
+from ....errors import (
+    NotAllowed,
+    NotInitialized,
+    Overloaded,
+    PeerClosed,
+    PeerLost,
+    RpcError,
+    RpcTimeout,
+    RpcUsageError,
+    SerializationError,
+)
 from ....futures import Future
 from ....locks import RLock
+from ....protocol.codec import Incoming, Outgoing, loads, names_nothing
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
+from ....protocol.trees import read_tree, write_tree
 from ....runtime.caller.misuse import check_arguments
 from ....runtime.caller.peer import Peer
 from ....runtime.calls.current import current_call
+from ....runtime.calls.declared import pack
 from ....runtime.calls.functions import intrinsic
 from ....runtime.node import Node, registry
 from .. import script
@@ -229,7 +245,7 @@ class AllGatherStates:
 
     def __init__(self, begun_by: str | None = None) -> None:
         self.begun_by = begun_by
-        self.gathered_objects: dict[str, Any] = {}
+        self.gathered_objects: dict[str, bytes] = {}
         self.proceed_signal = threading.Event()
         self.missing: WorkerInfo | None = None
 
@@ -261,8 +277,8 @@ def _caller() -> str | None:
 
 
 @intrinsic
-def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    """Handler, on the leader: a worker has come, with its object."""
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: bytes, worker_names: list[str] | None = None) -> None:
+    """Handler, on the leader: a worker has come, with its object, which only `_all_gather` reads."""
     caller = _caller()
     if caller is not None and caller != worker_name:
         raise AssertionError(f"{caller} speaks for {worker_name}.")
@@ -270,7 +286,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 
 
 def _gather(
-    sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None, begun_by: str | None = None
+    sequence_id: str, worker_name: str, obj: bytes, worker_names: Iterable[str] | None, begun_by: str | None = None
 ) -> None:
     with _all_gather_dict_lock:
         expected = set(worker_names or _ALL_WORKER_NAMES)
@@ -285,8 +301,8 @@ def _gather(
 
 
 @intrinsic
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Handler, on all others: everybody has come."""
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, bytes]) -> None:
+    """Handler, on all others: every worker has come."""
     with _all_gather_dict_lock:
         states = _states_of(sequence_id, _caller())
     if states.proceed_signal.is_set():
@@ -309,10 +325,11 @@ def _all_gather(
     own = _get_current_rpc_agent().get_worker_info().name
     sequence_id = _next_sequence_id(names)
     calls = timeout if node is None or timeout != UNSET_RPC_TIMEOUT else node.engine.default_timeout
+    packed = _to_bytes(obj, node)
     if own == leader:
-        _gather(sequence_id, own, obj, names)
+        _gather(sequence_id, own, packed, names)
     else:
-        _report(leader, (sequence_id, own, obj, names), calls)
+        _report(leader, (sequence_id, own, packed, pack(sorted(names))), calls)
     with _all_gather_dict_lock:
         states = _states_of(sequence_id)
     limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
@@ -321,7 +338,44 @@ def _all_gather(
     if own == leader:
         _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
     with _all_gather_dict_lock:
-        return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+        gathered = _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+    return {name: obj if name == own else _from_bytes(given, node, names) for name, given in gathered.items()}
+
+
+def _to_bytes(obj: Any, node: Node | None) -> bytes:
+    """An object for the others. SerializationError if it cannot travel."""
+    if node is not None and node.engine.safe:
+        out = Outgoing(safe=True)
+        tree = write_tree(obj, out)
+        if out.tensors or out.buffers or out.references:
+            raise SerializationError("_all_gather takes no tensors where serialization is 'safe'")
+        return tree
+    try:
+        return pickle.dumps(obj, 5)
+    except Exception:  # what has no name goes by value
+        packed: bytes = cloudpickle.dumps(obj, 5)
+        return packed
+
+
+def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> Any:
+    """What a worker gave. NotAllowed for more than plain values where one of these workers may not have all run here.
+
+    The leader has handed it on, so the rights of one of them say nothing of another.
+    """
+    inside = Incoming((), ())
+    if node is None:
+        return loads(given, inside)
+    if node.engine.safe:
+        return read_tree(given, inside)
+    roles = {each.role for each in node.group.members.values() if each.name in names}
+    if any(map(node.engine.rights.limited, roles)) and not names_nothing(given):
+        raise NotAllowed(
+            f"a worker gave _all_gather more than plain values, and the option serve of worker {node.engine.name!r} "
+            "does not let all of them have everything run",
+            worker=node.engine.name,
+            function="_all_gather",
+        )
+    return loads(given, inside)
 
 
 def _report(leader: str, args: tuple[Any, ...], seconds: float) -> None:
@@ -390,8 +444,9 @@ def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str],
         raise PeerLost(f"worker {name} (rank {rank}) is gone, and will not come", worker=name, rank=rank)
 
 
-def _tell_followers(sequence_id: str, gathered: dict[str, Any], names: list[str], seconds: float) -> None:
-    calls = {name: rpc_async(name, _broadcast_to_followers, (sequence_id, gathered), timeout=seconds) for name in names}
+def _tell_followers(sequence_id: str, gathered: dict[str, bytes], names: list[str], seconds: float) -> None:
+    said = sequence_id, pack(gathered)
+    calls = {name: rpc_async(name, _broadcast_to_followers, said, timeout=seconds) for name in names}
     errors: dict[str, BaseException] = {}
     for name, call in calls.items():
         try:

@@ -123,7 +123,7 @@ class PyRRef(BaseRRef[T]):
         references = self._references
         peer = references.peers.by_id(self._owner)
         timeout = references.engine.default_timeout
-        peer.call(backward_on_owner, (self, dist_autograd_ctx_id, retain_graph), None, timeout).wait()
+        peer.call(backward_on_owner, (self, int(dist_autograd_ctx_id), bool(retain_graph)), None, timeout).wait()
 
     def __str__(self) -> str:
         if self.is_owner():

@@ -1,0 +1,237 @@
+"""The arguments of the runtime's own handlers: a handler's annotations are the decoder of its calls.
+
+Every member may call these handlers, so nothing that a caller sends is built for them before it fits the declaration:
+no pickle, no tree, no reference and no tensor in a place that does not declare one. An annotation is made of
+
+- None, bool, int, float, str and bytes, which travel as they are,
+- lists, tuples and dicts of those, and `msgspec.Struct` classes, which travel as MessagePack bytes (`pack`),
+- `torch.Tensor`, for a dense tensor that is described in the table of the message, and `RRef`,
+- unions of these, and `Annotated[..., msgspec.Meta(...)]` for limits.
+
+A text is at most `TEXT_LIMIT` characters long where no other limit is declared. An error names the argument and its
+types; it never shows what the caller has sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from torch import Tensor
+
+from ...errors import ProtocolError
+from ...protocol.messages import Values
+
+#: Characters of a text for which a handler declares no limit of its own.
+TEXT_LIMIT = 16 * 1024
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+_SCALARS = frozenset((type(None), bool, int, float, bytes))
+_CONTAINERS = frozenset((list, tuple, dict))
+_BUILTIN = (bytes,)  # so that a text is no way to write bytes
+
+#: MessagePack of an argument that is more than one number or text.
+pack = msgspec.msgpack.encode
+
+
+class _Slot(NamedTuple):
+    """One declared argument. plain: what msgspec reads its value as. packed: reads it from its bytes, if it travels so.
+
+    tensor, reference: whether it may be one. optional: whether it may be None.
+    """
+
+    name: str
+    plain: Any
+    packed: msgspec.msgpack.Decoder[Any] | None
+    tensor: bool
+    reference: bool
+    optional: bool
+
+
+class Declaration:
+    """The declared arguments of one handler. Any thread."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raise TypeError for a handler whose annotations are incomplete, or have a type that is not read here."""
+        self.name = function.__qualname__
+        hints = get_type_hints(function, include_extras=True)
+        slots: list[_Slot] = []
+        self._rest: _Slot | None = None
+        self._least = 0
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name == "self" and not slots:
+                continue
+            if parameter.name not in hints or (
+                parameter.kind is not parameter.VAR_POSITIONAL and self._rest is not None
+            ):
+                raise TypeError(f"argument {parameter.name!r} of {self.name} is not declared")
+            slot = _slot(self.name, parameter.name, hints[parameter.name])
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                self._rest = slot
+            elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                slots.append(slot)
+                self._least += parameter.default is parameter.empty
+            else:
+                raise TypeError(f"argument {parameter.name!r} of {self.name} is none that is passed by its place")
+        self._slots = slots
+        plain = [slot.plain for slot in slots]
+        # For each number of arguments, where some may be left out.
+        self._fixed = {count: tuple[tuple(plain[:count])] for count in range(self._least, len(slots) + 1)}  # type: ignore[misc]
+        self._others = None if self._rest is None else list[self._rest.plain]  # type: ignore[name-defined]
+        # Whether the plain values are all that there is to look at.
+        every = [*slots, *filter(None, [self._rest])]
+        self._flat = not any(slot.packed or slot.tensor or slot.reference for slot in every)
+
+    def read(self, arguments: Values, names: Sequence[object] | None = None) -> Values:
+        """The arguments of a call, as they are declared; tensors and references are still to be put in their places.
+
+        names: of keyword arguments. Raises ProtocolError for a call that does not fit the declaration.
+        """
+        values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = arguments
+        if pickled is not None or opaque_at or buffers:
+            raise self._refusal("values that are pickled, or written as a tree")
+        if gradients is not None:
+            raise self._refusal("tensors with a past in an autograd context")
+        if names:
+            raise self._refusal("keyword arguments")
+        count, fixed = len(values), min(len(values), len(self._slots))
+        if count < self._least or (count > fixed and self._others is None):
+            raise self._refusal(f"{count} arguments")
+        read: list[Any] = [*self._convert(values[:fixed], self._fixed[fixed], 0)]
+        if count > fixed:
+            read += self._convert(values[fixed:], self._others, fixed)
+        if self._flat:
+            if tensors_at or table or references:
+                raise self._refusal("tensors or references")
+            return arguments._replace(values=read)
+        taken = {
+            **dict.fromkeys(self._places(tensors_at, len(table or ()), count, "tensors"), "tensor"),
+            **dict.fromkeys(self._places([each.position for each in references], -1, count, "references"), "reference"),
+        }
+        if len(taken) < len(tensors_at) + len(references):
+            raise self._refusal("two values in one place")
+        for position, value in enumerate(read):
+            slot = self._slot_of(position)
+            what = taken.get(position)
+            if what is not None:
+                if value is not None or not (slot.tensor if what == "tensor" else slot.reference):
+                    raise self._refusal(f"a {what} as argument {self._shown(position)}")
+            elif value is None and not slot.optional:
+                raise self._refusal(f"nothing as argument {self._shown(position)}")
+            elif slot.packed is not None:
+                read[position] = self._unpack(slot.packed, value, position)
+        return arguments._replace(values=read)
+
+    def _slot_of(self, position: int) -> _Slot:
+        if position < len(self._slots):
+            return self._slots[position]
+        assert self._rest is not None, "there are no more values than are declared"
+        return self._rest
+
+    def _convert(self, values: list[Any], declared: Any, first: int) -> Sequence[Any]:
+        try:
+            read: Sequence[Any] = msgspec.convert(values, declared, strict=True, builtin_types=_BUILTIN)
+        except msgspec.ValidationError as error:
+            # "Expected `int`, got `str` - at `$[1]`"
+            text, _, path = str(error).partition(" - at ")
+            place = path[3:].partition("]")[0]
+            position = first + int(place) if place.isdecimal() else -1
+            if position < 0:
+                raise self._refusal(text) from None
+            raise self._refusal(f"argument {self._shown(position)}: {text}") from None
+        return read
+
+    def _unpack(self, decoder: msgspec.msgpack.Decoder[Any], value: Any, position: int) -> Any:
+        try:
+            return decoder.decode(value)
+        except msgspec.MsgspecError as error:  # it names types, lengths and places, and no values
+            raise self._refusal(f"argument {self._shown(position)}: {error}") from None
+        except (RecursionError, ValueError) as error:
+            raise self._refusal(f"argument {self._shown(position)}: {type(error).__name__}") from None
+
+    def _places(self, places: Sequence[Any], described: int, count: int, what: str) -> Sequence[int]:
+        """Places of tensors or references among the values. described: how many there are; -1: as many as places."""
+        if (
+            described not in (-1, len(places))
+            or len(set(map(type, places)) | {int}) > 1
+            or len({*places}) < len(places)
+        ):
+            raise self._refusal(f"{what} that have no place")
+        if places and not 0 <= min(places) <= max(places) < count:
+            raise self._refusal(f"{what} that have no place")
+        return places
+
+    def _shown(self, position: int) -> str:
+        return f"{position + 1} ({self._slot_of(position).name})"
+
+    def _refusal(self, what: str) -> ProtocolError:
+        return ProtocolError(f"{self.name} of the runtime was called with what it does not take: {what}")
+
+
+def _slot(function: str, name: str, annotation: Any) -> _Slot:
+    options = list(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else [annotation]
+    tensor = Tensor in options
+    references = [each for each in options if hasattr(get_origin(each) or each, "_travel")]
+    plain = [each for each in options if each is not Tensor and each not in references]
+    kinds = [_kind(function, name, each) for each in plain]
+    optional = type(None) in plain
+    carrier = tensor or bool(references)
+    if any(kind in _CONTAINERS or kind is msgspec.Struct for kind in kinds):
+        if carrier:
+            raise TypeError(f"argument {name!r} of {function} is a container, or a tensor, and it cannot be both")
+        whole = reduce(or_, map(_limited, plain))
+        return _Slot(name, bytes, msgspec.msgpack.Decoder(whole, strict=True), False, False, False)
+    plain = [_limited(each) for each in plain]
+    if carrier and not optional:
+        plain.append(type(None))  # stands where it goes
+    whole = reduce(or_, plain)
+    return _Slot(name, whole, None, tensor, bool(references), optional)
+
+
+def _kind(function: str, name: str, annotation: Any) -> Any:
+    """The class that an annotation is about, for one that is not a union. TypeError if it is not read here."""
+    inner = annotation
+    while get_origin(inner) is Annotated:
+        inner = get_args(inner)[0]
+    if inner in _SCALARS or inner is str:
+        return inner
+    if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+        if not inner.__struct_config__.array_like:
+            raise TypeError(f"{inner.__name__}, an argument of {function}, is not array_like")
+        for declared in get_type_hints(inner, include_extras=True).values():
+            _check_all(function, name, declared)
+        return msgspec.Struct
+    origin = get_origin(inner)
+    if origin in _CONTAINERS:
+        for each in get_args(inner):
+            if each is not Ellipsis:
+                _check_all(function, name, each)
+        return origin
+    raise TypeError(f"argument {name!r} of {function} is declared as {annotation!r}, which is not read here")
+
+
+def _check_all(function: str, name: str, annotation: Any) -> None:
+    union = get_origin(annotation) in (Union, types.UnionType)
+    for each in get_args(annotation) if union else (annotation,):
+        _kind(function, name, each)
+
+
+def _limited(annotation: Any) -> Any:
+    """A text has a limit, whatever is declared."""
+    return _Text if annotation is str else annotation
+
+
+_declarations = "_aiorpc_declaration"
+
+
+def declaration_of(function: Callable[..., Any]) -> Declaration:
+    """The declaration of a handler, made once. TypeError for annotations that cannot be one."""
+    found: Declaration | None = function.__dict__.get(_declarations)
+    if found is None:
+        found = Declaration(function)
+        setattr(function, _declarations, found)
+    return found
