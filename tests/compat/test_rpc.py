@@ -16,6 +16,7 @@ import torch
 from torch.distributed import TCPStore
 
 import aiorpc
+from aiorpc.runtime.calls.declared import pack
 from tests.ports import free_port
 
 
@@ -399,8 +400,8 @@ def test_what_others_say_of_gathering_is_bounded(alone: Any, monkeypatch: pytest
     monkeypatch.setattr(api, "_MOST_BEGUN", 5)
     says: dict[Any, Any] = {
         api._nobody_waits: lambda number: (f"one{number}", "other", 1),
-        api._broadcast_to_followers: lambda number: (f"two{number}", {}),
-        api._gather_to_leader: lambda number: (f"three{number}", "me", 1, {"me", "other"}),
+        api._broadcast_to_followers: lambda number: (f"two{number}", pack({})),
+        api._gather_to_leader: lambda number: (f"three{number}", "me", b"1", pack(["me", "other"])),
     }
     for number in range(5):
         alone.rpc_sync("me", api._nobody_waits, (f"one{number}", "other", 1))
@@ -410,7 +411,7 @@ def test_what_others_say_of_gathering_is_bounded(alone: Any, monkeypatch: pytest
     assert len(api._all_gather_sequence_id_to_states) == 5
     assert api._all_gather("mine") == {"me": "mine"}
     with pytest.raises(AssertionError, match="me speaks for other"):
-        alone.rpc_sync("me", api._gather_to_leader, ("four", "other", 1, {"me", "other"}))
+        alone.rpc_sync("me", api._gather_to_leader, ("four", "other", b"1", pack(["me", "other"])))
 
 
 def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

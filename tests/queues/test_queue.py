@@ -1868,14 +1868,10 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
     peer = pair[1].node.peers.find("worker0")
     current_node.set(pair[1].node)
     nonsense: list[tuple[str, tuple[Any, ...]]] = [
-        ("put_items", (True, 1, "text")),
         ("put_items", (True, 1, b"x" * 100_000)),
         ("put_items", (True, 1)),
-        ("put_items", (1, 1, b"")),
         ("take_items", (True, 1, 0)),
         ("take_items", (True, 1, 1 << 40)),
-        ("take_items", (True, "1", 1)),
-        ("take_items", (True, 1, 1, "worker1")),
         ("put_items", (True, 1, 0)),
         ("put_items", (True, 1, RRef(1), 16)),
         ("put_items", (True, 1, RRef(1), -1)),
@@ -1884,9 +1880,18 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         ("return_items", (5,)),
         ("finish_items", (-1,)),
     ]
-    for method, args in nonsense:
-        with pytest.raises(rpc.RpcUsageError):
-            await peer.call(ObjectMethod("q", method), args, None, LONG)
+    undeclared: list[tuple[str, tuple[Any, ...]]] = [
+        ("put_items", (True, 1, "text")),
+        ("put_items", (1, 1, b"")),
+        ("take_items", (True, "1", 1)),
+        ("take_items", (True, 1, 1, "worker1")),
+        ("withdraw", ([1],)),
+        ("shut_down", ()),
+    ]
+    for args, expected in ((nonsense, rpc.RpcUsageError), (undeclared, rpc.ProtocolError)):
+        for method, said in args:
+            with pytest.raises(expected):
+                await peer.call(ObjectMethod("q", method), said, None, LONG)
     assert await queue.qsize() == 0
     await peer.call(ObjectMethod("q", "put_items"), (True, 1, b"no item"), None, LONG)
     await handle(pair[1]).put("an item")

@@ -191,7 +191,8 @@ class BadMember:
             record = self.chance.choice((self.worker, *self.victims)).node.engine.record.to_wire()
             if self.chance.random() < 0.5:
                 record[self.chance.randrange(len(record))] = self._anything()
-            arguments = [record, "it was seen to die"] if function is group.report_lost else [record]
+            said = pack(record)
+            arguments = [said, "it was seen to die"] if function is group.report_lost else [said]
         elif function in (contexts.forget, contexts.has_ended, parts.gather):
             arguments = [self._context()]
         elif function is parts.abort:
@@ -201,7 +202,7 @@ class BadMember:
             more = [False, 1.0, b"", names, None] if function is parts.plan else [None]
             arguments = [self._context(), self._context(), names, *more]
         elif function is come_to_barrier:
-            arguments = ["", [0, 1, 2], self.chance.choice((0.0, 0.1, 1e300, float("inf")))]
+            arguments = ["", pack([0, 1, 2]), self.chance.choice((0.0, 0.1, 1e300, float("inf")))]
         elif getattr(function, "__module__", "") == handlers.__name__:
             arguments = [self._publication()]
         elif function is group.vouch:

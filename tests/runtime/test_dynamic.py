@@ -33,6 +33,7 @@ from aiorpc.protocol.frames import Frame
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.caller.peers import UNMET
+from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.runtime.group import group as handlers
@@ -217,7 +218,7 @@ async def test_a_newcomer_has_no_other_role_than_it_connected_with(
     def tell(group: Group, to: WorkerRecord, function: Any, *args: Any) -> None:
         if function is handlers.attend and group._engine.name == "liar":
             lie = replace(group._engine.record, role="learner").to_wire()
-            said.append(group._home.peers.of(to).call(function, (lie,), None, LIMIT, system=True))
+            said.append(group._home.peers.of(to).call(function, (pack(lie),), None, LIMIT, system=True))
         honest(group, to, function, *args)
 
     monkeypatch.setattr(Group, "_tell", tell)

@@ -26,6 +26,7 @@ from aiorpc import (
     Overloaded,
     PeerClosed,
     PeerLost,
+    ProtocolError,
     RpcBackendOptions,
     RpcTimeout,
     RpcUsageError,
@@ -35,6 +36,7 @@ from aiorpc import (
     WouldBlockLoop,
     futures,
 )
+from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.fanout import mapping
 from aiorpc.runtime.fanout.barriers import come_to_barrier
 from aiorpc.runtime.fanout.mapping import GroupMap
@@ -968,9 +970,18 @@ async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
     with pytest.raises(RpcUsageError, match="already"):
         await four[1].group("worker*").barrier()
     first.cancel()
-    for arguments in [(1, [0, 1], 1.0), ("", (0, 1), 1.0), ("", [0, "1"], 1.0), ("", [0, 1], -1.0), ("", [2, 3], 1.0)]:
-        with pytest.raises(RpcUsageError):
-            await four[1].call("worker0", come_to_barrier, *arguments)
+    for undeclared in [
+        (1, pack([0, 1]), 1.0),
+        ("", (0, 1), 1.0),
+        ("", pack([0, "1"]), 1.0),
+        ("", pack([]), 1.0),
+        ("", pack([0, 1]), -1.0),
+        ("", pack([0, 1]), float("nan")),
+    ]:
+        with pytest.raises(ProtocolError, match="come_to_barrier of the runtime"):
+            await four[1].call("worker0", come_to_barrier, *undeclared)
+    with pytest.raises(RpcUsageError, match="at the member with the lowest id"):
+        await four[1].call("worker0", come_to_barrier, "", pack([2, 3]), 1.0)
 
 
 async def test_a_barrier_with_a_member_that_has_not_joined_says_how_to_wait_for_it() -> None:

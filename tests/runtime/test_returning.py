@@ -31,6 +31,7 @@ from aiorpc import (
 )
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import WorkerState
+from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.meeting.board import Board
@@ -402,13 +403,13 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         b.node.engine.bounds = Bounds(vouch=0.1)
         liar = replace(a.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
-            await c.call("worker1", handlers.introduce, liar.to_wire())
+            await c.call("worker1", handlers.introduce, pack(liar.to_wire()))
         b.node.engine.bounds = Bounds()
         taken = replace(c.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
-            await a.call("worker1", handlers.introduce, taken.to_wire())
+            await a.call("worker1", handlers.introduce, pack(taken.to_wire()))
         with pytest.raises(RpcUsageError, match="it was not admitted"):
-            await c.call("worker0", handlers.arrive, c.node.engine.record.to_wire())
+            await c.call("worker0", handlers.arrive, pack(c.node.engine.record.to_wire()))
         for each in workers:
             assert await each.call("worker2", abs, -3) == 3 and each.node.group.lost == {}
 

@@ -286,14 +286,10 @@ def look_up(to: str, sparse: bool) -> None:
         autograd.backward(context, [rows.sum()])
 
 
-async def test_sparse_gradients_need_a_rule() -> None:
-    """Their pickle names how they are put together; the pass fails with the reason, and dense ones need none."""
-    rules = [f"{HERE}:table"]
-    async with served_by(rules) as (worker, _):
+async def test_gradients_need_no_rule() -> None:
+    """Sparse ones go as the dense tensors that they consist of, so that nothing is unpickled for them."""
+    async with served_by([f"{HERE}:table"]) as (worker, _):
         await worker.call("worker0", look_up, "worker1", False)
-        with pytest.raises(rpc.NotAllowed, match="pickle names classes or functions"):
-            await worker.call("worker0", look_up, "worker1", True)
-    async with served_by([*rules, "aiorpc.autograd.parts:*"]) as (worker, _):
         await worker.call("worker0", look_up, "worker1", True)
 
 
@@ -411,7 +407,7 @@ async def test_a_call_by_hand_is_refused_before_it_is_unpickled(
         for place, (name, function) in enumerate(REFUSED.items(), 100):
             for fields in STREAMED:
                 sent = ByName(place, function) if function is not None else None
-                with pytest.raises(rpc.RpcUsageError if fields and name in INTRINSIC else rpc.NotAllowed) as refused:
+                with pytest.raises(rpc.ProtocolError if name in INTRINSIC else rpc.NotAllowed) as refused:
                     await send(worker, sent, bomb(tmp_path / "ran"), **fields)
                 assert len(str(refused.value)) < 2000, name
                 assert not (tmp_path / "ran").exists(), name
@@ -419,18 +415,18 @@ async def test_a_call_by_hand_is_refused_before_it_is_unpickled(
         assert await worker.call("worker1", served.add, 1, 2) == 3
 
 
-@pytest.mark.parametrize("name", ["runtime.publication.handlers:wanted", "autograd.contexts:forget"])
-async def test_a_long_pickle_is_not_looked_through_on_the_loop(name: str) -> None:
-    """For that takes long, and what the runtime has to say there is short."""
-    async with served_by([]) as (worker, _):
-        for count, error in ((1_000, rpc.RpcError), (200_000, rpc.NotAllowed)):
-            given = Values([None], opaque_at=[0], pickled=pickle.dumps(([None] * count,), 5))
-            with pytest.raises((error, TypeError)) as refused:
-                await send(worker, ByName(7, f"aiorpc.{name}"), given)
-            assert ("whose pickle has" in str(refused.value)) == (error is rpc.NotAllowed)
+@pytest.mark.parametrize("name", INTRINSIC.values())
+@pytest.mark.parametrize("serve", [None, []], ids=["everything", "nothing"])
+async def test_a_pickle_is_never_read_for_the_runtime_s_own_handlers(serve: Any, name: str, tmp_path: Path) -> None:
+    """Whatever its caller may have run: they take what they declare."""
+    async with served_by(serve) as (worker, _):
+        for given in (bomb(tmp_path / "ran"), Values([None], opaque_at=[0], pickled=pickle.dumps((1,), 5))):
+            with pytest.raises(rpc.ProtocolError, match="values that are pickled, or written as a tree"):
+                await send(worker, ByName(7, name), given)
+        assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["os:getpid", "", "aiorpc.runtime.group.group:attend"])
+@pytest.mark.parametrize("name", ["os:getpid", ""])
 async def test_by_default_the_same_call_runs(name: str, tmp_path: Path) -> None:
     """The check of the bomb: where everything is served, it goes off."""
     async with served_by(None) as (worker, _):
