@@ -49,9 +49,21 @@ from ..runtime.calls.values import Results
 from ..runtime.node import Node
 from ..sites import call_site
 from .calls import Calls
-from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
+from .items import (
+    KEPT_BYTES,
+    KEPT_ITEMS,
+    Item,
+    Kept,
+    KeptItem,
+    KeptItems,
+    Taken,
+    from_wire,
+    gone_with,
+    to_named,
+    to_wire,
+)
 from .packing import TOGETHER, pack, unpack
-from .served import HERE, MOST, SHUT
+from .served import HERE, MOST, SHUT, TICKET, split_tickets
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
@@ -73,7 +85,7 @@ class _Fetching(NamedTuple):
     """
 
     get: GetFuture
-    items: Sequence[Item]
+    items: Sequence[Taken]
     left: dict[int, int]
     fetched: dict[Kept, Any]
 
@@ -361,7 +373,7 @@ class Client:
         else:
             self._fetch(get, items)
 
-    def _items(self, got: Any, error: BaseException | None) -> tuple[list[Item], BaseException | None]:
+    def _items(self, got: Any, error: BaseException | None) -> tuple[list[Taken], BaseException | None]:
         """The items of an answer, or why there are none."""
         if error is not None:
             return [], error
@@ -370,18 +382,24 @@ class Client:
             return [], ProtocolError(f"{self.describe()} answers with {head!r:.40}, which are no items")
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
-        said, *values = rest or (None,)
+        first, tickets, said, *values = rest if len(rest) >= 3 else (None, None, None)
         items: list[Item] | None = None
         with contextlib.suppress(ValueError):
             items = from_wire(values, said if type(said) is dict else {})
-        if items is None or not _ITEMS.issuperset(map(type, items)):
+        if (
+            items is None
+            or not _ITEMS.issuperset(map(type, items))
+            or type(first) is not int
+            or type(tickets) is not bytes
+            or len(tickets) != TICKET * len(items)
+        ):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
-        return items, None
+        return [*map(Taken, range(first, first + len(items)), split_tickets(tickets), items)], None
 
-    def _fetch(self, get: GetFuture, items: Sequence[Item]) -> None:
+    def _fetch(self, get: GetFuture, items: Sequence[Taken]) -> None:
         """Have the items that their producers have kept; then give all to the one who waits."""
         kept: dict[int, list[Kept]] = {}
-        for item in items:
+        for _, _, item in items:
             if isinstance(item, Kept):
                 kept.setdefault(item.reference._owner, []).append(item)
         if not kept:
@@ -419,22 +437,23 @@ class Client:
         if not left:
             self._give(get, items, fetched)
 
-    def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[Kept, Any]) -> None:
+    def _give(self, get: GetFuture, items: Sequence[Taken], fetched: dict[Kept, Any]) -> None:
         if get.done():  # nobody waits any more
             self.put_back(items)
             return
         values: list[Any] = []
-        there: list[Item] = []
-        withheld: list[Item] = []
+        there: list[Taken] = []
+        withheld: list[Taken] = []
         failure: BaseException | None = None
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
-        for item in items:
+        for taken in items:
+            item = taken.item
             found: Any = fetched[item] if isinstance(item, Kept) else item
             try:
                 if isinstance(found, BaseException):
                     if isinstance(found, _PASSING):
-                        withheld.append(item)
+                        withheld.append(taken)
                         failure = found
                         continue
                     gone.setdefault(item.producer, []).append(found)
@@ -443,7 +462,7 @@ class Client:
                     finished -= 1  # the owner has seen to that
                 else:
                     values.append(self._opened(found))
-                    there.append(item)
+                    there.append(taken)
                     continue
             except ItemLost as error:
                 self._lost.append(cast(ItemLost, without_frames(error)))  # they have all that has come
@@ -524,21 +543,23 @@ class Client:
         error.__cause__ = cause
         return error
 
-    def put_back(self, items: Sequence[Item]) -> None:
+    def put_back(self, items: Sequence[Taken]) -> None:
         """Items that nobody here wants: others get them. What is gone meanwhile is told here."""
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
-        there = []
-        for item in items:
+        there: list[Taken] = []
+        for taken in items:
+            item = taken.item
             if isinstance(item, str):
                 gone.setdefault(item, []).append(None)  # the owner has seen to that
             elif not isinstance(item, Kept) or gone_with(item) is None:
-                there.append(item)
+                there.append(taken)
             else:
                 gone.setdefault(item.producer, []).append(None)
                 finished += 1
         if there:
-            self._calls.tell("return_items", *to_wire(there))
+            numbers, tickets, unwanted = zip(*there, strict=True)
+            self._calls.tell("return_items", [*numbers], b"".join(tickets), *to_wire(unwanted))
         self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
 
 @system
 @inline
-def hand_over(*wanted: Any) -> Results:
+def hand_over(*wanted: int) -> Results:
     """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`).
 
     It is the runtime's own, as what was taken from a queue would be lost where users' calls are too many.

@@ -28,13 +28,15 @@ from .annotations import declared_in
 from .batching import get_batcher
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _DEFERRED = "_aiorpc_async_execution"
 _SYSTEM = "_aiorpc_system"
 _INLINE = "_aiorpc_inline"
 _BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
-_FOLLOWS = "_aiorpc_follows"
+_RESOURCE = "_aiorpc_resource"
+_BY_RIGHT = "_aiorpc_by_right"
 _OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
 _WILD = re.compile(r"[*?\[]")
 _Missing: Any = type("_Missing", (), {})  # stands where there may be None
@@ -142,26 +144,39 @@ def intrinsic(fn: F) -> F:
     return fn
 
 
-def follows(*methods: str) -> Callable[[F], F]:
-    """Mark a method of the runtime's that ends, or takes back, what one of those methods of its class has begun.
+def resource(kind: str) -> Callable[[type[T]], type[T]]:
+    """Mark a class of the runtime's whose objects are served under names, and which have rights of their own there.
 
-    Whoever may call one of those may call it as well: else what is given up there would stay.
+    kind: as in `rights.RESOURCES`. Only methods that are marked with `by_right` can be called.
+    """
+
+    def mark(cls: type[T]) -> type[T]:
+        setattr(cls, _RESOURCE, kind)
+        return cls
+
+    return mark
+
+
+def by_right(*verbs: str) -> Callable[[F], F]:
+    """Mark a method of such a class: a caller that may do one of those verbs with the object may call it.
+
+    There are several where a method ends, or takes back, what the other methods of these verbs have begun.
     """
 
     def mark(fn: F) -> F:
-        setattr(fn, _FOLLOWS, methods)
+        setattr(fn, _BY_RIGHT, verbs)
         return fn
 
     return mark
 
 
-def followed_by(kind: type, method: str) -> Sequence[str]:
-    """The methods of a class that a method of it follows (`follows`)."""
+def rights_of(kind: type, method: str) -> tuple[str, Sequence[str]] | None:
+    """What objects of a class are in `rights.RESOURCES`, and which of its verbs allow that method; None for others."""
+    if not kind.__module__.startswith("aiorpc.") or _RESOURCE not in kind.__dict__:
+        return None
     found = find_method(kind, method)
-    if not isinstance(found, FunctionType) or not found.__module__.startswith("aiorpc."):
-        return ()
-    methods: Sequence[str] = found.__dict__.get(_FOLLOWS, ())
-    return methods
+    verbs: Sequence[str] = found.__dict__.get(_BY_RIGHT, ()) if isinstance(found, FunctionType) else ()
+    return kind.__dict__[_RESOURCE], verbs
 
 
 def is_intrinsic(function: object) -> bool:
