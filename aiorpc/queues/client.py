@@ -273,7 +273,7 @@ class Client:
         batch, self._putting = self._putting, ()
         self._put_number = 0
         if error is None and (type(put) is not int or not -1 - len(batch) <= put <= len(batch)):
-            error = ProtocolError(f"{self.describe()} says that it has taken {put!r:.40} of {len(batch)} items")
+            error = ProtocolError(f"{self.describe()} does not say how many of {len(batch)} items it has taken")
         if error is not None:
             # Those behind them would hear the same, but one lot after the other, each when its own search has ended.
             if self.node.engine.closed or isinstance(error, _AWAY):
@@ -318,7 +318,7 @@ class Client:
 
     def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
         if error is None and (type(put) is not int or not -2 <= put <= 1):
-            error = ProtocolError(f"{self.describe()} says of an item that it has taken {put!r:.40}")
+            error = ProtocolError(f"{self.describe()} does not say whether it has taken an item")
         elif error is None and put == 0:
             error = QueueFull(f"{self.describe()} is full")
         elif error is None and put != 1:
@@ -379,7 +379,7 @@ class Client:
             return [], error
         head, *rest = got if type(got) is Results else (got,)
         if type(head) is not int or head not in (HERE, SHUT):
-            return [], ProtocolError(f"{self.describe()} answers with {head!r:.40}, which are no items")
+            return [], ProtocolError(f"{self.describe()} answers with what are no items")
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
         first, tickets, said, *values = rest if len(rest) >= 3 else (None, None, None)

@@ -76,6 +76,9 @@ class _Tickets:
 
     def issue(self, worker: int, items: Sequence[Item]) -> tuple[int, bytes]:
         """The number of the first of these items, behind which the others follow, and all tickets in a row."""
+        for item in items:
+            if type(item) is Kept:
+                item.reference._name()  # one that was lent to this worker gets the name here under which it is passed on
         first = self._count + 1
         self._count += len(items)
         return first, b"".join(self._seal(worker, first + place, item) for place, item in enumerate(items))
@@ -109,7 +112,7 @@ class _Tickets:
             return blake2b(item, digest_size=TICKET, key=self._key, salt=salt).digest()
         if type(item) is not Kept:
             return bytes(TICKET)  # it is gone, and does not come back
-        name = repr((item.reference._rref, item.place)).encode()
+        name = repr((*item.reference._rref, item.place)).encode()
         return blake2b(name, digest_size=TICKET, key=self._key, salt=salt, person=b"kept").digest()
 
 
