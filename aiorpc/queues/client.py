@@ -43,7 +43,6 @@ from ..futures import Future
 from ..protocol.states import PeerState
 from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer
-from ..runtime.calls.current import within_call
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
@@ -130,26 +129,23 @@ class Client:
         self.node.engine.lifetime.check_open()
         return GetFuture(self, count, many, partial(self._begin, timeout))
 
-    def put_nowait(self, item: Any, copy: bool) -> PutFuture:
-        """See `QueueHandle.put_nowait`."""
+    def put_nowait(self, item: Any, copy: bool, timeout: float) -> PutFuture:
+        """See `QueueHandle.put_nowait`. timeout: seconds for the owner, which answers at once unless it is stopped."""
         put = PutFuture(self, self._packed(item, copy))
         put.site = call_site(sys._getframe(2))
-        put.begin_on_loop(partial(self._put_now, self._patience()))
+        put.begin_on_loop(partial(self._put_now, timeout))
         return put
 
-    def get_nowait(self) -> GetFuture:
-        """See `QueueHandle.get_nowait`."""
+    def get_nowait(self, timeout: float) -> GetFuture:
+        """See `QueueHandle.get_nowait`. timeout: as of `put_nowait`."""
         self.node.engine.lifetime.check_open()
-        return GetFuture(self, 1, False, partial(self._get_now, self._patience()))
+        return GetFuture(self, 1, False, partial(self._get_now, timeout))
 
-    def _patience(self) -> float:
-        """Seconds that the owner has for an answer that it gives at once, 0 for no limit: it may be stopped."""
-        return within_call(self.node.engine, self.node.engine.default_timeout)
-
-    def ask(self, method: str, *args: Any, timeout: float | None = None) -> Future[Any]:
-        """A call of a method of the queue. timeout: seconds, None for the worker's own."""
+    def ask(self, method: str, *args: Any, timeout: float | None = None, depth: int = 2) -> Future[Any]:
+        """A call of a method of the queue. timeout: seconds, None for the worker's own. depth: how many stack frames up
+        the user's code is."""
         seconds = self.node.engine.default_timeout if timeout is None else timeout
-        return self._calls.ask(method, args, seconds, call_site(sys._getframe(2)))
+        return self._calls.ask(method, args, seconds, call_site(sys._getframe(depth)))
 
     def join(self, timeout: float, unfinished: Callable[[], int | None]) -> Future[None]:
         """Wait until all items are finished, for so many seconds, 0 for no limit.
