@@ -378,24 +378,23 @@ class Client:
             return [], ProtocolError(f"{self.describe()} answers with what are no items")
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
-        first, tickets, said, *values = rest if len(rest) >= 3 else (None, None, None)
+        tickets, said, *values = rest if len(rest) >= 2 else (None, None)
         items: list[Item] | None = None
         with contextlib.suppress(ValueError):
             items = from_wire(values, said if type(said) is dict else {})
         if (
             items is None
             or not _ITEMS.issuperset(map(type, items))
-            or type(first) is not int
             or type(tickets) is not bytes
             or len(tickets) != TICKET * len(items)
         ):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
-        return [*map(Taken, range(first, first + len(items)), split_tickets(tickets), items)], None
+        return [*map(Taken, split_tickets(tickets), items)], None
 
     def _fetch(self, get: GetFuture, items: Sequence[Taken]) -> None:
         """Have the items that their producers have kept; then give all to the one who waits."""
         kept: dict[int, list[Kept]] = {}
-        for _, _, item in items:
+        for _, item in items:
             if isinstance(item, Kept):
                 kept.setdefault(item.reference._owner, []).append(item)
         if not kept:
@@ -554,8 +553,8 @@ class Client:
                 gone.setdefault(item.producer, []).append(None)
                 finished += 1
         if there:
-            numbers, tickets, unwanted = zip(*there, strict=True)
-            self._calls.tell("return_items", [*numbers], b"".join(tickets), *to_wire(unwanted))
+            tickets, unwanted = zip(*there, strict=True)
+            self._calls.tell("return_items", b"".join(tickets), *to_wire(unwanted))
         self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------

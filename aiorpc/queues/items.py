@@ -64,9 +64,8 @@ Said = RRef[KeptItems] | bytes | int
 
 
 class Taken(NamedTuple):
-    """An item that was got. number, ticket: by them the owner of the queue knows it again if it is put back."""
+    """An item that was got. ticket: by it the owner of the queue knows the item again if it is put back."""
 
-    number: int
     ticket: bytes
     item: Item
 

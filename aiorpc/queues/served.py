@@ -43,7 +43,7 @@ MOST = 1024  # items that one call puts or takes
 # Words of one worker that end a call which is not there, the last ones; most calls have their answer by then.
 _MOST_WITHDRAWN = 1000
 MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
-TICKET = 8  # bytes
+TICKET = 16  # bytes
 _MOST_RETURNED = 65_536  # items that one worker has put back, the last ones, which are known again if they come twice
 
 
@@ -64,7 +64,7 @@ class _Waiter:
 
 
 class _Tickets:
-    """The seals of items that are given. What they are made of is never sent, so nobody else can make one."""
+    """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
 
     __slots__ = ("_count", "_key", "_used")
 
@@ -74,25 +74,24 @@ class _Tickets:
         # What each worker has put back, and below which number nothing is taken back any more.
         self._used: dict[int, tuple[dict[int, None], int]] = {}
 
-    def issue(self, worker: int, items: Sequence[Item]) -> tuple[int, bytes]:
-        """The number of the first of these items, behind which the others follow, and all tickets in a row."""
+    def issue(self, worker: int, items: Sequence[Item]) -> bytes:
+        """The tickets of these items, which are given to that worker."""
         for item in items:
             if type(item) is Kept:
                 item.reference._name()  # one that was lent to this worker gets the name here under which it is passed on
         first = self._count + 1
         self._count += len(items)
-        return first, b"".join(self._seal(worker, first + place, item) for place, item in enumerate(items))
+        return b"".join(self._ticket(worker, first + place, item) for place, item in enumerate(items))
 
     def redeem(self, worker: int, taken: Sequence[Taken]) -> bool:
         """Whether that worker was given all of these and has put none of them back; from now on it has."""
         used, floor = self._used.get(worker, ({}, 0))
-        if not all(type(each.number) is int and floor < each.number <= self._count for each in taken):
+        numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}
+        if len(numbers) < len(taken) or min(numbers, default=1) <= floor or not used.keys().isdisjoint(numbers):
             return False
-        numbers = {each.number for each in taken}
-        if len(numbers) < len(taken) or not used.keys().isdisjoint(numbers):
-            return False
-        if not all(secrets.compare_digest(self._seal(worker, *each[::2]), each.ticket) for each in taken):
-            return False
+        for ticket, item in taken:
+            if not secrets.compare_digest(ticket, self._ticket(worker, _NUMBER.unpack_from(ticket)[0], item)):
+                return False
         for number in numbers:
             used[number] = None
             if len(used) > _MOST_RETURNED:
@@ -106,16 +105,17 @@ class _Tickets:
         """That worker is gone."""
         self._used.pop(worker, None)
 
-    def _seal(self, worker: int, number: int, item: Item) -> bytes:
-        salt = _SALT.pack(worker, number)
-        if type(item) is bytes:
-            return blake2b(item, digest_size=TICKET, key=self._key, salt=salt).digest()
-        if type(item) is not Kept:
+    def _ticket(self, worker: int, number: int, item: Item) -> bytes:
+        kept = type(item) is Kept
+        content = repr((*item.reference._rref, item.place)).encode() if kept else item
+        if type(content) is not bytes:
             return bytes(TICKET)  # it is gone, and does not come back
-        name = repr((*item.reference._rref, item.place)).encode()
-        return blake2b(name, digest_size=TICKET, key=self._key, salt=salt, person=b"kept").digest()
+        salt, person = _SALT.pack(worker, number), b"kept" if kept else b""
+        seal = blake2b(content, digest_size=TICKET - _NUMBER.size, key=self._key, salt=salt, person=person)
+        return _NUMBER.pack(number) + seal.digest()
 
 
+_NUMBER = struct.Struct("<Q")
 _SALT = struct.Struct("<QQ")
 
 
@@ -192,16 +192,15 @@ class ServedQueue:
 
         apart: the ids of workers that the caller has lost. What they have kept is fetched for it, if they live.
 
-        The answer begins with `HERE` or `SHUT`. Behind `HERE` come the number of the first item and the tickets of all
-        (`return_items`); the names of those who have kept some of them, by their ids, or None, as whoever gets the
-        items may never have met them; then the items (`items.to_wire`), and for one that is gone the name of the worker
-        that had it.
+        The answer begins with `HERE` or `SHUT`. Behind `HERE` come the tickets of the items (`return_items`); the names
+        of those who have kept some of them, by their ids, or None, as whoever gets the items may never have met them;
+        then the items (`items.to_wire`), and for one that is gone the name of the worker that had it.
         """
         _check(wait, number, count)
         if len(apart) > MOST or not all(type(each) is int for each in apart):
             raise RpcUsageError(f"the workers that a getter has lost have ids, {MOST} at most")
         if wait and self._was_withdrawn(number):
-            return Results((HERE, 0, b"", None))
+            return Results((HERE, b"", None))
         getter = _Waiter(count, ())
         self._getters.append(getter)
         self._match()
@@ -226,7 +225,7 @@ class ServedQueue:
                 self._finish(1, who)
             elif item.reference._owner not in names:
                 names[item.reference._owner] = item.reference.owner_name()
-        return Results((HERE, *self._tickets.issue(who, items), names or None, *to_wire(items)))
+        return Results((HERE, self._tickets.issue(who, items), names or None, *to_wire(items)))
 
     async def _take_in(self, items: list[Item], apart: Sequence[int]) -> None:
         """Have this worker keep those of the items that their getter cannot fetch, as it has lost who has kept them.
@@ -331,21 +330,21 @@ class ServedQueue:
 
     @system
     @by_right("get")
-    async def return_items(self, numbers: list[int], tickets: bytes, *said: Said) -> None:
+    async def return_items(self, tickets: bytes, *said: Said) -> None:
         """Put back to the front what the caller was given and does not want: as if it had not been taken.
 
-        numbers, tickets: as they were given with the items. RpcUsageError if it was not given all of these, or if they
-        are finished.
+        tickets: as they were given with the items. RpcUsageError if it was not given all of these, or if they are
+        finished.
         """
         items, who = _items(said), caller().id
-        if items is None or not len(items) == len(numbers) <= MOST or len(tickets) != TICKET * len(numbers):
+        if items is None or not 0 < len(items) <= MOST or len(tickets) != TICKET * len(items):
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
         given = self._given.get(who, 0)
         if len(items) > given:
             raise RpcUsageError(
                 f"{len(items)} items are put back, and worker {caller().name!r} has {given} of {self.name!r}"
             )
-        if not self._tickets.redeem(who, [*map(Taken, numbers, split_tickets(tickets), items)]):
+        if not self._tickets.redeem(who, [*map(Taken, split_tickets(tickets), items)]):
             raise RpcUsageError(
                 f"what is put back into queue {self.name!r} was not given to worker {caller().name!r}, or is back already"
             )

@@ -406,8 +406,8 @@ async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_que
 async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_silent(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rpc_timeout` bounds it, as it does all other calls; the item that comes later stays in the queue."""
-    queue, mine = make(pair[0]), handle(pair[1])
+    """The time of the handle bounds it, as it does all else; the item that comes later stays in the queue."""
+    queue, mine = make(pair[0]), handle(pair[1], timeout=0.05)
     await queue.put("an item")
     goes_on, take = asyncio.Event(), ServedQueue.take_items
 
@@ -422,7 +422,6 @@ async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_s
     with monkeypatch.context() as patched:
         patched.setattr(ServedQueue, "put_items", nothing_put)
         patched.setattr(ServedQueue, "take_items", taken_late)
-        patched.setattr(pair[1].node.engine, "default_timeout", 0.05)
         for verb, future in (("get", mine.get_nowait()), ("put", mine.put_nowait(1))):
             with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker 'worker0' is busy") as raised:
                 await asyncio.wait_for(future, LONG)
@@ -438,8 +437,8 @@ async def test_who_has_given_up_leaves_also_where_the_owner_is_silent(monkeypatc
     options = [RpcBackendOptions(dedicated_loop=True), RpcBackendOptions()]
     async with cluster(2, dynamic=True, options=options) as (owner, other):
         make(owner)
-        mine = handle(other)
-        assert await mine.empty()
+        mine = handle(other, timeout=0.05)
+        assert await handle(other).empty()
         other.node.engine.bounds = Bounds(given_up=0.05)
         monkeypatch.setattr(other.node.engine, "default_timeout", 0.05)
         with standing_still(owner):
@@ -1104,11 +1103,11 @@ async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Work
     queue, mine = make(pair[0]), handle(pair[1])
     await put_all(queue, ["first", "second", "third"])
     peer = pair[1].node.peers.find("worker0")
-    _, first, tickets, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
+    _, tickets, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
     join = mine.join()
     await served(pair[0], "join_items")
     await queue.shutdown(immediate=True)
-    await peer.call(ObjectMethod("q", "return_items"), ([first, first + 1], tickets, *items), None, LONG)
+    await peer.call(ObjectMethod("q", "return_items"), (tickets, *items), None, LONG)
     await join
     assert await queue.empty()
     with pytest.raises(QueueShutDown):
@@ -1614,7 +1613,7 @@ async def test_what_was_put_back_or_finished_is_not_told_again_where_its_answer_
     service._backlog.limit = -1  # whatever is said to that one is too much
     with pytest.raises(rpc.Overloaded):
         await mine.qsize()
-    await client.ask("return_items", [second.number], second.ticket, second.item)
+    await client.ask("return_items", second.ticket, second.item)
     await mine.task_done()
     assert (await queue.qsize(), queue._unfinished()) == (2, 2)
     assert [await queue.get(), await queue.get()] == [1, 2]
@@ -1886,9 +1885,10 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         ("put_items", (True, 1, RRef(1), 16)),
         ("put_items", (True, 1, RRef(1), -1)),
         ("put_items", (True, 1, b"", RRef(1))),
-        ("return_items", ([1], bytes(8), b"never taken")),
-        ("return_items", ([1], bytes(8), 5)),
-        ("return_items", ([1], bytes(9), b"never taken")),
+        ("return_items", (bytes(16), b"never taken")),
+        ("return_items", (bytes(16), 5)),
+        ("return_items", (bytes(17), b"never taken")),
+        ("return_items", (b"",)),
         ("finish_items", (-1,)),
     ]
     for method, args in nonsense:
@@ -1945,38 +1945,37 @@ async def test_only_what_was_taken_is_put_back(trio: list[Worker]) -> None:
     kept = trio[1].node.references.refer_to(KeptItems([KeptItem(None, "forged"), KeptItem(None)]))
     back = "return_items"
     with pytest.raises(rpc.RpcUsageError, match=r"1 items are put back, and worker 'worker1' has 0 of"):
-        await mine._client().ask(back, [1], bytes(8), b"forged")
+        await mine._client().ask(back, bytes(16), b"forged")
     first, second, _, large = items = await taken(mine._client(), 4)
     reference = large.item.reference
     forged = [
-        ([first.number], first.ticket, b"forged"),
-        ([first.number], second.ticket, first.item),
-        ([second.number], first.ticket, first.item),
-        ([first.number + 4], first.ticket, first.item),
-        ([first.number, first.number], 2 * first.ticket, first.item, first.item),
-        ([large.number], large.ticket, reference, large.item.place + 1),
-        ([large.number], large.ticket, kept, 0),
-        ([large.number], large.ticket, first.item),
-        ([first.number], first.ticket, reference, 0),
-        ([first.number, second.number], first.ticket + bytes(8), first.item, second.item),
-        ([-1], first.ticket, first.item),
-        ([1 << 70], first.ticket, first.item),
+        (first.ticket, b"forged"),
+        (second.ticket, first.item),
+        (second.ticket[:8] + first.ticket[8:], first.item),
+        (b"\xff" * 8 + first.ticket[8:], first.item),
+        (2 * first.ticket, first.item, first.item),
+        (large.ticket, reference, large.item.place + 1),
+        (large.ticket, kept, 0),
+        (large.ticket, first.item),
+        (first.ticket, reference, 0),
+        (first.ticket + bytes(16), first.item, second.item),
+        (bytes(16), first.item),
     ]
     for said in forged:
         with pytest.raises(rpc.RpcUsageError, match="not given to worker 'worker1'"):
             await mine._client().ask(back, *said)
     assert await queue.empty()
-    await mine._client().ask(back, [first.number], first.ticket, first.item)
+    await mine._client().ask(back, first.ticket, first.item)
     with pytest.raises(rpc.RpcUsageError, match="is back already"):
-        await mine._client().ask(back, [first.number], first.ticket, first.item)
+        await mine._client().ask(back, first.ticket, first.item)
     assert await other.get() == 1 and await queue.empty()
     with pytest.raises(rpc.RpcUsageError, match="not given to worker 'worker2'"):
-        await other._client().ask(back, [second.number], second.ticket, second.item)
+        await other._client().ask(back, second.ticket, second.item)
     mine._client().node.engine.call_on_loop(mine._client().put_back, items[1:])
     assert [await other.get(), await other.get(), (await other.get()).sum()] == [2, 3, LARGE]
     await other.task_done(4)
     with pytest.raises(rpc.RpcUsageError, match="is put back|are put back"):
-        await other._client().ask(back, [first.number], first.ticket, first.item)
+        await other._client().ask(back, first.ticket, first.item)
     await queue.join()
 
 
