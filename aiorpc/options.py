@@ -144,7 +144,9 @@ def _as_set(maps: dict[str, DeviceMap]) -> dict[str, dict[Device, Device]]:
 class RpcBackendOptions:
     """Options of one worker. Read once, at init.
 
-    num_worker_threads: threads for ``def`` handlers; a thread that waits for a nested call does not count.
+    num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; one that waits for a nested
+        call does not count. For calls of others there are some more, an eighth and one at least, as handlers may block
+        for ever. With 1 there are no more: handlers run one after the other.
     rpc_timeout: seconds a call may take when it says nothing itself, and init too; 0 means no limit.
     init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     address: the host or address others reach this worker at over TCP (containers, NAT); found by itself if None.
