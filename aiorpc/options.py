@@ -144,7 +144,9 @@ def _as_set(maps: dict[str, DeviceMap]) -> dict[str, dict[Device, Device]]:
 class RpcBackendOptions:
     """Options of one worker. Read once, at init.
 
-    num_worker_threads: threads for ``def`` handlers; a thread that waits for a nested call does not count.
+    num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; one that waits for a nested
+        call does not count. For calls of others there are some more, an eighth and one at least, as handlers may block
+        for ever. With 1 there are no more: handlers run one after the other.
     rpc_timeout: seconds a call may take when it says nothing itself, and init too; 0 means no limit.
     init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     address: the host or address others reach this worker at over TCP (containers, NAT); found by itself if None.
@@ -210,15 +212,16 @@ class RpcBackendOptions:
         (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and whoever
         reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
         The same on all workers.
-    serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, and
-        ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
-        ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
+    serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, for what
+        has a name, such as ``"queue/samples:put"``, and ``rpc.exposed`` for what bears that mark; one list for all
+        callers, or a dict of lists by their role, with ``"*"`` for all other roles. Everything by default, and where a
+        list is ``"*"``.
     tls: files by which workers prove who they are; then all that goes over TCP is TLS 1.3, on all workers or on none.
         None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
     serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
         unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
         (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `serve` is ``rpc.exposed``
-        then, if it is not set.
+        then, with all queues, published values and barriers, if it is not set.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.

@@ -3,6 +3,9 @@
 A rule says what callers of one role may have run. It is a list of patterns for names on the wire (``module:qualname``),
 and of `exposed`, which stands for everything that bears the mark of this decorator. A method of a reference's value has
 the name of the value's class, and of the method behind that; to fetch the value is the method ``to_here``.
+
+What has a name besides functions (`RESOURCES`: queues, published values, objects, barriers) has patterns of its own,
+``kind/name:verb``. A module has no '/' in its name, so no pattern is of both sorts. `exposed` allows none of these.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, TypeVar
 
 from .errors import RpcUsageError
@@ -19,6 +22,15 @@ from .errors import RpcUsageError
 EVERYTHING = "*"
 #: What fetching the value of a reference is called, as if it were a method of the value.
 FETCH = "to_here"
+#: What has a name besides functions, and what may be done with it. Of an object that is the name of a public method.
+RESOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "queue": ("put", "get", "look", "shutdown"),
+        "published": ("publish", "read"),
+        "object": (),
+        "barrier": ("come",),
+    }
+)
 # Nobody has a name on the wire that is longer than this; patterns are not tried on longer ones.
 NAME_LIMIT = 1024
 ROLE_LIMIT = 128
@@ -27,6 +39,10 @@ _ROLE = re.compile(r"[A-Za-z0-9\-_:]*")
 _WILD = re.compile(r"[*?\[]")
 _MARK = "_aiorpc_exposed"
 _NOTHING = object()
+_SET = re.compile(r"\[!?\]?[^\]]*\]")  # in a pattern of fnmatch: one of these characters
+# What the names of workers, objects, queues and published values consist of (`protocol.identity.check_name`).
+_NAMED = re.compile(r"[A-Za-z0-9\-_:]*")
+_OF_QUEUES = re.compile(r"aiorpc\.queues\b|\bServedQueue\b")
 
 T = TypeVar("T")
 
@@ -86,6 +102,14 @@ def _frozen_rule(rule: object, where: str) -> tuple[Any, ...]:
             continue
         if not isinstance(item, str):
             raise RpcUsageError(f"{where} has {item!r:.80}, which is neither a pattern 'module:name' nor rpc.exposed")
+        if "/" in item:
+            _check_resource(item, where)
+            continue
+        if _OF_QUEUES.search(item):
+            raise RpcUsageError(
+                f"{where} has {item!r:.80}; rights to queues have patterns of their own: 'queue/NAME:put', "
+                "'queue/NAME:get', 'queue/NAME:look' and 'queue/NAME:shutdown', with '*' for every queue"
+            )
         if item.count(":") != 1 and not (":" not in item and "*" in item):
             raise RpcUsageError(
                 f"{where} has {item!r:.80}, which matches no name: names are 'module:function' or "
@@ -94,6 +118,26 @@ def _frozen_rule(rule: object, where: str) -> tuple[Any, ...]:
         if item.startswith(":") or item.endswith(":"):
             raise RpcUsageError(f"{where} has {item!r:.80}, which matches no name: a part of it is empty")
     return tuple(items)
+
+
+def _check_resource(pattern: str, where: str) -> None:
+    """RpcUsageError for a pattern ``kind/name:verb`` that can match nothing."""
+    kind, _, rest = pattern.partition("/")
+    name, colon, verb = rest.rpartition(":")
+    wrong = ""
+    if kind not in RESOURCES:
+        wrong = f"{kind!r:.40} is no kind of what has a name, and these are: {', '.join(RESOURCES)}"
+    elif not colon or not verb or not (name or kind == "barrier"):
+        wrong = f"such a pattern is '{kind}/NAME:VERB'"
+    elif kind == "object":
+        if not _WILD.search(verb) and not (verb.isidentifier() and is_public(verb)):
+            wrong = f"{verb!r:.80} is the name of no public method"
+    elif not any(map(re.compile(fnmatch.translate(verb)).match, RESOURCES[kind])):
+        wrong = f"the verbs of a {kind} are {', '.join(RESOURCES[kind])}"
+    if not wrong and kind != "barrier" and not _NAMED.fullmatch(re.sub(r"[*?]", "", _SET.sub("", name))):
+        wrong = f"{name!r:.80} can be no name: names have letters, digits, '-', '_' and ':'"
+    if wrong:
+        raise RpcUsageError(f"{where} has {pattern!r:.160}, which matches nothing: {wrong}")
 
 
 class Rights:
@@ -143,8 +187,21 @@ class Rights:
         """Whether callers of that role may fetch a value of that class that is no result of a call of their own."""
         return self.allowed(role, f"{name_of_class(kind)}.{FETCH}", kind)
 
+    def allowed_resource(self, role: str, kind: str, name: str, verb: str) -> bool:
+        """Whether callers of that role may do that with what has that name. kind, verb: as in `RESOURCES`.
+
+        To have everything run allows all of it, and `exposed` nothing.
+        """
+        rule = self._of(role)
+        return rule.everything or rule.matches_resource(kind, name, verb)
+
+    def listed_method(self, role: str, name: str, method: str) -> bool:
+        """Whether the rule has exactly this method of the object with that name, or allows everything."""
+        rule = self._of(role)
+        return rule.everything or rule.matches_resource("object", name, method, exact=True)
+
     def patterns(self) -> Iterator[str]:
-        """All patterns of all roles."""
+        """The patterns for functions and methods, of all roles."""
         for rule in (*self._rules.values(), self._others):
             yield from rule.patterns
 
@@ -161,20 +218,27 @@ class Rights:
 
 
 class _Rule:
-    """What callers of one role may have run. items: patterns and `exposed`; None: everything."""
+    """What callers of one role may have run. items: patterns and `exposed`; None: everything. patterns: for functions
+    and methods."""
 
     def __init__(self, items: Iterable[Any] | None) -> None:
         given = (EVERYTHING,) if items is None else tuple(items)
         self.everything = EVERYTHING in given
         self.by_mark = exposed in given
-        self.patterns = tuple(item for item in given if isinstance(item, str) and item != EVERYTHING)
+        written = [item for item in given if isinstance(item, str) and item != EVERYTHING]
+        self.patterns = tuple(item for item in written if "/" not in item)
         self.exact = frozenset(pattern for pattern in self.patterns if not _WILD.search(pattern))
         self._wild = [
             (re.compile(fnmatch.translate(pattern)), pattern.partition(":")[2].split("."))
             for pattern in self.patterns
             if pattern not in self.exact
         ]
-        said = [repr(pattern) for pattern in self.patterns] + ["rpc.exposed"] * self.by_mark
+        self._resources: dict[str, list[tuple[re.Pattern[str], re.Pattern[str], bool]]] = {}
+        for kind, _, rest in (item.partition("/") for item in written if "/" in item):
+            name, _, verb = rest.rpartition(":")
+            patterns = re.compile(fnmatch.translate(name)), re.compile(fnmatch.translate(verb))
+            self._resources.setdefault(kind, []).append((*patterns, not _WILD.search(verb)))
+        said = [repr(pattern) for pattern in written] + ["rpc.exposed"] * self.by_mark
         text = "everything" if self.everything else "only " + ", ".join(said) if said else "nothing"
         self.text = text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
 
@@ -185,6 +249,13 @@ class _Rule:
         if len(name) > NAME_LIMIT:
             return False
         return any(pattern.match(name) and _reaches(parts, name) for pattern, parts in self._wild)
+
+    def matches_resource(self, kind: str, name: str, verb: str, exact: bool = False) -> bool:
+        """Whether a pattern is for that verb of what has that name. exact: whether it has to have the verb literally."""
+        if len(name) > NAME_LIMIT or len(verb) > NAME_LIMIT:
+            return False
+        patterns = self._resources.get(kind, ())
+        return any((each or not exact) and names.match(name) and verbs.match(verb) for names, verbs, each in patterns)
 
 
 def _reaches(pattern: list[str], name: str) -> bool:
@@ -213,5 +284,8 @@ def name_of_class(kind: type) -> str:
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     return f"{module}:{kind.__qualname__}"
 
+
+#: The option where nothing is unpickled and nothing else is said: what is marked runs, and what has a name is there.
+SAFE_SERVE = (exposed, *(f"{kind}/*:*" for kind in RESOURCES if kind != "object"))
 
 Serve = str | Callable[..., Any] | Iterable[Any] | Mapping[str, Any] | None

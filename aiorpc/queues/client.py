@@ -43,15 +43,26 @@ from ..futures import Future
 from ..protocol.states import PeerState
 from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer
-from ..runtime.calls.current import within_call
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
 from ..sites import call_site
 from .calls import Calls
-from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
+from .items import (
+    KEPT_BYTES,
+    KEPT_ITEMS,
+    Item,
+    Kept,
+    KeptItem,
+    KeptItems,
+    Taken,
+    from_wire,
+    gone_with,
+    to_named,
+    to_wire,
+)
 from .packing import TOGETHER, pack, unpack
-from .served import HERE, MOST, SHUT
+from .served import HERE, MOST, SHUT, TICKET, split_tickets
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
@@ -73,7 +84,7 @@ class _Fetching(NamedTuple):
     """
 
     get: GetFuture
-    items: Sequence[Item]
+    items: Sequence[Taken]
     left: dict[int, int]
     fetched: dict[Kept, Any]
 
@@ -118,26 +129,23 @@ class Client:
         self.node.engine.lifetime.check_open()
         return GetFuture(self, count, many, partial(self._begin, timeout))
 
-    def put_nowait(self, item: Any, copy: bool) -> PutFuture:
-        """See `QueueHandle.put_nowait`."""
+    def put_nowait(self, item: Any, copy: bool, timeout: float) -> PutFuture:
+        """See `QueueHandle.put_nowait`. timeout: seconds for the owner, which answers at once unless it is stopped."""
         put = PutFuture(self, self._packed(item, copy))
         put.site = call_site(sys._getframe(2))
-        put.begin_on_loop(partial(self._put_now, self._patience()))
+        put.begin_on_loop(partial(self._put_now, timeout))
         return put
 
-    def get_nowait(self) -> GetFuture:
-        """See `QueueHandle.get_nowait`."""
+    def get_nowait(self, timeout: float) -> GetFuture:
+        """See `QueueHandle.get_nowait`. timeout: as of `put_nowait`."""
         self.node.engine.lifetime.check_open()
-        return GetFuture(self, 1, False, partial(self._get_now, self._patience()))
+        return GetFuture(self, 1, False, partial(self._get_now, timeout))
 
-    def _patience(self) -> float:
-        """Seconds that the owner has for an answer that it gives at once, 0 for no limit: it may be stopped."""
-        return within_call(self.node.engine, self.node.engine.default_timeout)
-
-    def ask(self, method: str, *args: Any, timeout: float | None = None) -> Future[Any]:
-        """A call of a method of the queue. timeout: seconds, None for the worker's own."""
+    def ask(self, method: str, *args: Any, timeout: float | None = None, depth: int = 2) -> Future[Any]:
+        """A call of a method of the queue. timeout: seconds, None for the worker's own. depth: how many stack frames up
+        the user's code is."""
         seconds = self.node.engine.default_timeout if timeout is None else timeout
-        return self._calls.ask(method, args, seconds, call_site(sys._getframe(2)))
+        return self._calls.ask(method, args, seconds, call_site(sys._getframe(depth)))
 
     def join(self, timeout: float, unfinished: Callable[[], int | None]) -> Future[None]:
         """Wait until all items are finished, for so many seconds, 0 for no limit.
@@ -261,7 +269,7 @@ class Client:
         batch, self._putting = self._putting, ()
         self._put_number = 0
         if error is None and (type(put) is not int or not -1 - len(batch) <= put <= len(batch)):
-            error = ProtocolError(f"{self.describe()} says that it has taken {put!r:.40} of {len(batch)} items")
+            error = ProtocolError(f"{self.describe()} does not say how many of {len(batch)} items it has taken")
         if error is not None:
             # Those behind them would hear the same, but one lot after the other, each when its own search has ended.
             if self.node.engine.closed or isinstance(error, _AWAY):
@@ -306,7 +314,7 @@ class Client:
 
     def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
         if error is None and (type(put) is not int or not -2 <= put <= 1):
-            error = ProtocolError(f"{self.describe()} says of an item that it has taken {put!r:.40}")
+            error = ProtocolError(f"{self.describe()} does not say whether it has taken an item")
         elif error is None and put == 0:
             error = QueueFull(f"{self.describe()} is full")
         elif error is None and put != 1:
@@ -361,27 +369,32 @@ class Client:
         else:
             self._fetch(get, items)
 
-    def _items(self, got: Any, error: BaseException | None) -> tuple[list[Item], BaseException | None]:
+    def _items(self, got: Any, error: BaseException | None) -> tuple[list[Taken], BaseException | None]:
         """The items of an answer, or why there are none."""
         if error is not None:
             return [], error
         head, *rest = got if type(got) is Results else (got,)
         if type(head) is not int or head not in (HERE, SHUT):
-            return [], ProtocolError(f"{self.describe()} answers with {head!r:.40}, which are no items")
+            return [], ProtocolError(f"{self.describe()} answers with what are no items")
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
-        said, *values = rest or (None,)
+        tickets, said, *values = rest if len(rest) >= 2 else (None, None)
         items: list[Item] | None = None
         with contextlib.suppress(ValueError):
             items = from_wire(values, said if type(said) is dict else {})
-        if items is None or not _ITEMS.issuperset(map(type, items)):
+        if (
+            items is None
+            or not _ITEMS.issuperset(map(type, items))
+            or type(tickets) is not bytes
+            or len(tickets) != TICKET * len(items)
+        ):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
-        return items, None
+        return [*map(Taken, split_tickets(tickets), items)], None
 
-    def _fetch(self, get: GetFuture, items: Sequence[Item]) -> None:
+    def _fetch(self, get: GetFuture, items: Sequence[Taken]) -> None:
         """Have the items that their producers have kept; then give all to the one who waits."""
         kept: dict[int, list[Kept]] = {}
-        for item in items:
+        for _, item in items:
             if isinstance(item, Kept):
                 kept.setdefault(item.reference._owner, []).append(item)
         if not kept:
@@ -419,22 +432,23 @@ class Client:
         if not left:
             self._give(get, items, fetched)
 
-    def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[Kept, Any]) -> None:
+    def _give(self, get: GetFuture, items: Sequence[Taken], fetched: dict[Kept, Any]) -> None:
         if get.done():  # nobody waits any more
             self.put_back(items)
             return
         values: list[Any] = []
-        there: list[Item] = []
-        withheld: list[Item] = []
+        there: list[Taken] = []
+        withheld: list[Taken] = []
         failure: BaseException | None = None
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
-        for item in items:
+        for taken in items:
+            item = taken.item
             found: Any = fetched[item] if isinstance(item, Kept) else item
             try:
                 if isinstance(found, BaseException):
                     if isinstance(found, _PASSING):
-                        withheld.append(item)
+                        withheld.append(taken)
                         failure = found
                         continue
                     gone.setdefault(item.producer, []).append(found)
@@ -443,7 +457,7 @@ class Client:
                     finished -= 1  # the owner has seen to that
                 else:
                     values.append(self._opened(found))
-                    there.append(item)
+                    there.append(taken)
                     continue
             except ItemLost as error:
                 self._lost.append(cast(ItemLost, without_frames(error)))  # they have all that has come
@@ -524,21 +538,23 @@ class Client:
         error.__cause__ = cause
         return error
 
-    def put_back(self, items: Sequence[Item]) -> None:
+    def put_back(self, items: Sequence[Taken]) -> None:
         """Items that nobody here wants: others get them. What is gone meanwhile is told here."""
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
-        there = []
-        for item in items:
+        there: list[Taken] = []
+        for taken in items:
+            item = taken.item
             if isinstance(item, str):
                 gone.setdefault(item, []).append(None)  # the owner has seen to that
             elif not isinstance(item, Kept) or gone_with(item) is None:
-                there.append(item)
+                there.append(taken)
             else:
                 gone.setdefault(item.producer, []).append(None)
                 finished += 1
         if there:
-            self._calls.tell("return_items", *to_wire(there))
+            tickets, unwanted = zip(*there, strict=True)
+            self._calls.tell("return_items", b"".join(tickets), *to_wire(unwanted))
         self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------

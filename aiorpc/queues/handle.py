@@ -30,7 +30,10 @@ class QueueHandle:
     """
 
     def __init__(self, name: str, owner: str, timeout: float | None = None) -> None:
-        """timeout: seconds that `put`, `get`, `get_many` and `join` have; None for the worker's ``rpc_timeout``."""
+        """timeout: seconds that each method has; None for the worker's ``rpc_timeout``.
+
+        0 is no limit, for `put`, `get`, `get_many` and `join`; what the owner answers at once has ``rpc_timeout`` then.
+        """
         self.name = check_object_name(name)
         self.owner = check_name(owner)
         self._timeout = None if timeout is None else seconds(timeout, "timeout")
@@ -47,6 +50,10 @@ class QueueHandle:
         engine = client.node.engine
         own = engine.default_timeout if self._timeout is None else self._timeout
         return within_call(engine, own if timeout is None else seconds(timeout, "timeout"))
+
+    def _patience(self, client: Client) -> float:
+        """Seconds that the owner has for what it answers at once; 0 for no limit."""
+        return within_call(client.node.engine, self._timeout or client.node.engine.default_timeout)
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
@@ -67,10 +74,10 @@ class QueueHandle:
     def put_nowait(self, item: Any, *, copy: bool = True) -> Future[None]:
         """Put an item if there is room now, as `put` does; QueueFull if there is none.
 
-        RpcTimeout if the owner does not say within ``rpc_timeout``; when it goes on the item may be put.
+        RpcTimeout if the owner does not say within the time of the handle; when it goes on the item may be put.
         """
         client = self._client()
-        return client.put_nowait(item, copy)
+        return client.put_nowait(item, copy, self._patience(client))
 
     # --- getting ------------------------------------------------------------------------------------------------------
 
@@ -101,10 +108,10 @@ class QueueHandle:
     def get_nowait(self) -> Future[Any]:
         """The next item if there is one now; QueueEmpty if there is none. Otherwise as `get`.
 
-        RpcTimeout if the owner does not say within ``rpc_timeout``; the item stays in the queue then.
+        RpcTimeout if the owner does not say within the time of the handle; the item stays in the queue then.
         """
         client = self._client()
-        return client.get_nowait()
+        return client.get_nowait(self._patience(client))
 
     # --- finishing ----------------------------------------------------------------------------------------------------
 
@@ -112,9 +119,11 @@ class QueueHandle:
         """So many items that were got are finished, for `join`. ValueError if there are not so many in all.
 
         By any worker: what is more than it has got itself counts for the others, for those first that have got theirs
-        the longest ago.
+        the longest ago; a worker that may not shut the queue down (option ``serve``) finishes its own alone.
         """
-        return self._client().ask("finish_items", count)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise RpcUsageError(f"task_done() takes the number of items that are finished, from 1, and not {count!r:.40}")
+        return self._ask("finish_items", count)
 
     def join(self, *, timeout: float | None = None) -> Future[None]:
         """Wait until every item that was put has been got and finished (`task_done`).
@@ -135,22 +144,26 @@ class QueueHandle:
 
     def qsize(self) -> Future[int]:
         """How many items there are at the owner. It may be another number by the time that it is known here."""
-        return self._client().ask("qsize")
+        return self._ask("qsize")
 
     def empty(self) -> Future[bool]:
         """Whether there is no item now."""
-        return self._client().ask("empty")
+        return self._ask("empty")
 
     def full(self) -> Future[bool]:
         """Whether there are ``maxsize`` items now."""
-        return self._client().ask("full")
+        return self._ask("full")
 
     def shutdown(self, immediate: bool = False) -> Future[None]:
         """Take no more items: `put` raises QueueShutDown, also where it waits, and so does `get` once there is none.
 
         immediate: whether what is in the queue is dropped. From any worker that may.
         """
-        return self._client().ask("shut_down", bool(immediate))
+        return self._ask("shut_down", bool(immediate))
+
+    def _ask(self, method: str, *args: Any) -> Future[Any]:
+        client = self._client()
+        return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
     def bind(self) -> QueueHandle:
         """Act for the current worker from now on, and not for the one at the first use. NotInitialized if none is."""

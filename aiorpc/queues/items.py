@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..protocol.identity import NAME_LIMIT
 from ..runtime.references.references import References
 from ..runtime.references.rref import RRef
 
@@ -57,6 +58,16 @@ _new_tuple: Any = tuple.__new__
 # In a queue and where it is got: bytes, a `Kept`, or the name of the worker that is gone with it; where it is put, and
 # was not sent yet, also a `KeptItem`.
 Item = Any
+#: What a call that puts items, or puts them back, has behind its numbers (`to_wire`): references, then for each item its
+#: bytes, or which item of which reference it is.
+Said = RRef[KeptItems] | bytes | int
+
+
+class Taken(NamedTuple):
+    """An item that was got. ticket: by it the owner of the queue knows the item again if it is put back."""
+
+    ticket: bytes
+    item: Item
 
 
 def to_wire(items: Iterable[Item]) -> list[Any]:
@@ -83,8 +94,8 @@ def from_wire(values: Sequence[Any], names: dict[Any, Any] | None = None) -> lis
     producers: list[str] = []
     while count < len(values) and isinstance(values[count], RRef):
         producer = "" if names is None else names.get(values[count]._owner)
-        if type(producer) is not str:
-            raise ValueError(f"a reference to the value of a worker that is called {producer!r:.80}")
+        if type(producer) is not str or len(producer) > NAME_LIMIT:
+            raise ValueError("a reference to the value of a worker without a name")
         producers.append(producer)
         count += 1
     items: list[Item] = []
@@ -92,8 +103,10 @@ def from_wire(values: Sequence[Any], names: dict[Any, Any] | None = None) -> lis
         if type(value) is int:
             index, place = divmod(value, KEPT_ITEMS)
             if not 0 <= index < count:
-                raise ValueError(f"item {value} of {count} references")
+                raise ValueError(f"an item of a reference that is none of {count}")
             value = _new_tuple(Kept, (values[index], place, producers[index]))
+        elif type(value) is str and len(value) > NAME_LIMIT:
+            raise ValueError("a worker has no name that is so long")
         items.append(value)
     return items
 

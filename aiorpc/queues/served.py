@@ -11,27 +11,30 @@ Invariants
    queue was shut down at once.
 4. `_unfinished` is what was put, less what was finished or is gone for good.
 5. `_given` has no more items than were got and are not finished, whoever has said of them that they are.
+6. What is put back was got by the worker that says so, as it is and once: each item that is given has a ticket
+   (`_Tickets`), which is the owner's own seal. So nothing has to be kept of items that were given.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import struct
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from ..errors import ItemLost, Overloaded, QueueShutDown, RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.identity import WorkerInfo
-from ..rights import exposed
-from ..runtime.calls.current import caller
-from ..runtime.calls.functions import follows, system, typed
+from ..runtime.calls.current import caller, current_call, permits
+from ..runtime.calls.functions import by_right, resource, system
 from ..runtime.calls.values import Results
 from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
 from ..runtime.node import serving
-from ..runtime.references.rref import RRef
-from .items import Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
+from .items import Item, Kept, KeptItem, KeptItems, Said, Taken, from_wire, gone_with, to_named, to_wire
 from .packing import SMALL, TOGETHER, hand_over
 
 #: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
@@ -40,6 +43,8 @@ MOST = 1024  # items that one call puts or takes
 # Words of one worker that end a call which is not there, the last ones; most calls have their answer by then.
 _MOST_WITHDRAWN = 1000
 MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
+TICKET = 16  # bytes
+_MOST_RETURNED = 65_536  # items that one worker has put back, the last ones, which are known again if they come twice
 
 
 class _Waiter:
@@ -58,16 +63,71 @@ class _Waiter:
             self.future.set_result(value)
 
 
-@exposed
+class _Tickets:
+    """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
+
+    __slots__ = ("_count", "_key", "_used")
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(16)
+        self._count = 0
+        # What each worker has put back, and below which number nothing is taken back any more.
+        self._used: dict[int, tuple[dict[int, None], int]] = {}
+
+    def issue(self, worker: int, items: Sequence[Item]) -> bytes:
+        """The tickets of these items, which are given to that worker."""
+        for item in items:
+            if type(item) is Kept:
+                item.reference._name()  # one that was lent to this worker gets the name here under which it is passed on
+        first = self._count + 1
+        self._count += len(items)
+        return b"".join(self._ticket(worker, first + place, item) for place, item in enumerate(items))
+
+    def redeem(self, worker: int, taken: Sequence[Taken]) -> bool:
+        """Whether that worker was given all of these and has put none of them back; from now on it has."""
+        used, floor = self._used.get(worker, ({}, 0))
+        numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}
+        if len(numbers) < len(taken) or min(numbers, default=1) <= floor or not used.keys().isdisjoint(numbers):
+            return False
+        for ticket, item in taken:
+            if not secrets.compare_digest(ticket, self._ticket(worker, _NUMBER.unpack_from(ticket)[0], item)):
+                return False
+        for number in numbers:
+            used[number] = None
+            if len(used) > _MOST_RETURNED:
+                oldest = next(iter(used))
+                del used[oldest]
+                floor = max(floor, oldest)
+        self._used[worker] = used, floor
+        return True
+
+    def forget(self, worker: int) -> None:
+        """That worker is gone."""
+        self._used.pop(worker, None)
+
+    def _ticket(self, worker: int, number: int, item: Item) -> bytes:
+        kept = type(item) is Kept
+        content = repr((*item.reference._rref, item.place)).encode() if kept else item
+        if type(content) is not bytes:
+            return bytes(TICKET)  # it is gone, and does not come back
+        salt, person = _SALT.pack(worker, number), b"kept" if kept else b""
+        seal = blake2b(content, digest_size=TICKET - _NUMBER.size, key=self._key, salt=salt, person=person)
+        return _NUMBER.pack(number) + seal.digest()
+
+
+_NUMBER = struct.Struct("<Q")
+_SALT = struct.Struct("<QQ")
+
+
+@resource("queue")
 class ServedQueue:
     """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
 
     What puts, takes, returns and finishes items is the runtime's own as far as its answers go: none is dropped because
     too much waits to be sent, as items would be lost by that, or be told of again and so be there twice. So is
     `join_items`, else an owner that leaves a group without a size would wait for whoever joins. So no limit of calls
-    holds for them, but one of their own for those that wait. Who may call one of these methods, by the option
-    ``serve``, may call what ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0
-    for no limit.
+    holds for them, but one of their own for those that wait. Who may put, or get, by the option ``serve``, may call what
+    ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
     """
 
     def __init__(self, name: str, maxsize: int, worker: str, max_frame: int, most_waits: int = 1 << 62) -> None:
@@ -90,6 +150,7 @@ class ServedQueue:
         self._ended = False
         self._unfinished = 0
         self._given: dict[int, int] = {}  # items that each worker has got and not finished
+        self._tickets = _Tickets()
         self._taken_along: dict[str, int] = {}  # of those, what went with workers that are gone, by their names
         # Of which of them somebody was told who joined, the last ones, by that worker and the number of its call.
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
@@ -98,17 +159,19 @@ class ServedQueue:
     # --- putting and getting ------------------------------------------------------------------------------------------
 
     @system
-    async def put_items(self, wait: bool, number: int, *said: bytes | int | RRef[Any]) -> int:
+    @by_right("put")
+    async def put_items(self, wait: bool, number: int, *said: Said) -> int:
         """Put those items (`items.to_wire`) in their order, as far as there is room; returns how many.
 
         wait: until there is room for one, or until that `number` is withdrawn. Negative once the queue is shut down: -1
-        for none, -2 for one, and so on. RpcUsageError for what is no item. Without items, and where it is not to wait,
-        it tells whether items can be put, and nothing is.
+        for none, -2 for one, and so on. RpcUsageError for what is no item, and for one that another worker keeps than
+        the one that puts it. Without items, and where it is not to wait, it tells whether items can be put, and nothing
+        is.
         """
         if not said and wait is False:
             return -1 if self._shut else 0
         items = _items(said)
-        if items is None:
+        if items is None or not all(type(each) is bytes or _is_kept_by_caller(each) for each in items):
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
         _check(wait, number, len(items))
         if wait and self._was_withdrawn(number):
@@ -123,20 +186,21 @@ class ServedQueue:
         return put
 
     @system
+    @by_right("get")
     async def take_items(self, wait: bool, number: int, count: int, *apart: int) -> Results:
         """Take up to so many items, but one at least; none if it is not to wait, or if that `number` is withdrawn.
 
         apart: the ids of workers that the caller has lost. What they have kept is fetched for it, if they live.
 
-        The answer begins with `HERE` or `SHUT`. Behind `HERE` come the names of those who have kept some of its items,
-        by their ids, or None, as whoever gets the items may never have met them; then the items (`items.to_wire`),
-        and for one that is gone the name of the worker that had it.
+        The answer begins with `HERE` or `SHUT`. Behind `HERE` come the tickets of the items (`return_items`); the names
+        of those who have kept some of them, by their ids, or None, as whoever gets the items may never have met them;
+        then the items (`items.to_wire`), and for one that is gone the name of the worker that had it.
         """
         _check(wait, number, count)
         if len(apart) > MOST or not all(type(each) is int for each in apart):
             raise RpcUsageError(f"the workers that a getter has lost have ids, {MOST} at most")
         if wait and self._was_withdrawn(number):
-            return Results((HERE, None))
+            return Results((HERE, b"", None))
         getter = _Waiter(count, ())
         self._getters.append(getter)
         self._match()
@@ -161,7 +225,7 @@ class ServedQueue:
                 self._finish(1, who)
             elif item.reference._owner not in names:
                 names[item.reference._owner] = item.reference.owner_name()
-        return Results((HERE, names or None, *to_wire(items)))
+        return Results((HERE, self._tickets.issue(who, items), names or None, *to_wire(items)))
 
     async def _take_in(self, items: list[Item], apart: Sequence[int]) -> None:
         """Have this worker keep those of the items that their getter cannot fetch, as it has lost who has kept them.
@@ -265,17 +329,26 @@ class ServedQueue:
         return max(0, self.maxsize - len(self._items)) if self.maxsize else MOST
 
     @system
-    @follows("take_items")
-    async def return_items(self, *said: bytes | int | RRef[Any]) -> None:
-        """Put back to the front what was taken and is not wanted: as if it had not been taken."""
-        items = _items(said)
-        if items is None:
+    @by_right("get")
+    async def return_items(self, tickets: bytes, *said: Said) -> None:
+        """Put back to the front what the caller was given and does not want: as if it had not been taken.
+
+        tickets: as they were given with the items. RpcUsageError if it was not given all of these, or if they are
+        finished.
+        """
+        items, who = _items(said), caller().id
+        if items is None or not 0 < len(items) <= MOST or len(tickets) != TICKET * len(items):
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
-        taken = self._unfinished - len(self._items)
-        if len(items) > taken:
-            raise RpcUsageError(f"{len(items)} items are put back, and {taken} have been taken from {self.name!r}")
-        who = caller().id
-        self._given[who] = max(0, self._given.get(who, 0) - len(items))
+        given = self._given.get(who, 0)
+        if len(items) > given:
+            raise RpcUsageError(
+                f"{len(items)} items are put back, and worker {caller().name!r} has {given} of {self.name!r}"
+            )
+        if not self._tickets.redeem(who, [*map(Taken, split_tickets(tickets), items)]):
+            raise RpcUsageError(
+                f"what is put back into queue {self.name!r} was not given to worker {caller().name!r}, or is back already"
+            )
+        self._take_share(who, len(items))
         self._put_back(items)
 
     def _put_back(self, items: Sequence[Item]) -> None:
@@ -286,8 +359,7 @@ class ServedQueue:
         self._items.extendleft(reversed(items))
         self._match()
 
-    @typed
-    @follows("put_items", "take_items")
+    @by_right("put", "get")
     async def withdraw(self, number: int) -> None:
         """Whoever waits under that number, in a call of the same worker, is to wait no longer.
 
@@ -313,14 +385,24 @@ class ServedQueue:
     # --- finishing ----------------------------------------------------------------------------------------------------
 
     @system
-    @follows("take_items")
+    @by_right("get")
     async def finish_items(self, count: int) -> None:
-        """So many items that were got are finished. ValueError if there are not so many."""
+        """So many items that were got are finished. ValueError if there are not so many.
+
+        Those that other workers have got can be finished by a caller that could end the queue as well.
+        """
         if type(count) is not int or count < 1:
-            raise RpcUsageError(f"task_done() takes the number of items that are finished, and not {count!r:.40}")
+            raise RpcUsageError("task_done() takes the number of items that are finished, from 1")
         if count > self._unfinished:
             raise ValueError("task_done() called too many times")
-        self._finish(count, caller().id)
+        who, limits = caller(), permits()
+        given = self._given.get(who.id, 0)
+        if count > given and limits is not None and not limits.may("queue", self.name, "shutdown"):
+            raise ValueError(
+                f"task_done() called too many times: worker {who.name!r} has got {given} items of queue {self.name!r} "
+                f"that are not finished, and may not finish those of others (queue/{self.name}:shutdown)"
+            )
+        self._finish(count, who.id)
 
     def _finish(self, count: int, worker: int) -> None:
         """So many items are finished, says that worker: those that it has got, and beyond that those of others.
@@ -361,6 +443,7 @@ class ServedQueue:
         return self._unfinished
 
     @system
+    @by_right("put", "get")
     async def join_items(self, number: int = 0) -> None:
         """Wait until all items are finished. QueueShutDown if the queue is closed before that.
 
@@ -399,8 +482,7 @@ class ServedQueue:
                 count=count,
             )
 
-    @typed
-    @follows("join_items")
+    @by_right("put", "get")
     async def tell_again(self, number: int) -> None:
         """Nobody has heard what a call of `join_items` of that number was told: if that was a loss, the next one is."""
         _check_number(number)
@@ -410,6 +492,7 @@ class ServedQueue:
 
     def _on_gone(self, worker: WorkerInfo) -> None:
         self._withdrawn.pop(worker.id, None)
+        self._tickets.forget(worker.id)
         count = min(self._given.pop(worker.id, 0), self._unfinished - len(self._items))
         if count > 0:
             self._lose(worker.name, count)
@@ -423,25 +506,25 @@ class ServedQueue:
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
-    @typed
+    @by_right("look")
     async def qsize(self) -> int:
         """How many items there are."""
         return len(self._items)
 
-    @typed
+    @by_right("look")
     async def empty(self) -> bool:
         """Whether there is none."""
         return not self._items
 
-    @typed
+    @by_right("look")
     async def full(self) -> bool:
         """Whether there are as many as there may be."""
         return 0 < self.maxsize <= len(self._items)
 
-    @typed
+    @by_right("shutdown")
     async def shut_down(self, immediate: bool) -> None:
         """See `QueueHandle.shutdown`."""
-        self._shut_down(bool(immediate))
+        self._shut_down(immediate is True)
 
     def _shut_down(self, immediate: bool) -> None:
         self._shut = True
@@ -460,15 +543,26 @@ def _keep_last(told: dict[Any, Any]) -> None:
 
 def _check_number(number: object) -> None:
     if type(number) is not int or not 0 < number < 1 << 63:
-        raise RpcUsageError(f"no call of a queue has the number {number!r:.40}")
+        raise RpcUsageError("the number of a call of a queue is a positive integer of 63 bits")
 
 
 def _check(wait: object, number: object, count: object) -> None:
     if type(wait) is not bool or type(number) is not int or type(count) is not int or not 0 < count <= MOST:
-        raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time; here they are {count!r:.40}")
+        raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time")
 
 
-def _items(said: Sequence[Any]) -> list[Item] | None:
+def _is_kept_by_caller(item: Kept) -> bool:
+    """Whether an item that stays with its producer is one of the caller's, which alone can say so."""
+    call = current_call.get()
+    return call is not None and item.reference._owner == call.caller_id
+
+
+def split_tickets(tickets: bytes) -> list[bytes]:
+    """The tickets of several items, one by one."""
+    return [tickets[start : start + TICKET] for start in range(0, len(tickets), TICKET)]
+
+
+def _items(said: Sequence[Said]) -> list[Item] | None:
     """The items of a call; None for what cannot be one."""
     try:
         items = from_wire(said)

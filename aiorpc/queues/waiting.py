@@ -13,7 +13,7 @@ from ..locks import RLock
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.reworded import RewordedFuture, Words
 from ..runtime.node import Node
-from .items import Item
+from .items import Item, Taken
 
 
 class ClientForWaiting(Protocol):
@@ -27,7 +27,7 @@ class ClientForWaiting(Protocol):
     def given_up(self, waiting: Any) -> None:
         """Nobody waits for it any more. On the loop."""
 
-    def put_back(self, items: Sequence[Item]) -> None:
+    def put_back(self, items: Sequence[Taken]) -> None:
         """Nobody here wants those items. On the loop."""
 
     def not_told(self, loss: ItemLost) -> None:
@@ -111,7 +111,7 @@ class GetFuture(WaitingFuture):
         super().__init__(client, "get_many" if many else "get")
         self.count = count
         self.many = many
-        self.items: Sequence[Item] = ()
+        self.items: Sequence[Taken] = ()
         self.producers: dict[int, str] = {}
         self._begin: Callable[[GetFuture], object] | None = begin
         self._lock = RLock()  # the garbage collector may end a task that waits here, and run `_leave` within
@@ -197,7 +197,7 @@ class GetFuture(WaitingFuture):
         if items:
             self._client.node.engine.call_on_loop(self._client.put_back, items)
 
-    def finish_with(self, value: Any, items: Sequence[Item]) -> bool:
+    def finish_with(self, value: Any, items: Sequence[Taken]) -> bool:
         """Give it those items; False if nobody waits for them any more. On the loop."""
         with self._lock:  # whoever has the value by then waits until its items are there, which it is to forget
             self.items = items
@@ -206,7 +206,7 @@ class GetFuture(WaitingFuture):
                 return False
             return not self._left()
 
-    def _left(self) -> Sequence[Item]:
+    def _left(self) -> Sequence[Taken]:
         """The items that it was given, once nobody will take them; it forgets them. Under the lock."""
         if self._waiting or self._takers or not self.items:
             return ()

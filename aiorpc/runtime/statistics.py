@@ -88,7 +88,7 @@ def collect(node: Node) -> Statistics:
         threads=pool.threads,
         threads_idle=pool.idle,
         threads_blocked=pool.blocked,
-        jobs_queued=pool.queued,
+        jobs_queued=pool.queued + node.engine.shares.waiting,
         references_owned=references.owned,
         references_held=references.users,
         references_pending=references.pending,

@@ -42,7 +42,8 @@ from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.queues import calls, packing, waiting
 from aiorpc.queues.calls import Calls
-from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
+from aiorpc.queues.client import Client
+from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems, Taken
 from aiorpc.queues.packing import hand_over
 from aiorpc.queues.served import HERE, ServedQueue
 from aiorpc.queues.waiting import GetFuture
@@ -89,6 +90,13 @@ def handle(worker: Worker, name: str = "q", owner: str = "worker0", timeout: flo
 
 async def put_all(queue: QueueHandle, items: Sequence[Any]) -> None:
     await asyncio.gather(*(queue.put(item) for item in items))
+
+
+async def taken(client: Client, count: int) -> list[Taken]:
+    """So many items from the owner of a queue, as that has given them."""
+    items, error = client._items(await client.ask("take_items", True, 1, count), None)
+    assert error is None
+    return items
 
 
 async def served(worker: Worker, method: str) -> None:
@@ -401,8 +409,8 @@ async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_que
 async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_silent(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rpc_timeout` bounds it, as it does all other calls; the item that comes later stays in the queue."""
-    queue, mine = make(pair[0]), handle(pair[1])
+    """The time of the handle bounds it, as it does all else; the item that comes later stays in the queue."""
+    queue, mine = make(pair[0]), handle(pair[1], timeout=0.05)
     await queue.put("an item")
     goes_on, take = asyncio.Event(), ServedQueue.take_items
 
@@ -417,7 +425,6 @@ async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_s
     with monkeypatch.context() as patched:
         patched.setattr(ServedQueue, "put_items", nothing_put)
         patched.setattr(ServedQueue, "take_items", taken_late)
-        patched.setattr(pair[1].node.engine, "default_timeout", 0.05)
         for verb, future in (("get", mine.get_nowait()), ("put", mine.put_nowait(1))):
             with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker 'worker0' is busy") as raised:
                 await asyncio.wait_for(future, LONG)
@@ -433,8 +440,8 @@ async def test_who_has_given_up_leaves_also_where_the_owner_is_silent(monkeypatc
     options = [RpcBackendOptions(dedicated_loop=True), RpcBackendOptions()]
     async with cluster(2, dynamic=True, options=options) as (owner, other):
         make(owner)
-        mine = handle(other)
-        assert await mine.empty()
+        mine = handle(other, timeout=0.05)
+        assert await handle(other).empty()
         other.node.engine.bounds = Bounds(given_up=0.05)
         monkeypatch.setattr(other.node.engine, "default_timeout", 0.05)
         with standing_still(owner):
@@ -1099,11 +1106,11 @@ async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Work
     queue, mine = make(pair[0]), handle(pair[1])
     await put_all(queue, ["first", "second", "third"])
     peer = pair[1].node.peers.find("worker0")
-    _, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
+    _, tickets, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
     join = mine.join()
     await served(pair[0], "join_items")
     await queue.shutdown(immediate=True)
-    await peer.call(ObjectMethod("q", "return_items"), items, None, LONG)
+    await peer.call(ObjectMethod("q", "return_items"), (tickets, *items), None, LONG)
     await join
     assert await queue.empty()
     with pytest.raises(QueueShutDown):
@@ -1592,8 +1599,7 @@ async def test_items_that_an_owner_does_not_take_back_now_are_given_back_later(
     monkeypatch.setattr(ServedQueue, "return_items", refuse_first)
     await queue.put("here")
     client = mine._client()
-    _, _, item = await client.ask("take_items", True, 1, 1)
-    client.node.engine.call_on_loop(client.put_back, [item])
+    client.node.engine.call_on_loop(client.put_back, await taken(client, 1))
     assert await mine.get() == "here" and len(tries) == 3
 
 
@@ -1605,12 +1611,12 @@ async def test_what_was_put_back_or_finished_is_not_told_again_where_its_answer_
     for each in range(3):
         await queue.put(each)
     client = mine._client()
-    _, _, _, second = await client.ask("take_items", True, 1, 2)
+    _, second = await taken(client, 2)
     (service,) = [each for each in pair[0].node.services if each.record.name == "worker1"]
     service._backlog.limit = -1  # whatever is said to that one is too much
     with pytest.raises(rpc.Overloaded):
         await mine.qsize()
-    await client.ask("return_items", second)
+    await client.ask("return_items", second.ticket, second.item)
     await mine.task_done()
     assert (await queue.qsize(), queue._unfinished()) == (2, 2)
     assert [await queue.get(), await queue.get()] == [1, 2]
@@ -1677,15 +1683,19 @@ async def test_the_same_handle_finds_the_queue_of_a_worker_that_takes_the_name()
 
 
 async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
-    """Who may call what is marked may use the queue; a rule may have its methods one by one."""
-    learner = RpcBackendOptions(serve={"actor": ["aiorpc.queues.served:ServedQueue.put_items"], "*": rpc.exposed})
+    """A rule says who may put, get, look and shut down; where nothing is pickled and no rule is given, all may."""
+    learner = RpcBackendOptions(serve={"actor": ["queue/q:put"], "other": ["queue/*:[!s]*"], "": "*"})
     options = [learner, RpcBackendOptions(serve=[]), RpcBackendOptions()]
     async with cluster(3, options=options, roles=["", "actor", "other"]) as workers:
         make(workers[0])
         await handle(workers[1]).put(torch.ones(LARGE))
-        with pytest.raises(rpc.NotAllowed, match="take_items"):
+        with pytest.raises(rpc.NotAllowed, match="may not do queue/q:get on"):
             await handle(workers[1]).get()
         assert (await handle(workers[2]).get()).sum() == LARGE
+        for who, verb in ((workers[1], "qsize"), (workers[1], "shutdown"), (workers[2], "shutdown")):
+            with pytest.raises(rpc.NotAllowed, match="queue/q:"):
+                await getattr(handle(who), verb)()
+        assert await handle(workers[2]).empty()
     async with cluster(2, options=RpcBackendOptions(serialization="safe")) as workers:
         make(workers[0])
         mine = handle(workers[1])
@@ -1698,8 +1708,7 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
 
 async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
     """What ends it needs no rule of its own: what was given up is not put later, and no item is lost."""
-    served_queue = "aiorpc.queues.served:ServedQueue"
-    serve = {"actor": f"{served_queue}.put_items", "reader": f"{served_queue}.take_items", "": "*"}
+    serve = {"actor": "queue/q:put", "reader": "queue/q:get", "": "*"}
     options = RpcBackendOptions(serve=serve)
     async with cluster(4, options=options, roles=["", "actor", "reader", "other"]) as workers:
         queue = make(workers[0], maxsize=1)
@@ -1714,14 +1723,13 @@ async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
         assert await gets.get() == "first"
         await puts.put("second")
         client = gets._client()
-        _, _, item = await client.ask("take_items", True, 1, 1)
-        client.node.engine.call_on_loop(client.put_back, [item])  # who waited for it was cancelled as it came
+        client.node.engine.call_on_loop(client.put_back, await taken(client, 1))  # who waited for it was cancelled as it came
         assert await gets.get() == "second"
         await gets.task_done(2)
         await queue.join()
         other = handle(workers[3])
-        for who, method in ((puts, "return_items"), (puts, "finish_items"), (puts, "tell_again"), (other, "withdraw")):
-            with pytest.raises(rpc.NotAllowed, match=method):
+        for who, method in ((puts, "return_items"), (puts, "finish_items"), (other, "tell_again"), (other, "withdraw")):
+            with pytest.raises(rpc.NotAllowed, match="queue/q:"):
                 await who._client().ask(method, 1)
 
 
@@ -1876,8 +1884,10 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         ("put_items", (True, 1, RRef(1), 16)),
         ("put_items", (True, 1, RRef(1), -1)),
         ("put_items", (True, 1, b"", RRef(1))),
-        ("return_items", (b"never taken",)),
-        ("return_items", (5,)),
+        ("return_items", (bytes(16), b"never taken")),
+        ("return_items", (bytes(16), 5)),
+        ("return_items", (bytes(17), b"never taken")),
+        ("return_items", (b"",)),
         ("finish_items", (-1,)),
     ]
     undeclared: list[tuple[str, tuple[Any, ...]]] = [
@@ -1899,7 +1909,7 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         await queue.get()
     assert await queue.get() == "an item"
     await queue.task_done()
-    for reference, place in ((RRef(1), 0), (pair[1].node.references.refer_to(KeptItems([KeptItem(None)])), 1)):
+    for reference, place in ((pair[1].node.references.refer_to(5), 0), (pair[1].node.references.refer_to(KeptItems([KeptItem(None)])), 1)):
         await peer.call(ObjectMethod("q", "put_items"), (True, 1, reference, place), None, LONG)
         with pytest.raises(ItemLost, match=r"worker 'worker1', .* cannot hand it over.*this is none"):
             await queue.get()
@@ -1936,15 +1946,72 @@ async def test_answers_that_are_none_end_who_waits(pair: list[Worker], many: boo
             await asyncio.wait_for(wait(), LONG)
 
 
-async def test_no_more_is_put_back_than_was_taken(pair: list[Worker]) -> None:
-    """Whoever may take items, and not put any, does not put what it likes by giving back what it has not got."""
-    queue = make(pair[0])
-    await put_all(queue, [1, 2])
-    peer = pair[1].node.peers.find("worker0")
-    with pytest.raises(rpc.RpcUsageError, match="2 items are put back, and 0 have been taken"):
-        await peer.call(ObjectMethod("q", "return_items"), (b"x", b"y"), None, 0.0)
-    assert await queue.qsize() == 2
-    assert [await queue.get(), await queue.get()] == [1, 2]
+async def test_only_what_was_taken_is_put_back(trio: list[Worker]) -> None:
+    """By the worker that has taken it, as it is and once: one that may take items puts none of its own making."""
+    queue, mine, other = make(trio[0]), handle(trio[1]), handle(trio[2])
+    await put_all(queue, [1, 2, 3, torch.ones(LARGE)])
+    kept = trio[1].node.references.refer_to(KeptItems([KeptItem(None, "forged"), KeptItem(None)]))
+    back = "return_items"
+    with pytest.raises(rpc.RpcUsageError, match=r"1 items are put back, and worker 'worker1' has 0 of"):
+        await mine._client().ask(back, bytes(16), b"forged")
+    first, second, _, large = items = await taken(mine._client(), 4)
+    reference = large.item.reference
+    forged = [
+        (first.ticket, b"forged"),
+        (second.ticket, first.item),
+        (second.ticket[:8] + first.ticket[8:], first.item),
+        (b"\xff" * 8 + first.ticket[8:], first.item),
+        (2 * first.ticket, first.item, first.item),
+        (large.ticket, reference, large.item.place + 1),
+        (large.ticket, kept, 0),
+        (large.ticket, first.item),
+        (first.ticket, reference, 0),
+        (first.ticket + bytes(16), first.item, second.item),
+        (bytes(16), first.item),
+    ]
+    for said in forged:
+        with pytest.raises(rpc.RpcUsageError, match="not given to worker 'worker1'"):
+            await mine._client().ask(back, *said)
+    assert await queue.empty()
+    await mine._client().ask(back, first.ticket, first.item)
+    with pytest.raises(rpc.RpcUsageError, match="is back already"):
+        await mine._client().ask(back, first.ticket, first.item)
+    assert await other.get() == 1 and await queue.empty()
+    with pytest.raises(rpc.RpcUsageError, match="not given to worker 'worker2'"):
+        await other._client().ask(back, second.ticket, second.item)
+    mine._client().node.engine.call_on_loop(mine._client().put_back, items[1:])
+    assert [await other.get(), await other.get(), (await other.get()).sum()] == [2, 3, LARGE]
+    await other.task_done(4)
+    with pytest.raises(rpc.RpcUsageError, match="is put back|are put back"):
+        await other._client().ask(back, first.ticket, first.item)
+    await queue.join()
+
+
+async def test_only_its_own_items_are_said_to_be_kept_by_a_producer(trio: list[Worker]) -> None:
+    """A worker that names what another one keeps puts nothing: that other one would be said to have put it."""
+    queue, mine, other = make(trio[0]), handle(trio[1]), handle(trio[2])
+    await mine.put(torch.ones(LARGE))
+    (large,) = await taken(other._client(), 1)
+    with pytest.raises(rpc.RpcUsageError, match="takes items as"):
+        await other._client().ask("put_items", True, 1, large.item.reference, large.item.place)
+    assert await queue.empty()
+    other._client().node.engine.call_on_loop(other._client().put_back, [large])
+    assert (await queue.get()).sum() == LARGE
+
+
+async def test_who_has_few_rights_finishes_what_it_has_got() -> None:
+    """And not what others have got, unless it may shut the queue down: that ends their items as well."""
+    serve = {"reader": "queue/q:get", "boss": ["queue/q:get", "queue/q:shutdown"], "": "*"}
+    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "reader", "boss"]) as workers:
+        queue, reader, boss = make(workers[0]), handle(workers[1]), handle(workers[2])
+        await put_all(queue, [1, 2, 3])
+        assert [await queue.get(), await reader.get()] == [1, 2]
+        with pytest.raises(ValueError, match=r"'worker1' has got 1 items of queue 'q' .*\(queue/q:shutdown\)"):
+            await reader.task_done(2)
+        await reader.task_done()
+        assert queue._unfinished() == 2
+        await boss.task_done(1)
+        assert queue._unfinished() == 1
 
 
 async def test_words_of_one_worker_drop_none_of_another(trio: list[Worker]) -> None:

@@ -211,6 +211,69 @@ async def test_no_more_threads_than_the_option_says() -> None:
     assert max(running) <= 3
 
 
+async def test_one_caller_leaves_threads_to_others() -> None:
+    """Its handlers block for ever in all threads that it may have, and more wait; another caller's call is run."""
+    async with cluster(3, options=RpcBackendOptions(num_worker_threads=2)) as workers:
+        with held() as (entered, release):
+            blocking = [workers[0].call("worker2", hold_thread) for _ in range(8)]
+            for _ in range(2):
+                await asyncio.to_thread(entered.acquire, True, 30)
+            statistics = workers[2].statistics()
+            assert (statistics.threads, statistics.jobs_queued) == (2, 6)
+            assert await workers[1].call("worker2", len, "abc") == 3
+            assert not entered.acquire(False)
+            release.set()
+            assert await asyncio.gather(*blocking) == [True] * 8
+
+
+async def test_callers_take_turns_with_threads() -> None:
+    """With one thread in all a call of another worker comes behind one that is ahead of it, and not behind a hundred."""
+    async with cluster(3, options=RpcBackendOptions(num_worker_threads=1)) as workers:
+        with held() as (entered, release):
+            blocking = workers[0].call("worker2", hold_thread)
+            await asyncio.to_thread(entered.acquire, True, 30)
+            _running["now"] = 0
+            many = [workers[0].call("worker2", count_running) for _ in range(100)]
+            await until(lambda: workers[2].statistics().jobs_queued == 100)
+            other = workers[1].call("worker2", len, "abc")
+            await until(lambda: workers[2].statistics().jobs_queued == 101)
+            release.set()
+            await blocking
+            await other
+            assert sum(each.done() for each in many) < 100
+            await asyncio.gather(*many)
+
+
+async def test_who_waits_for_a_nested_call_leaves_its_thread() -> None:
+    """Also to calls of the same worker: chains of blocking calls go deeper than one caller has threads."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=2)) as workers:
+        assert await workers[0].call("worker1", nest, 12) == 12
+        assert await asyncio.gather(*(workers[0].call("worker1", nest, 5) for _ in range(6))) == [5] * 6
+        assert not workers[1].node.engine.shares.of(workers[0].id).claims
+
+
+_held: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def held() -> Iterator[tuple[threading.Semaphore, threading.Event]]:
+    """Handlers that stay in their threads until they are released."""
+    _held["entered"], _held["release"] = threading.Semaphore(0), threading.Event()
+    try:
+        yield _held["entered"], _held["release"]
+    finally:
+        _held["release"].set()
+
+
+def hold_thread() -> bool:
+    _held["entered"].release()
+    return bool(_held["release"].wait(60))
+
+
+def nest(depth: int) -> int:
+    return 0 if not depth else 1 + aiorpc.rpc_sync("worker1", nest, (depth - 1,))
+
+
 _running: dict[str, int] = {}
 _running_lock = threading.Lock()
 

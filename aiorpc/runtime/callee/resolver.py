@@ -66,6 +66,7 @@ class Resolver:
         self._permits = permits
         self.functions: dict[int, Handler] = {}
         self._methods: dict[tuple[type, str, object], Handler] = {}
+        self._methods_by_name: dict[tuple[type, str, object], Handler] = {}  # for these the rights are asked each time
 
     def is_system(self, function: Function) -> bool:
         """Whether a call is the runtime's own. Such calls are served even where users' calls are too many.
@@ -170,7 +171,7 @@ class Resolver:
                 value = self._objects.find(of, name, self._caller_name, tell=self._permits is None)
                 if not is_public(name):
                     raise RpcUsageError(f"{name:.130} of the object {of!r} is private: an object serves public methods")
-                self._call(name, call, value)
+                self._call(name, call, value, of)
             case Fetch(worker, number, key):
                 call.function = "to_here"
                 self._engine.counters.served_users += 1  # nothing is run for it, so nobody else counts it
@@ -243,31 +244,36 @@ class Resolver:
         except Exception as failure:  # there is no thread for it; whoever settles a Future answers nobody
             self._runner.refuse(call, failure)
 
-    def _call(self, name: str, call: ServedCall, value: object) -> None:
-        """Have the method of that name of an object run."""
+    def _call(self, name: str, call: ServedCall, value: object, of: str) -> None:
+        """Have the method of that name run, of the object that is served under the name `of`."""
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
-            self._call_method(value, name, attribute, call)
+            self._call_method(value, name, attribute, call, of)
         else:  # a property or the like: users' code, which may take its time
-            self._engine.pool.submit(self._call_method, value, name, None, call)
+            self._engine.pool.submit(self._call_method, value, name, None, call, of)
 
-    def _call_method(self, value: object, name: str, attribute: object, call: ServedCall) -> None:
+    def _call_method(self, value: object, name: str, attribute: object, call: ServedCall, of: str = "") -> None:
         try:
+            by_name = bool(of) and self._permits is not None  # which rights there are is not said by the class alone
             # One that this object has of its own, beside that of its class, is run in its own way.
             of_class = attribute is not None and name not in getattr(value, "__dict__", ())
-            handler = self._methods.get((type(value), name, attribute)) if of_class else None
-            if handler is None and self._permits is not None:
+            known = self._methods_by_name if by_name else self._methods
+            handler = known.get((type(value), name, attribute)) if of_class else None
+            if by_name:
+                assert self._permits is not None, "else nothing is asked"
+                self._permits.check_object(of, value, name)
+            elif handler is None and self._permits is not None:
                 self._permits.check_method(value, name)
             method = getattr(value, name)
             if handler is None:
                 if attribute is None and self._permits is not None:
-                    self._permits.check_attribute(value, name, method)
+                    self._permits.check_attribute(value, name, method, of)
                 if not callable(method):
                     raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
                 handler = functions.classify(method, f"{type(value).__qualname__}.{name}")._replace(method=name)
                 if of_class:
                     # Kept without the method: that would keep this value alive.
-                    self._methods[type(value), name, attribute] = handler._replace(function=len)
+                    known[type(value), name, attribute] = handler._replace(function=len)
             else:
                 handler = _new(Handler, (method, *handler[1:]))
         except BaseException as failure:

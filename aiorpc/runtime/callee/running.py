@@ -68,7 +68,9 @@ class Runner:
         load_references: ReferenceLoader,
         track: GradientLoader,
         backlog: Backlog,
+        caller: int,
     ) -> None:
+        """caller: the id of the worker whose calls these are."""
         self._node = node
         self._engine: Engine = node.engine
         self._answers = answers
@@ -77,6 +79,7 @@ class Runner:
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
+        self._share = node.engine.shares.of(caller)  # of the threads of the pool
         self.submitted = 0  # calls, to the pool
         self.standing: Standing | None = None  # what threads stand by for
         self._tasks = node.engine.tasks.alive
@@ -136,7 +139,7 @@ class Runner:
         try:
             if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
                 self.submitted += 1
-                self._engine.pool.submit(self._run_thread, call)
+                self._share.submit(self._run_thread, call, self.refuse)
             else:
                 self._ways[handler.mode._value_](call)
         except Exception as error:  # no thread can be had; where the loop has called this, nobody else would answer
@@ -264,7 +267,7 @@ class Runner:
 
     def _start_thread(self, call: ServedCall) -> None:
         self.submitted += 1
-        self._engine.pool.submit(self._run_thread if call.landing is None else self._run_landed, call)
+        self._share.submit(self._run_thread if call.landing is None else self._run_landed, call, self.refuse)
 
     def _run_landed(self, call: ServedCall) -> None:
         """In the pool: run a handler on the streams of devices on which its arguments arrive."""

@@ -133,7 +133,7 @@ class Service:
         )
         self.calls = self._answers.calls
         self._runner = Runner(
-            home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog
+            home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog, record.id
         )
         self._permits = permits_of(home.engine.rights, home.engine.name, record)
         self._resolver = Resolver(

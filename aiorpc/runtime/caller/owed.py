@@ -27,7 +27,7 @@ from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Values, read_error, read_values
-from ...protocol.reference_messages import PassedReference
+from ...protocol.reference_messages import PassedReference, ReferenceId
 from ...protocol.states import PeerState
 from ...sites import describe_site
 from ..calls.current import CommonHome, current_node
@@ -252,6 +252,18 @@ class OwedCalls:
         self.streams.pop(call_id, None)
         if future is not None:
             future.settle(None, copy_for(error, future))
+
+    def fail_calls_of(self, rref: ReferenceId, error: RpcError) -> None:
+        """The value of that reference will not be: the calls of its methods, and for itself, end. Any thread."""
+        for call_id, kept in list(self.lent.items()):
+            future = self.take(call_id) if any(each._rref == rref for each in kept) else None
+            if future is not None:
+                self.streams.pop(call_id, None)
+                text = f"{future.describe()} got no answer, as the value was not made: {foreign.text_of(error)}"
+                failure = type(error)(text)
+                failure.__dict__.update(error.__dict__)
+                future.settle(None, failure)
+                self._peer.call_off(call_id)
 
     def fail(self, error: RpcError) -> None:
         """The peer is gone: all calls end with that error."""

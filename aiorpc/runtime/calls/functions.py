@@ -29,15 +29,16 @@ from .batching import get_batcher
 from .declared import Declaration, declaration_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _DEFERRED = "_aiorpc_async_execution"
 _SYSTEM = "_aiorpc_system"
 _INLINE = "_aiorpc_inline"
 _BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
-_TYPED = "_aiorpc_typed"
 _MARKS = (_SYSTEM, _INLINE, _BRIEF, _INTRINSIC)
-_FOLLOWS = "_aiorpc_follows"
+_RESOURCE = "_aiorpc_resource"
+_BY_RIGHT = "_aiorpc_by_right"
 _OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
 _WILD = re.compile(r"[*?\[]")
 _Missing: Any = type("_Missing", (), {})  # stands where there may be None
@@ -146,32 +147,40 @@ def intrinsic(fn: F) -> F:
     return fn
 
 
-def typed(fn: F) -> F:
-    """Mark a method of the runtime's, for which rights are asked: its arguments are read as it declares them."""
-    setattr(fn, _TYPED, True)
-    return fn
+def resource(kind: str) -> Callable[[type[T]], type[T]]:
+    """Mark a class of the runtime's whose objects are served under names, and which have rights of their own there.
+
+    kind: as in `rights.RESOURCES`. Only methods that are marked with `by_right` can be called.
+    """
+
+    def mark(cls: type[T]) -> type[T]:
+        setattr(cls, _RESOURCE, kind)
+        return cls
+
+    return mark
 
 
-def follows(*methods: str) -> Callable[[F], F]:
-    """Mark a method of the runtime's that ends, or takes back, what one of those methods of its class has begun.
+def by_right(*verbs: str) -> Callable[[F], F]:
+    """Mark a method of such a class: a caller that may do one of those verbs with the object may call it.
 
-    Whoever may call one of those may call it as well: else what is given up there would stay.
+    There are several where a method ends, or takes back, what the other methods of these verbs have begun. Its
+    arguments are read as it declares them (`declared`).
     """
 
     def mark(fn: F) -> F:
-        setattr(fn, _FOLLOWS, methods)
+        setattr(fn, _BY_RIGHT, verbs)
         return fn
 
     return mark
 
 
-def followed_by(kind: type, method: str) -> Sequence[str]:
-    """The methods of a class that a method of it follows (`follows`)."""
+def rights_of(kind: type, method: str) -> tuple[str, Sequence[str]] | None:
+    """What objects of a class are in `rights.RESOURCES`, and which of its verbs allow that method; None for others."""
+    if not kind.__module__.startswith("aiorpc.") or _RESOURCE not in kind.__dict__:
+        return None
     found = find_method(kind, method)
-    if not isinstance(found, FunctionType) or not found.__module__.startswith("aiorpc."):
-        return ()
-    methods: Sequence[str] = found.__dict__.get(_FOLLOWS, ())
-    return methods
+    verbs: Sequence[str] = found.__dict__.get(_BY_RIGHT, ()) if isinstance(found, FunctionType) else ()
+    return kind.__dict__[_RESOURCE], verbs
 
 
 def is_intrinsic(function: object) -> bool:
@@ -181,7 +190,7 @@ def is_intrinsic(function: object) -> bool:
 
 def is_declared(function: object) -> bool:
     """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
-    return _is_marked(function, (*_MARKS, _TYPED))
+    return _is_marked(function, (*_MARKS, _BY_RIGHT))
 
 
 def _is_marked(function: object, marks: Iterable[str]) -> bool:

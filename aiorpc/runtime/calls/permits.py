@@ -95,16 +95,18 @@ class Permits:
     def check_method(self, value: object, method: str) -> None:
         """Whether that method of a value may be called, before it is looked up."""
         kind = type(value)
-        methods = (method, *functions.followed_by(kind, method))
-        if not any(self._rights.allowed_method(self._role, kind, each) for each in methods):
+        if functions.rights_of(kind, method) is not None or not self._rights.allowed_method(self._role, kind, method):
             raise self.refusal(f"{name_of_class(type(value))}.{method:.{_SHOWN}}")
 
-    def check_attribute(self, value: object, name: str, found: object) -> None:
+    def check_attribute(self, value: object, name: str, found: object, of: str = "") -> None:
         """The same for what is no method of the class but an attribute of the value, once that was looked up.
 
         It is allowed if the rule lists it by this name, or has it under the name that it has where it is defined.
+        of: the name under which the value is served, if it was called by that.
         """
         if self._rights.listed(self._role, f"{name_of_class(type(value))}.{name}"):
+            return
+        if of and self._rights.listed_method(self._role, of, name):
             return
         if isinstance(found, MethodType):
             self.check_method(found.__self__, found.__name__)
@@ -123,6 +125,25 @@ class Permits:
         if creator != self._caller.id and not self._rights.allowed_value(self._role, type(value)):
             raise self.refusal(f"{name_of_class(type(value))}.{FETCH}")
 
+    # --- what has a name ----------------------------------------------------------------------------------------------
+
+    def check_object(self, name: str, value: object, method: str) -> None:
+        """Whether that method of the object that is served under a name may be called, before it is looked up."""
+        ruled = functions.rights_of(type(value), method)
+        if ruled is not None:
+            self.check_resource(ruled[0], name, *ruled[1])
+        elif not self._rights.allowed_resource(self._role, "object", name, method):
+            self.check_method(value, method)
+
+    def check_resource(self, kind: str, name: str, *verbs: str) -> None:
+        """Whether one of these verbs is allowed for what has that name. kind, verbs: as in `rights.RESOURCES`."""
+        if not any(self._rights.allowed_resource(self._role, kind, name, verb) for verb in verbs):
+            raise self.refusal(" or ".join(f"{kind}/{name:.{_SHOWN}}:{verb}" for verb in verbs) or f"{kind}/{name}")
+
+    def may(self, kind: str, name: str, verb: str) -> bool:
+        """Whether that verb is allowed for what has that name."""
+        return self._rights.allowed_resource(self._role, kind, name, verb)
+
     # --- refusing -----------------------------------------------------------------------------------------------------
 
     def refusal(self, function: str) -> NotAllowed:
@@ -130,8 +151,9 @@ class Permits:
         caller, role, rule = self._caller, self._role, self._rights.describe(self._role)
         shown = function if len(function) <= 2 * _SHOWN else f"{function[: 2 * _SHOWN]}..."
         shown = legible(shown)  # it is the caller's own words, and goes to the log
+        deed = f"have {shown} run" if "/" not in shown else f"do {shown}"
         error = NotAllowed(
-            f"worker {caller.name!r} may not have {shown} run on worker {self._worker!r}, whose option {rule}",
+            f"worker {caller.name!r} may not {deed} on worker {self._worker!r}, whose option {rule}",
             worker=self._worker,
             caller=caller.name,
             role=role,

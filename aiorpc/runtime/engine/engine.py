@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
-from ...rights import Rights, exposed
+from ...rights import SAFE_SERVE, Rights
 from ...threads import waits_in_main_thread
 from ...transport.certificates import Credentials
 from ...transport.lasting import LastingConnection
@@ -26,6 +26,7 @@ from .host import cores
 from .lifetime import Lifetime, loop_has_ended
 from .observing import Observer
 from .pool import NoThread, ThreadPool
+from .shares import Shares, threads_in_all
 from .steps import Steps
 from .tasks import Tasks
 
@@ -41,6 +42,7 @@ class Engine:
     hold up the answers that they wait for.
     connections: all connections that exist, including those in their handshake, because a forked child has to close
     its copies of all of them.
+    shares: which threads of the pool the calls of each caller have.
     rights: what this worker runs for whom.
     safe: whether the worker reads no pickles (option ``serialization``).
     kept: what consumers wait at, and tasks of theirs. A loop itself keeps none, and whoever brings what they wait for
@@ -73,7 +75,7 @@ class Engine:
         self.options = options
         self.safe = options.serialization == "safe"
         # Where nothing is unpickled, nothing is run either that nobody has named.
-        self.rights = Rights((exposed,) if self.safe and options.serve is None else options.serve)
+        self.rights = Rights(SAFE_SERVE if self.safe and options.serve is None else options.serve)
         self.record = record
         self.id = record.id  # its number in the group: the rank, if it is no replacement
         self.credentials = credentials
@@ -90,7 +92,9 @@ class Engine:
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
         # A lone core is left to whoever has to answer.
         busy = options.busy_wait if cores() >= 2 else 0.0
-        self.pool = ThreadPool(self.name, options.num_worker_threads, prepare=prepare, busy=busy)
+        threads = options.num_worker_threads
+        self.pool = ThreadPool(self.name, threads_in_all(threads), prepare=prepare, busy=busy)
+        self.shares = Shares(self.pool, threads)
         self.poll = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
         self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
 

@@ -31,7 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from ... import foreign
 from ...callbacks import block_observer
@@ -74,15 +74,24 @@ class _NotStarted(RuntimeError):
     """The system, or an interpreter that ends, gives no more threads."""
 
 
+class ShareForPool(Protocol):
+    """The share that a caller has of the threads (`Share`)."""
+
+    def claim(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
 class _Local(threading.local):
     """What a thread knows of its own waits.
 
     depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
-    its waits take on average.
+    its waits take on average. share: of whose caller it runs a job, see `shares`.
     """
 
     depth = -1
     typical_wait = 0.0
+    share: ShareForPool | None = None
 
 
 class ThreadPool:
@@ -94,6 +103,7 @@ class ThreadPool:
     many at most, and no more than `busy_poll.MOMENT`, a thread that stands by looks before it sleeps.
     may_stay_awake: whether there may be threads that wait without sleeping (`stay_awake`).
     All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
+    local: what the calling thread knows of itself.
     """
 
     def __init__(
@@ -119,7 +129,7 @@ class ThreadPool:
         self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
         self._standing: list[Alarm] = []
         self._most_standing = _MOST_STANDING
-        self._local = _Local()
+        self.local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
         self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
         self._ending: list[threading.Thread] = []  # those that count no more, and may not be gone yet
@@ -167,7 +177,7 @@ class ThreadPool:
 
     def is_pool_thread(self) -> bool:
         """Whether the calling thread is one of this pool's."""
-        return self._local.depth >= 0
+        return self.local.depth >= 0
 
     # Work.
 
@@ -195,7 +205,7 @@ class ThreadPool:
 
     def enter_blocked(self) -> None:
         """The calling pool thread is about to wait: another may run meanwhile. Nothing in other threads. May nest."""
-        local = self._local
+        local = self.local
         if local.depth < 0:
             return
         local.depth += 1
@@ -203,17 +213,21 @@ class ThreadPool:
             return
         with self._lock:
             self._blocked += 1
+        if local.share is not None:
+            local.share.let_go()
         self._look_again()
 
     def exit_blocked(self) -> None:
         """The wait announced by ``enter_blocked`` is over. More than ``limit`` may run until one finishes its job."""
-        local = self._local
+        local = self.local
         if local.depth <= 0:
             return
         local.depth -= 1
         if local.depth == 0:
             with self._lock:
                 self._blocked -= 1
+            if local.share is not None:
+                local.share.claim()
 
     def stay_awake(
         self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
@@ -225,7 +239,7 @@ class ThreadPool:
         at most `busy` seconds, one thread at a time, and only while no job needs the interpreter. One whose waits take
         longer on average sleeps at once.
         """
-        most, local = self._most_busy, self._local
+        most, local = self._most_busy, self.local
         if not most or local.typical_wait > most or self._busy() > (local.depth >= 0) or not self._awake.acquire(False):
             return
         try:
@@ -241,7 +255,7 @@ class ThreadPool:
 
         Waits that are long count as twice `busy`, so that one among short ones is soon forgotten.
         """
-        local = self._local
+        local = self.local
         local.typical_wait += _WEIGHT * (min(seconds, 2 * self._most_busy) - local.typical_wait)
 
     def close(self, timeout: float) -> int:
@@ -409,7 +423,7 @@ class ThreadPool:
             self._starting.discard(announced)
             self._wakes.add(wake)
             self._running[wake] = threading.current_thread()
-        self._local.depth = 0
+        self.local.depth = 0
         block_observer.set(self)
         if self._prepare is not None:
             self._prepare()

@@ -28,7 +28,9 @@ from ..group.events import Events
 from ..group.group import Group
 
 _MOST, _MOST_MEMBERS = 256, 4096  # barriers at which others wait here, and members of one
-_GRACE = 5.0  # seconds that a caller waits longer than the barrier itself, for the word who is missing
+# For the word who is missing a caller waits longer than the barrier itself, by this share of its time, and by so many
+# seconds at least and at most.
+_SHARE, _LEAST_GRACE, _GRACE = 0.1, 0.5, 5.0
 
 
 class Home(CommonHome, Protocol):
@@ -48,7 +50,8 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
         raise RpcUsageError(
             f"worker {home.engine.name!r} is no member of the group, so nobody waits for it at a barrier"
         )
-    patience, host = timeout + _GRACE if timeout else 0.0, ids[min(ids)]
+    patience = timeout + min(_GRACE, max(_LEAST_GRACE, _SHARE * timeout)) if timeout else 0.0
+    host = ids[min(ids)]
     call = host.call(come_to_barrier, (tag, pack(sorted(ids)), timeout), None, patience, system=True)
     try:
         return _Coming(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
@@ -192,5 +195,7 @@ async def come_to_barrier(
     """Handler, on the member with the lowest id: the caller has come to a barrier. It is answered when all have."""
     call = current_call.get()
     assert call is not None, "this function is a handler"
+    if call.permits is not None:
+        call.permits.check_resource("barrier", tag, "come")
     node: Any = call.node  # a Node: there is nothing else
     await node.barriers.arrive(call.caller_id, tag, tuple(members), timeout)

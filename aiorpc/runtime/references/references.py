@@ -52,6 +52,7 @@ from ...protocol.reference_messages import (
 )
 from ...protocol.references import ReferenceTable
 from ...sites import describe_site
+from ..caller.future import CallFuture
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
@@ -270,6 +271,16 @@ class References:
             reason = foreign.text_of(error)
             unsent = getattr(future, "unsent", False)  # else the call may still come there, when nobody wants it
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
+            self.end_waits(rref, future)
+
+    def end_waits(self, rref: ReferenceId, creation: Future[Any]) -> None:
+        """The creation of a value has failed here: the calls that this worker has made to the value end with that.
+
+        Their own time may be longer, or without a limit, and the owner may never answer. Any thread.
+        """
+        error = creation._error
+        if isinstance(creation, CallFuture) and isinstance(error, RpcError) and not came_from_afar(error):
+            creation.peer.owed.fail_calls_of(rref, error)
 
     def load(
         self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None

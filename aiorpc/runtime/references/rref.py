@@ -121,6 +121,8 @@ class ReferencesForRRef(Protocol):
 
     def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]: ...
 
+    def end_waits(self, rref: ReferenceId, creation: Future[Any]) -> None: ...
+
     def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None: ...
 
 
@@ -215,14 +217,21 @@ class RRef(Generic[T]):
             return self._value_future()
         peer = self._references.peers.by_id(self._owner)
         seconds = self._references.engine.timeout(timeout)
-        return peer.call(Fetch(*self._rref), (), None, seconds, depth=depth)
+        return self._asked(peer.call(Fetch(*self._rref), (), None, seconds, depth=depth, keeps=self))
+
+    def _asked(self, call: Future[Any]) -> Future[Any]:
+        """A call of the value was made, and its creation may have failed as it was made. Returns it."""
+        creation = self._creation
+        if self._creating is not None and creation is not None and creation.done():
+            self._references.end_waits(self._rref, creation)
+        return call
 
     def _call_method(self, name: str, args: Sequence[Any], seconds: float) -> Future[Any]:
         """Call a method of the value on its owner; for the runtime's own."""
         if self._creating is not None:
             self._ask()
         peer = self._references.peers.by_id(self._owner)
-        return peer.call(Method(*self._name(), name), args, None, seconds, keeps=self)
+        return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, keeps=self))
 
     def _name(self) -> ReferenceId:
         """What calls name the value by: one that was lent is counted from now on, as they may come late."""
@@ -396,5 +405,5 @@ def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) 
         return references.home.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
-    future = peer.call(method, args, kwargs, seconds, depth=depth, keeps=rref)
+    future = rref._asked(peer.call(method, args, kwargs, seconds, depth=depth, keeps=rref))
     return wait_alone(future) if proxy._verb == "rpc_sync" else future
