@@ -2,18 +2,19 @@
 
 A group of fixed size is a star: every member makes itself known to the leader, the live member with the lowest id. The
 leader sees a member die and tells the others; when it dies itself, the next one leads. In a group that is joined freely
-nobody leads, and a member that leaves finishes its own calls. A fixed group leaves together, as torch programs expect:
-each member goes on serving until all have finished.
+nobody leads. A worker leaves by one rule: it closes its door, and goes once what it had accepted by then is over. A
+member of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect:
+each member goes on serving until all have entered, and then all close their doors.
 
     member                         leader
     ENTER (a call)         -->     notes it; once every live member has entered:
-                           <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
+    closes its door        <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
     leaves                 <--     answers all ENTERs
     GOODBYE                        GOODBYE
 
-Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from
-users' threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under
-way in between.
+Why two rounds: an idle worker wakes up only by a call, and behind a closed door calls start only at workers that are
+not idle. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under way in
+between. Without the door a thread that makes calls back to back would keep all members for ever.
 
 One `GroupTable` per worker. Its methods take events and return what is to be done, in order; they never block, and must
 be called by one thread at a time. The leader's own ENTER is a message to itself. What holds, and the test in
@@ -23,8 +24,9 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
    `test_l1_nobody_is_let_go_before_all_have_entered`, `test_l1_a_loss_ends_nobodys_waiting_for_the_living`
 2. Nobody is let go while a call is under way between live members, unless a bound was passed.
    `test_l2_only_two_equal_idle_rounds_let_go`
-3. Once all live members have entered and their calls are over, all are let go in a bounded number of steps.
-   `test_l3_all_are_let_go_once_they_are_idle`
+3. Once all live members have entered and the calls are over that were accepted by then, all are let go in a bounded
+   number of steps, whatever their programs begin meanwhile.
+   `test_l3_all_are_let_go_once_they_are_idle`, `test_l3_a_poll_closes_the_door`
 4. A death leaves no live member waiting for ever: whoever waited for the dead one goes on without it, and whoever had
    entered at a leader that is gone enters at the next one.
    `test_l4_a_death_is_waited_for_by_nobody`, `test_l4_a_member_enters_again_at_the_next_leader`,
@@ -226,6 +228,17 @@ class Overdue:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseDoor:
+    """From now on nothing that this worker's program begins is taken; what it waits for has a grace.
+
+    alone: whether it leaves by itself: then nothing new that others send is taken, either. Else they close their doors,
+    too, and what comes is part of what they had accepted.
+    """
+
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitIdle:
     """Wait until no call of users is under way at this worker. The event `idle` follows."""
 
@@ -255,6 +268,7 @@ Output = (
     | Poll
     | Rest
     | Overdue
+    | CloseDoor
     | AwaitIdle
     | Go
 )
@@ -284,7 +298,6 @@ class GroupTable:
         self._introducing: dict[int, set[int]] = {}  # by newcomer: the members that have not answered yet
         self._middle = self.leader  # of the star, when we last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
-        self._hosts_store = False
         self._waiting: dict[int, None] = {}  # who has entered and waits for the answer, in that order
         self._answered: set[int] = set()
         self._previous: dict[int, Activity | None] | None = None  # what the last round found
@@ -389,7 +402,7 @@ class GroupTable:
     def _after_parting(self) -> Outputs:
         """What follows once a member is gone: it may have been the last one that the others waited for."""
         if self.leaving is Leaving.STAYING and not self._others():
-            return self._go(Step.ALONE)
+            return self._finish(Step.ALONE)
         return self._begin_rounds()
 
     # -- newcomers in the places of the lost, as the leader -----------------------------------------------------------
@@ -497,14 +510,22 @@ class GroupTable:
     def leave(self, *, hosts_store: bool = False) -> Outputs:
         """The user of this worker has asked it to leave. Only once.
 
-        hosts_store: whether this process serves the store, which newcomers need.
+        hosts_store: whether this process serves the store, which ends with it: then nobody could join or be found.
         """
-        self._hosts_store = hosts_store
-        if self.free:
-            self._step(Step.FINISH)
-            return [AwaitIdle()]
-        self._step(Step.ENTER)
-        return self._send_enter()
+        if not self.free:
+            self._step(Step.ENTER)
+            return self._send_enter()
+        if hosts_store and self._others():
+            self._step(Step.NEEDED)
+            return []
+        return self._finish(Step.FINISH)
+
+    def all_entered(self, leader: int) -> Outputs:
+        """That member polls this worker, and says by that that all leave. Only the leader can know."""
+        if self.leaving is not Leaving.ENTERED or leader != self.leader:
+            return []
+        self._step(Step.ALL_ENTERED)
+        return [CloseDoor(alone=False)]
 
     def enter_answered(self) -> Outputs:
         """The leader has answered the ENTER of this worker."""
@@ -515,16 +536,15 @@ class GroupTable:
         if leader in self.gone:
             self._step(Step.LEADER_GONE)
             return self._send_enter()
-        self._step(Step.REFUSED)
-        return [AwaitIdle()]
+        return self._finish(Step.REFUSED)
 
     def idle(self) -> Outputs:
         """No call of users is under way at this worker any more. Follows on AwaitIdle."""
-        if self.free and self._hosts_store and self._others():
-            # The store ends with its host: then nobody could join or be found any more.
-            self._step(Step.NEEDED)
-            return []
         return self._go(Step.IDLE)
+
+    def _finish(self, step: Step) -> Outputs:
+        self._step(step)
+        return [CloseDoor(alone=True), AwaitIdle()]
 
     def give_up(self) -> Outputs:
         """This worker stops waiting, whatever the others do. Nothing follows if it has been let go before."""

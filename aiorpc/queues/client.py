@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,6 +47,7 @@ from ..runtime.caller.peer import Peer
 from ..runtime.calls.current import within_call
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
+from ..runtime.engine.lifetime import no_longer_waits
 from ..runtime.node import Node
 from ..sites import call_site
 from .calls import Calls
@@ -96,9 +98,11 @@ class Client:
         self._most = _ITEMS_AT_ONCE  # items in the next call that puts
         self._gets: deque[GetFuture] = deque()
         self._get_number = 0  # of the call that takes items; 0: none is under way
+        self.waits: set[PutFuture | GetFuture] = set()  # those that somebody waits for
         self._lost: deque[ItemLost] = deque()
         self._scheduled = False
         self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
+        node.engine.call_on_loop(node.engine.waits.add, self)
 
     def describe(self) -> str:
         """The queue, for errors."""
@@ -115,7 +119,7 @@ class Client:
 
     def get(self, count: int, many: bool, timeout: float) -> GetFuture:
         """See `QueueHandle.get` and `get_many`."""
-        self.node.engine.lifetime.check_open()
+        self.node.engine.lifetime.check_begin()
         return GetFuture(self, count, many, partial(self._begin, timeout))
 
     def put_nowait(self, item: Any, copy: bool) -> PutFuture:
@@ -127,7 +131,7 @@ class Client:
 
     def get_nowait(self) -> GetFuture:
         """See `QueueHandle.get_nowait`."""
-        self.node.engine.lifetime.check_open()
+        self.node.engine.lifetime.check_begin()
         return GetFuture(self, 1, False, partial(self._get_now, self._patience()))
 
     def _patience(self) -> float:
@@ -163,7 +167,7 @@ class Client:
         return self._calls.join(secrets.randbits(62) + 1, timeout, call_site(sys._getframe(2)), late)
 
     def _packed(self, item: Any, copy: bool) -> Item:
-        self.node.engine.lifetime.check_open()
+        self.node.engine.lifetime.check_begin()
         try:
             owner, keep = self.node.peers.find(self._owner), self.node.memory.keep
             packed = pack(item, self._here, owner, self._may_be_read_by_others, copy, keep)
@@ -197,6 +201,8 @@ class Client:
             self.node.engine.loop.call_soon(self._send)
 
     def _start_timer(self, waiting: PutFuture | GetFuture, timeout: float) -> None:
+        waiting.began = time.monotonic()
+        self.waits.add(waiting)
         if timeout:
             waiting.timer = self.node.engine.loop.call_later(timeout, self._late, waiting, timeout)
 
@@ -604,7 +610,7 @@ class Client:
 
     def given_up(self, waiting: PutFuture | GetFuture) -> None:
         """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
-        waiting.stop_timer()
+        waiting.stop_waiting()
         if waiting.number:
             if self._calls.take_back(waiting.number) and isinstance(waiting, PutFuture):
                 self._asking.discard(waiting)
@@ -622,6 +628,16 @@ class Client:
             self._gets.clear()
             if self._calls.withdraw(self._get_number):
                 self._get_number = 0
+
+    def end_waits(self, seconds: float) -> list[str]:
+        """See `engine.Waits`."""
+        ended = []
+        for waiting in [each for each in self.waits if not each.nested]:
+            what = waiting.describe()
+            if waiting.finish(None, no_longer_waits(self.node.engine.name, what, seconds)):
+                ended.append(f"{waiting.subject}, since {time.monotonic() - waiting.began:.1f} s")
+                self.given_up(waiting)
+        return ended
 
     def _next_number(self) -> int:
         self._numbers += 1

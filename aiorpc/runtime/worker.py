@@ -251,6 +251,7 @@ class Worker:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
         node = self.node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        node.engine.lifetime.check_begin()
         peers = node.peers
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, wait=True)

@@ -89,6 +89,9 @@ class Home(CommonHome, Protocol):
     def peer_of(self, record: WorkerRecord) -> PeerForService:
         """The peer of the worker that calls."""
 
+    def continues(self, trace: int) -> bool:
+        """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
+
     def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
         """That worker has said that it leaves. sure: it was it for sure that has said so."""
 
@@ -212,6 +215,8 @@ class Service:
                 f"worker {self._engine.name!r} takes {self._engine.options.max_call_rate:g} calls a second of "
                 f"{self.record.name!r} (max_call_rate); this one was not run"
             )
+        elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.trace):
+            failure = PeerClosed(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
         elif message.arguments.references:
             self._home.references.coming(message.arguments.references)
         if type(failure) is Overloaded and self._resolver.is_brief(message.function):

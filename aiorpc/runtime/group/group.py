@@ -466,5 +466,5 @@ async def enter() -> None:
 @system
 async def poll() -> tuple[bool, int]:
     """Handler: whether this worker is idle, and how many calls it has seen."""
-    group, _ = _current()
-    return group.departure.activity()
+    group, caller_id = _current()
+    return group.departure.polled(caller_id)
