@@ -37,8 +37,8 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
 8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
-9. A newcomer in the place of a lost member is let in by the leader, and is a member once all living ones know it.
-   `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_a_newcomer_is_welcome_once_all_know_it`,
+9. A newcomer in the place of a member that is gone is let in by the leader, and is a member once all living ones know
+   it. `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`, `test_l9_a_newcomer_is_welcome_once_all_know_it`,
    `test_l9_a_newcomer_is_waited_for_as_any_member`, `test_l9_nobody_comes_once_the_group_is_let_go`,
    `test_l9_a_newcomer_whose_leader_is_lost_is_out`
 
@@ -165,7 +165,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A newcomer has the place of a member that was lost: from now on calls by name and rank go to it."""
+    """A newcomer has the place of a member that is gone: from now on calls by name and rank go to it."""
 
     member: WorkerRecord
     before: WorkerRecord
@@ -279,7 +279,7 @@ class GroupTable:
     """One worker's view of its group.
 
     worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
-    leave at any time. newcomer: this worker takes the place of a lost member, and is not known to the others yet. Ids
+    leave at any time. newcomer: this worker takes the place of one that is gone, and is not known to the others yet. Ids
     of workers are never used twice.
     """
 
@@ -343,7 +343,7 @@ class GroupTable:
         led = record.id == self.leader
         self.gone.add(record.id)
         self.lost[record.id] = record.info
-        self.places.part(record, lost=True)
+        self.places.part(record)
         if not self.free:
             self._losses.append((record, cause))
         outputs = self._take_over() if led else self._report(self._losses[-1:])
@@ -357,7 +357,7 @@ class GroupTable:
         if self.free:  # one that has left as soon as it came may not have been known
             self.members.setdefault(record.id, record)
         self.gone.add(record.id)
-        self.places.part(record, lost=False)
+        self.places.part(record)
         return [*self._part(record.id), Left(record), *self._after_parting(), *self._forget(record)]
 
     def _forget(self, departed: WorkerRecord) -> Outputs:
@@ -405,7 +405,12 @@ class GroupTable:
             return self._finish(Step.ALONE)
         return self._begin_rounds()
 
-    # -- newcomers in the places of the lost, as the leader -----------------------------------------------------------
+    # -- newcomers in vacant places, as the leader --------------------------------------------------------------------
+
+    @property
+    def admits(self) -> bool:
+        """Whether this worker is to look for newcomers: it leads a group that goes on, and a place is vacant."""
+        return not self.free and self.leads and not self._is_over() and bool(self.places.vacant())
 
     def apply(self, newcomer: WorkerRecord) -> Outputs:
         """A claim for a place stands in the store. Nothing follows where this worker cannot decide that, or not now."""
@@ -431,8 +436,10 @@ class GroupTable:
             return [Refuse(newcomer, "all members are leaving just now; it can be in the group that they form next")]
         if self.places.promised.get(newcomer.rank) != newcomer:
             return [Refuse(newcomer, "it was not admitted, or another one was")]
+        # Who leads since the one before has left has looked after nobody so far: the group goes on, as this one comes.
+        outputs: Outputs = self._take_over() if self._middle != self.worker_id else []
         others = self._others()
-        outputs: Outputs = [Replaced(newcomer, self.places.take(newcomer))]
+        outputs.append(Replaced(newcomer, self.places.take(newcomer)))
         self.members[newcomer.id] = newcomer
         self._introducing[newcomer.id] = {each.id for each in others}
         outputs += [Announce(each, newcomer) for each in others]
@@ -457,12 +464,12 @@ class GroupTable:
     # -- newcomers, as another member, and as the newcomer ------------------------------------------------------------
 
     def introduce(self, newcomer: WorkerRecord) -> Outputs:
-        """The leader says that a newcomer has the place of one that is lost here, too."""
+        """The leader says that a newcomer has the place of one that is gone here, too."""
         if newcomer.id in self.members:
             return []
         before = self.places.introduce(newcomer)
         self.members[newcomer.id] = newcomer
-        return [Replaced(newcomer, before)]
+        return [Replaced(newcomer, before), *(self._take_over() if self._middle != self.leader else [])]
 
     def in_the_way(self, newcomer: WorkerRecord) -> WorkerRecord | None:
         """The member that is in the place of that newcomer, and not known to be gone."""
@@ -487,7 +494,7 @@ class GroupTable:
         self.places = Places(self.members.values())
         for record in self.members.values():
             if record.id in self.gone:
-                self.places.part(record, lost=record.id in self.lost)
+                self.places.part(record)
         outputs += [output for left in roster.left for output in self.depart(left)]
         return outputs + [output for lost, cause in roster.lost for output in self.lose(lost, cause)]
 

@@ -428,7 +428,7 @@ def test_rank_0_hosts_as_soon_as_the_store_of_an_ending_job_has_gone() -> None:
 def test_rank_0_that_came_to_a_store_that_is_being_closed_hosts_the_next_one() -> None:
     """Nobody else would: the other ranks wait for it."""
     old, port = stores.serve("127.0.0.1", 0)
-    Board(old, "old").set_closing(True)
+    Board(old, "old").announce_end(make_record("old", 0))
     with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
         results: list[Any] = [opened.hosts_store]
         joining = threading.Thread(target=lambda: results.extend(opened.join(lambda number: make_record("w", number))))

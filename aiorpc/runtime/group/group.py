@@ -93,6 +93,7 @@ class Group:
             carry_out=self._carry_out,
             lose=self.on_lost,
             is_together=self._hearsay.is_together,
+            has_left=self.look_for_farewell,
             verbs=(arrive, introduce),
         )
         self.members = self._table.members
@@ -272,8 +273,7 @@ class Group:
         home, engine = self._home, self._engine
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.warning("worker %s was lost: %s", record.describe(), cause)
-        home.peers.of(record).fail(failure(record, cause, error))
-        home.peers.on_lost(record)
+        self._end_calls(record, failure(record, cause, error))
         self._forget(record)
         if home.rendezvous.dynamic:
             engine.tasks.spawn(self._strike_off(home.rendezvous, record))
@@ -343,11 +343,15 @@ class Group:
         new = self._table.returning is not Returning.MEMBER
         error = peer.parting = farewell(record, ", before this worker came" if new else "")
         if peer.owed.pending:
-            self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
+            self._engine.loop.call_later(_GOODBYE_GRACE, self._end_calls, record, error)
         else:
-            peer.fail(error)
+            self._end_calls(record, error)
         self._forget(record)
         self._home.news.publish(WorkerLeft(record.info))
+
+    def _end_calls(self, record: WorkerRecord, error: RpcError) -> None:
+        self._home.peers.of(record).fail(error)
+        self._home.peers.on_gone(record)
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
