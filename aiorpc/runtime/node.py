@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -239,9 +240,9 @@ class Node:
         """The peer of a worker that has proved who it is."""
         return self.peers.of(record)
 
-    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
-        """A worker has said that it leaves. sure: it was it for sure that has said so."""
-        self.group.on_goodbye(record, sure)
+    def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
+        """A worker has said that it leaves. sure: it was it for sure that has said so. failed: as of `farewell`."""
+        self.group.on_goodbye(record, sure, failed)
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
         """Whether a worker that cannot be reached has left, as it has told the store."""
@@ -362,6 +363,7 @@ class Node:
         # with which the others answer the goodbye for no losses.
         if self.engine.lifetime.state is not WorkerState.CLOSED:
             self.engine.lifetime.enter(WorkerEvent.EXITED)
+        self.engine.lifetime.fail(getattr(sys, "last_type", None))  # of the main program, if that has ended by an error
         self.listeners.unlink()
         with contextlib.suppress(OSError):
             self.rendezvous.remove_secret()

@@ -387,4 +387,5 @@ class Worker:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # a fixture may leave in another context than it entered
                 current_node.reset(self._token)
+        self._life.lifetime.fail(None if exc is None else type(exc))
         await self.shutdown(graceful=exc is None)

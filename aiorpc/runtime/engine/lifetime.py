@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import WorkerClosed
+from ...protocol.messages import is_error_name
 from ...protocol.states import WORKER, WorkerEvent, WorkerState
 
 
@@ -18,7 +19,7 @@ class Lifetime:
     as its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the state and the door;
     they are attributes of their own because each call looks at `shut`.
 
-    is_nested: whether the code that asks belongs to a call that is being served here.
+    failed: the name of the error that has ended its program; "" for none. is_nested: whether the code that asks belongs to a call that is being served here.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,6 +31,7 @@ class Lifetime:
         self.parting = False
         self.is_nested: Callable[[], bool] = bool
         self._door_closed = False
+        self.failed = ""
         self.forked = False
         self.loop_ended = False
         self.exits = False
@@ -43,6 +45,11 @@ class Lifetime:
         self.forked = self.forked or event is WorkerEvent.FORKED
         self.loop_ended = self.loop_ended or event is WorkerEvent.LOOP_ENDED
         self.exits = self.exits or event is WorkerEvent.EXITED
+
+    def fail(self, error: type[BaseException] | None) -> None:
+        """The program of this worker has ended by an error of that class: the others are told its name."""
+        if isinstance(error, type) and issubclass(error, (Exception, KeyboardInterrupt)):
+            self.failed = error.__name__ if is_error_name(error.__name__) else "Exception"
 
     def close_door(self, *, alone: bool) -> None:
         """Take nothing that this worker's program begins from now on. alone: nor what others send. On the loop."""

@@ -228,6 +228,11 @@ class PlacesInStore:
             raise self.board.rubbish(self._key("answer"), "an answer with the number of nobody") from None
         return Admission(by, members, lost, left, answer.secret)
 
+    def named(self, incarnation: str) -> str:
+        """The member of that incarnation, for people."""
+        lives = (each.record for rank in range(self.world_size) for each in self.lives(rank))
+        return next((each.describe() for each in lives if each.incarnation == incarnation), "a member")
+
     def is_over(self, newcomer: WorkerRecord) -> bool:
         """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place."""
         for rank in range(self.world_size):
@@ -330,7 +335,7 @@ class Return:
         for _ in patience.tries():
             answer = places.answer(self.record)
             if answer is not None and answer.refused:
-                raise self._refused(f"says the leader of the group: {answer.refused}")
+                raise self._refused(f"says {places.named(answer.by)}, which leads the group: {answer.refused}")
             if answer is not None:
                 self.admission = places.admission(answer)
                 return True
@@ -348,11 +353,14 @@ class Return:
                 )
             looked = time.monotonic()
         raise self._refused(
-            f"and no member of the group that runs has let the second in within {patience.seconds:g} s; that is for "
+            f"and no member of the group that runs has let it in within {patience.seconds:g} s; that is for "
             f"its leader, once {self._before.name!r} is gone for it"
         )
 
     def _refused(self, why: str) -> RendezvousError:
+        if self._left:
+            before = f"the place of {self._before.describe()}, which has left"
+            return RendezvousError(f"{self.record.describe()} cannot have {before}, {why}")
         both = f"by {self._before.describe()} and by {self.record.describe()}"
         return RendezvousError(f"rank {self.record.rank} was taken twice: {both}, {why}")
 
