@@ -234,10 +234,14 @@ class PlacesInStore:
         return next((each.describe() for each in lives if each.incarnation == incarnation), "a member")
 
     def is_over(self, newcomer: WorkerRecord) -> bool:
-        """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place."""
+        """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place, and
+        nothing shows that it lives."""
         for rank in range(self.world_size):
             holder = None if rank == newcomer.rank else self.holder(rank)
-            if holder is not None and not self.has_ended(holder.record) and self.claimant(rank) is None:
+            if holder is None or self.has_ended(holder.record):
+                continue
+            claimant = self.claimant(rank)
+            if claimant is None or self.sign_of_life(holder.record, claimant.record):
                 return False
         return True
 
