@@ -32,6 +32,7 @@ from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
+from ..runtime.caller.peer import Try
 from ..runtime.calls.current import current_call, permits
 from ..runtime.calls.functions import async_execution, brief, intrinsic
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd, opener_of
@@ -446,7 +447,8 @@ def ask(
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
     try:
-        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system)
+        # Part of a pass that was begun: a worker that leaves since does not refuse it.
+        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system, one_try=Try(None, None))
     finally:
         current_autograd.reset(token)
 

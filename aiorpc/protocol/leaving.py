@@ -2,18 +2,19 @@
 
 A group of fixed size is a star: every member makes itself known to the leader, the live member with the lowest id. The
 leader sees a member die and tells the others; when it dies itself, the next one leads. In a group that is joined freely
-nobody leads, and a member that leaves finishes its own calls. A fixed group leaves together, as torch programs expect:
-each member goes on serving until all have finished.
+nobody leads. A worker leaves by one rule: it closes its door, and goes once what it had accepted by then is over. A
+member of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect:
+each member goes on serving until all have entered, and then all close their doors.
 
     member                         leader
     ENTER (a call)         -->     notes it; once every live member has entered:
-                           <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
+    closes its door        <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
     leaves                 <--     answers all ENTERs
     GOODBYE                        GOODBYE
 
-Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from
-users' threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under
-way in between.
+Why two rounds: an idle worker wakes up only by a call, and behind a closed door calls start only at workers that are
+not idle. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under way in
+between. Without the door a thread that makes calls back to back would keep all members for ever.
 
 One `GroupTable` per worker. Its methods take events and return what is to be done, in order; they never block, and must
 be called by one thread at a time. The leader's own ENTER is a message to itself. What holds, and the test in
@@ -23,8 +24,9 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
    `test_l1_nobody_is_let_go_before_all_have_entered`, `test_l1_a_loss_ends_nobodys_waiting_for_the_living`
 2. Nobody is let go while a call is under way between live members, unless a bound was passed.
    `test_l2_only_two_equal_idle_rounds_let_go`
-3. Once all live members have entered and their calls are over, all are let go in a bounded number of steps.
-   `test_l3_all_are_let_go_once_they_are_idle`
+3. Once all live members have entered and the calls are over that were accepted by then, all are let go in a bounded
+   number of steps, whatever their programs begin meanwhile.
+   `test_l3_all_are_let_go_once_they_are_idle`, `test_l3_a_poll_closes_the_door`
 4. A death leaves no live member waiting for ever: whoever waited for the dead one goes on without it, and whoever had
    entered at a leader that is gone enters at the next one.
    `test_l4_a_death_is_waited_for_by_nobody`, `test_l4_a_member_enters_again_at_the_next_leader`,
@@ -35,8 +37,8 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
 8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
-9. A newcomer in the place of a lost member is let in by the leader, and is a member once all living ones know it.
-   `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_a_newcomer_is_welcome_once_all_know_it`,
+9. A newcomer in the place of a member that is gone is let in by the leader, and is a member once all living ones know
+   it. `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`, `test_l9_a_newcomer_is_welcome_once_all_know_it`,
    `test_l9_a_newcomer_is_waited_for_as_any_member`, `test_l9_nobody_comes_once_the_group_is_let_go`,
    `test_l9_a_newcomer_whose_leader_is_lost_is_out`
 
@@ -163,7 +165,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A newcomer has the place of a member that was lost: from now on calls by name and rank go to it."""
+    """A newcomer has the place of a member that is gone: from now on calls by name and rank go to it."""
 
     member: WorkerRecord
     before: WorkerRecord
@@ -226,6 +228,17 @@ class Overdue:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseDoor:
+    """From now on nothing that this worker's program begins is taken; what it waits for has a grace.
+
+    alone: whether it leaves by itself: then nothing new that others send is taken, either. Else they close their doors,
+    too, and what comes is part of what they had accepted.
+    """
+
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitIdle:
     """Wait until no call of users is under way at this worker. The event `idle` follows."""
 
@@ -255,6 +268,7 @@ Output = (
     | Poll
     | Rest
     | Overdue
+    | CloseDoor
     | AwaitIdle
     | Go
 )
@@ -265,7 +279,7 @@ class GroupTable:
     """One worker's view of its group.
 
     worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
-    leave at any time. newcomer: this worker takes the place of a lost member, and is not known to the others yet. Ids
+    leave at any time. newcomer: this worker takes the place of one that is gone, and is not known to the others yet. Ids
     of workers are never used twice.
     """
 
@@ -284,7 +298,6 @@ class GroupTable:
         self._introducing: dict[int, set[int]] = {}  # by newcomer: the members that have not answered yet
         self._middle = self.leader  # of the star, when we last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
-        self._hosts_store = False
         self._waiting: dict[int, None] = {}  # who has entered and waits for the answer, in that order
         self._answered: set[int] = set()
         self._previous: dict[int, Activity | None] | None = None  # what the last round found
@@ -330,7 +343,7 @@ class GroupTable:
         led = record.id == self.leader
         self.gone.add(record.id)
         self.lost[record.id] = record.info
-        self.places.part(record, lost=True)
+        self.places.part(record)
         if not self.free:
             self._losses.append((record, cause))
         outputs = self._take_over() if led else self._report(self._losses[-1:])
@@ -344,7 +357,7 @@ class GroupTable:
         if self.free:  # one that has left as soon as it came may not have been known
             self.members.setdefault(record.id, record)
         self.gone.add(record.id)
-        self.places.part(record, lost=False)
+        self.places.part(record)
         return [*self._part(record.id), Left(record), *self._after_parting(), *self._forget(record)]
 
     def _forget(self, departed: WorkerRecord) -> Outputs:
@@ -389,10 +402,15 @@ class GroupTable:
     def _after_parting(self) -> Outputs:
         """What follows once a member is gone: it may have been the last one that the others waited for."""
         if self.leaving is Leaving.STAYING and not self._others():
-            return self._go(Step.ALONE)
+            return self._finish(Step.ALONE)
         return self._begin_rounds()
 
-    # -- newcomers in the places of the lost, as the leader -----------------------------------------------------------
+    # -- newcomers in vacant places, as the leader --------------------------------------------------------------------
+
+    @property
+    def admits(self) -> bool:
+        """Whether this worker is to look for newcomers: it leads a group that goes on, and a place is vacant."""
+        return not self.free and self.leads and not self._is_over() and bool(self.places.vacant())
 
     def apply(self, newcomer: WorkerRecord) -> Outputs:
         """A claim for a place stands in the store. Nothing follows where this worker cannot decide that, or not now."""
@@ -418,8 +436,10 @@ class GroupTable:
             return [Refuse(newcomer, "all members are leaving just now; it can be in the group that they form next")]
         if self.places.promised.get(newcomer.rank) != newcomer:
             return [Refuse(newcomer, "it was not admitted, or another one was")]
+        # Who leads since the one before has left has looked after nobody so far: the group goes on, as this one comes.
+        outputs: Outputs = self._take_over() if self._middle != self.worker_id else []
         others = self._others()
-        outputs: Outputs = [Replaced(newcomer, self.places.take(newcomer))]
+        outputs.append(Replaced(newcomer, self.places.take(newcomer)))
         self.members[newcomer.id] = newcomer
         self._introducing[newcomer.id] = {each.id for each in others}
         outputs += [Announce(each, newcomer) for each in others]
@@ -444,12 +464,12 @@ class GroupTable:
     # -- newcomers, as another member, and as the newcomer ------------------------------------------------------------
 
     def introduce(self, newcomer: WorkerRecord) -> Outputs:
-        """The leader says that a newcomer has the place of one that is lost here, too."""
+        """The leader says that a newcomer has the place of one that is gone here, too."""
         if newcomer.id in self.members:
             return []
         before = self.places.introduce(newcomer)
         self.members[newcomer.id] = newcomer
-        return [Replaced(newcomer, before)]
+        return [Replaced(newcomer, before), *(self._take_over() if self._middle != self.leader else [])]
 
     def in_the_way(self, newcomer: WorkerRecord) -> WorkerRecord | None:
         """The member that is in the place of that newcomer, and not known to be gone."""
@@ -474,7 +494,7 @@ class GroupTable:
         self.places = Places(self.members.values())
         for record in self.members.values():
             if record.id in self.gone:
-                self.places.part(record, lost=record.id in self.lost)
+                self.places.part(record)
         outputs += [output for left in roster.left for output in self.depart(left)]
         return outputs + [output for lost, cause in roster.lost for output in self.lose(lost, cause)]
 
@@ -497,14 +517,22 @@ class GroupTable:
     def leave(self, *, hosts_store: bool = False) -> Outputs:
         """The user of this worker has asked it to leave. Only once.
 
-        hosts_store: whether this process serves the store, which newcomers need.
+        hosts_store: whether this process serves the store, which ends with it: then nobody could join or be found.
         """
-        self._hosts_store = hosts_store
-        if self.free:
-            self._step(Step.FINISH)
-            return [AwaitIdle()]
-        self._step(Step.ENTER)
-        return self._send_enter()
+        if not self.free:
+            self._step(Step.ENTER)
+            return self._send_enter()
+        if hosts_store and self._others():
+            self._step(Step.NEEDED)
+            return []
+        return self._finish(Step.FINISH)
+
+    def all_entered(self, leader: int) -> Outputs:
+        """That member polls this worker, and says by that that all leave. Only the leader can know."""
+        if self.leaving is not Leaving.ENTERED or leader != self.leader:
+            return []
+        self._step(Step.ALL_ENTERED)
+        return [CloseDoor(alone=False)]
 
     def enter_answered(self) -> Outputs:
         """The leader has answered the ENTER of this worker."""
@@ -515,16 +543,15 @@ class GroupTable:
         if leader in self.gone:
             self._step(Step.LEADER_GONE)
             return self._send_enter()
-        self._step(Step.REFUSED)
-        return [AwaitIdle()]
+        return self._finish(Step.REFUSED)
 
     def idle(self) -> Outputs:
         """No call of users is under way at this worker any more. Follows on AwaitIdle."""
-        if self.free and self._hosts_store and self._others():
-            # The store ends with its host: then nobody could join or be found any more.
-            self._step(Step.NEEDED)
-            return []
         return self._go(Step.IDLE)
+
+    def _finish(self, step: Step) -> Outputs:
+        self._step(step)
+        return [CloseDoor(alone=True), AwaitIdle()]
 
     def give_up(self) -> Outputs:
         """This worker stops waiting, whatever the others do. Nothing follows if it has been let go before."""

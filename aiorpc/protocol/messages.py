@@ -191,6 +191,9 @@ class Credit(NamedTuple):
 class Goodbye(NamedTuple):
     """The sender leaves in good order."""
 
+    #: The name of the error that has ended its program; "" for none.
+    failed: str
+
 
 class Ack(NamedTuple):
     """So many frames have come since the handshake, all kinds counted: that number stands in place of the call id.
@@ -258,6 +261,7 @@ CLASSES: dict[int, type[Any]] = {
 
 # What Call(...) and Values(...) do, without their call into Python: two are made for each call.
 _new: Any = tuple.__new__
+_NAME_LIMIT = 100
 _CHUNK = struct.Struct("<QQ")
 _NOTHING_ELSE = Values([])[1:]
 _KEYS = frozenset((str,))
@@ -447,6 +451,19 @@ def read_cancel(body: Buffer) -> bool:
     return expired
 
 
+def read_goodbye(body: Buffer) -> str:
+    """The name of the error after which the sender leaves, "" for none. Raises ProtocolError."""
+    (failed,) = _read(Goodbye, body)
+    if type(failed) is not str or (failed and not is_error_name(failed)):
+        raise ProtocolError("a goodbye with a reason that is no name of an error")
+    return failed
+
+
+def is_error_name(name: str) -> bool:
+    """Whether a goodbye may say that: it stands in errors and logs of others."""
+    return len(name) <= _NAME_LIMIT and name.isidentifier()
+
+
 def read_channel(body: Buffer) -> ChannelMessage:
     """The ChannelMessage of a body. Raises ProtocolError."""
     message = _read(ChannelMessage, body)
@@ -517,6 +534,7 @@ READERS: dict[int, Callable[[Buffer], Any]] = {
     Kind.ITEM: lambda body: Item(read_values(body)),
     Kind.CANCEL: lambda body: Cancel(read_cancel(body)),
     Kind.CREDIT: lambda body: Credit(read_credit(body)),
+    Kind.GOODBYE: lambda body: Goodbye(read_goodbye(body)),
     Kind.CHANNEL: read_channel,
     Kind.PARCEL: read_parcel,
     Kind.CHUNK: read_chunk,

@@ -1,4 +1,4 @@
-"""The places of a group of fixed size, in the view of one worker: who has each, and who may take that of a lost member.
+"""The places of a group of fixed size, in the view of one worker: who has each, and who may take one that is vacant.
 
 A place is a rank with its name. A process that takes one is a new worker: its id is one that nobody has had, so nothing
 that is kept by ids (references, contexts, calls) can mistake it for the one before. No I/O.
@@ -27,13 +27,13 @@ class Places:
         return self._states[rank]
 
     def vacant(self) -> list[int]:
-        """The ranks whose members were lost, and that nobody has taken."""
+        """The ranks whose members are gone, and that nobody has taken."""
         return [rank for rank, state in self._states.items() if state in (PlaceState.VACANT, PlaceState.PROMISED)]
 
-    def part(self, record: WorkerRecord, *, lost: bool) -> None:
+    def part(self, record: WorkerRecord) -> None:
         """A member is gone. Nothing happens if another one has its place by now."""
         if self.holders.get(record.rank) == record and self._states[record.rank] is PlaceState.HELD:
-            self._next(record.rank, PlaceEvent.LOST if lost else PlaceEvent.LEFT)
+            self._next(record.rank, PlaceEvent.GONE)
 
     def objection(self, record: WorkerRecord) -> str:
         """Why that newcomer cannot have the place of its rank; "" if it can."""
@@ -42,11 +42,8 @@ class Places:
             return f"the group has no rank {record.rank}"
         if holder.name != record.name:
             return f"rank {record.rank} is the place of {holder.name!r}, and not of {record.name!r}"
-        state = self._states[record.rank]
-        if state is PlaceState.HELD:
+        if self._states[record.rank] is PlaceState.HELD:
             return f"{holder.describe()} lives, and has that place"
-        if state is PlaceState.CLOSED:
-            return f"{holder.describe()} has left, and only who was lost can be replaced"
         if record.id <= holder.id:
             return f"it has the number {record.id}, which is no new one"
         return ""

@@ -78,6 +78,7 @@ class Calls:
     def join(self, number: int, timeout: float, site: CallSite, late: Late) -> Future[Any]:
         """As `ask`, for a `join`. number: no other call has it. late: gives the error for when the time is over."""
         peer, call = self._call("join_items", (number,), timeout, site)
+        call.parked = True
 
         def advised(error: BaseException | None) -> BaseException | None:
             return late(peer, error) if isinstance(error, RpcTimeout) else self._advised(error)

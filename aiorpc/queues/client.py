@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,6 +46,7 @@ from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
+from ..runtime.engine.lifetime import no_longer_waits
 from ..runtime.node import Node
 from ..sites import call_site
 from .calls import Calls
@@ -107,9 +109,11 @@ class Client:
         self._most = _ITEMS_AT_ONCE  # items in the next call that puts
         self._gets: deque[GetFuture] = deque()
         self._get_number = 0  # of the call that takes items; 0: none is under way
+        self.waits: set[PutFuture | GetFuture] = set()  # those that somebody waits for
         self._lost: deque[ItemLost] = deque()
         self._scheduled = False
         self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
+        node.engine.call_on_loop(node.engine.waits.add, self)
 
     def describe(self) -> str:
         """The queue, for errors."""
@@ -126,7 +130,7 @@ class Client:
 
     def get(self, count: int, many: bool, timeout: float) -> GetFuture:
         """See `QueueHandle.get` and `get_many`."""
-        self.node.engine.lifetime.check_open()
+        self.node.engine.lifetime.check_begin()
         return GetFuture(self, count, many, partial(self._begin, timeout))
 
     def put_nowait(self, item: Any, copy: bool, timeout: float) -> PutFuture:
@@ -138,7 +142,7 @@ class Client:
 
     def get_nowait(self, timeout: float) -> GetFuture:
         """See `QueueHandle.get_nowait`. timeout: as of `put_nowait`."""
-        self.node.engine.lifetime.check_open()
+        self.node.engine.lifetime.check_begin()
         return GetFuture(self, 1, False, partial(self._get_now, timeout))
 
     def ask(self, method: str, *args: Any, timeout: float | None = None, depth: int = 2) -> Future[Any]:
@@ -171,7 +175,7 @@ class Client:
         return self._calls.join(secrets.randbits(62) + 1, timeout, call_site(sys._getframe(2)), late)
 
     def _packed(self, item: Any, copy: bool) -> Item:
-        self.node.engine.lifetime.check_open()
+        self.node.engine.lifetime.check_begin()
         try:
             owner, keep = self.node.peers.find(self._owner), self.node.memory.keep
             packed = pack(item, self._here, owner, self._may_be_read_by_others, copy, keep)
@@ -205,6 +209,8 @@ class Client:
             self.node.engine.loop.call_soon(self._send)
 
     def _start_timer(self, waiting: PutFuture | GetFuture, timeout: float) -> None:
+        waiting.began = time.monotonic()
+        self.waits.add(waiting)
         if timeout:
             waiting.timer = self.node.engine.loop.call_later(timeout, self._late, waiting, timeout)
 
@@ -620,7 +626,7 @@ class Client:
 
     def given_up(self, waiting: PutFuture | GetFuture) -> None:
         """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
-        waiting.stop_timer()
+        waiting.stop_waiting()
         if waiting.number:
             if self._calls.take_back(waiting.number) and isinstance(waiting, PutFuture):
                 self._asking.discard(waiting)
@@ -638,6 +644,16 @@ class Client:
             self._gets.clear()
             if self._calls.withdraw(self._get_number):
                 self._get_number = 0
+
+    def end_waits(self, seconds: float) -> list[str]:
+        """See `engine.Waits`."""
+        ended = []
+        for waiting in [each for each in self.waits if not each.nested]:
+            what = waiting.describe()
+            if waiting.finish(None, no_longer_waits(self.node.engine.name, what, seconds)):
+                ended.append(f"{waiting.subject}, since {time.monotonic() - waiting.began:.1f} s")
+                self.given_up(waiting)
+        return ended
 
     def _next_number(self) -> int:
         self._numbers += 1

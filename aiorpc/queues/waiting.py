@@ -12,6 +12,7 @@ from ..futures import ERROR, Future
 from ..locks import RLock
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.reworded import RewordedFuture, Words
+from ..runtime.calls.current import is_nested
 from ..runtime.node import Node
 from .items import Item, Taken
 
@@ -20,6 +21,7 @@ class ClientForWaiting(Protocol):
     """What a Future needs of one worker's side of a queue (`Client`)."""
 
     node: Node
+    waits: set[Any]
 
     def describe(self) -> str:
         """The queue, for errors."""
@@ -37,17 +39,20 @@ class ClientForWaiting(Protocol):
 class WaitingFuture(Future[Any]):
     """The Future of a `put` or a `get`.
 
-    timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0.
+    timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0. began: when its wait began,
+    on ``time.monotonic``'s clock. nested: whether it is part of a call that is served here.
     """
 
     timer: asyncio.TimerHandle | None = None
     number = 0
+    began = 0.0
 
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
         super().__init__()
         engine = client.node.engine
         self.subject = f"{verb}() on {client.describe()}"
         self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
+        self.nested = is_nested(client.node)
         self._client = client
 
     def begin_on_loop(self, begin: Callable[[Any], object]) -> None:
@@ -57,15 +62,16 @@ class WaitingFuture(Future[Any]):
         if engine.closed:  # meanwhile: the loop may have stopped, and nobody would settle it
             self.settle(None, engine.lifetime.why_closed())
 
-    def stop_timer(self) -> None:
-        """Its time does not matter any more. On the loop."""
+    def stop_waiting(self) -> None:
+        """Nobody waits for it any more. On the loop."""
+        self._client.waits.discard(self)
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def finish(self, value: Any, error: BaseException | None = None) -> bool:
         """Settle it, unless somebody has. On the loop."""
-        self.stop_timer()
+        self.stop_waiting()
         return self.settle(value, error)
 
     def end_overdue(self, now: float) -> float:
@@ -122,7 +128,7 @@ class GetFuture(WaitingFuture):
         """Somebody waits for it. Any thread. WorkerClosed if the worker has shut down."""
         begin, self._begin = self._begin, None
         if begin is not None:
-            self._client.node.engine.lifetime.check_open()
+            self._client.node.engine.lifetime.check_begin(begun=self.nested)
             self.begin_on_loop(begin)
 
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:

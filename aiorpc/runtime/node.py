@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -37,7 +38,7 @@ from .caller.peers import Peers
 from .caller.retrying import Retries
 from .caller.stream import Stream, open_stream
 from .calls import current
-from .calls.current import Registry, ServedCall, current_call, current_node
+from .calls.current import Registry, ServedCall, current_call, current_node, is_nested, trace_of
 from .calls.pending import PendingCall
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
@@ -123,6 +124,7 @@ class Node:
         self.listeners = meeting.listeners
         self.read_error = hooks.read_error
         self.patient = False  # whether handlers that still run are waited for; set when the worker leaves in good order
+        lifetime.is_nested = partial(is_nested, self)
         self.engine = engine = Engine(
             lifetime,
             options,
@@ -238,9 +240,9 @@ class Node:
         """The peer of a worker that has proved who it is."""
         return self.peers.of(record)
 
-    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
-        """A worker has said that it leaves. sure: it was it for sure that has said so."""
-        self.group.on_goodbye(record, sure)
+    def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
+        """A worker has said that it leaves. sure: it was it for sure that has said so. failed: as of `farewell`."""
+        self.group.on_goodbye(record, sure, failed)
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
         """Whether a worker that cannot be reached has left, as it has told the store."""
@@ -314,6 +316,21 @@ class Node:
         named = [f"{each.function} {'for' if each.direction == 'served' else 'on'} {each.worker}" for each in calls[:5]]
         return legible(", ".join((*named, f"and {len(calls) - 5} more") if len(calls) > 5 else named))
 
+    def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
+        """End what this worker's program waits for, as it leaves and has waited these seconds; returns what, for people.
+
+        calls: also calls of users' functions. Not what handlers wait for, which is part of the calls that they serve.
+        """
+        ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(seconds)]
+        ended += [each for peer in self.peers.all() for each in peer.owed.end_waits(seconds, calls=calls)]
+        return [*ended, *self.retries.end_waits()]
+
+    def continues(self, trace: int) -> bool:
+        """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
+        served = [call.trace for service in list(self.services) for call in list(service.calls.values())]
+        made = [trace_of(self.engine.info.id, call_id) for peer in self.peers.all() for call_id in list(peer.owed.pending)]
+        return served.count(trace) > 1 or trace in made  # the one that arrives is served, too
+
     def worker_infos(self) -> list[WorkerInfo]:
         """All members this worker knows, itself included, by id; without those that have left or were lost."""
         return sorted((record.info for record in self.group.live()), key=lambda info: info.id)
@@ -346,6 +363,7 @@ class Node:
         # with which the others answer the goodbye for no losses.
         if self.engine.lifetime.state is not WorkerState.CLOSED:
             self.engine.lifetime.enter(WorkerEvent.EXITED)
+        self.engine.lifetime.fail(getattr(sys, "last_type", None))  # of the main program, if that has ended by an error
         self.listeners.unlink()
         with contextlib.suppress(OSError):
             self.rendezvous.remove_secret()

@@ -251,6 +251,7 @@ class Worker:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
         node = self.node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        node.engine.lifetime.check_begin()
         peers = node.peers
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, wait=True)
@@ -386,4 +387,5 @@ class Worker:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # a fixture may leave in another context than it entered
                 current_node.reset(self._token)
+        self._life.lifetime.fail(None if exc is None else type(exc))
         await self.shutdown(graceful=exc is None)

@@ -268,7 +268,7 @@ def bodies() -> list[tuple[int, bytes]]:
         (Kind.ERROR, Error("ValueError", "text", "traceback", "w0", PAYLOAD, True)),
         (Kind.CREDIT, Credit(3)),
         (Kind.CANCEL, messages.Cancel(False)),
-        (Kind.GOODBYE, messages.Goodbye()),
+        (Kind.GOODBYE, messages.Goodbye("KeyError")),
         (Kind.RELEASE, messages.Release([[0, 4096, 64, 1]])),
         (Kind.PARCEL, Parcel(int(Kind.CALL), [(3, []), (1, [0, 4096, 64, 1, 0])], write(calls[0]))),
     ]

@@ -24,7 +24,7 @@ from . import bodies
 from .test_strangers import targets
 from .workers import group, until
 
-GOODBYE = b"".join(encode_frame(Kind.GOODBYE, 0, b""))
+GOODBYE = b"".join(encode_frame(Kind.GOODBYE, 0, b"\x91\xa0"))
 RESET = struct.pack("ii", 1, 0)
 
 

@@ -365,7 +365,7 @@ async def test_a_goodbye_is_sure_with_a_certificate_for_one_worker(
             assert await second.call("worker0", abs, -3) == 3
             link = second.node.peers.find("worker0").link
             assert link is not None
-            link.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+            link.connection.send(encode_frame(Kind.GOODBYE, 0, b"\x91\xa0"), urgent=True)
             record = second.node.engine.record
             if own:
                 await until(lambda: first.node.group.is_gone(record))

@@ -18,6 +18,7 @@ from aiorpc.protocol.leaving import (
     AnswerEnters,
     Attend,
     AwaitIdle,
+    CloseDoor,
     Follow,
     Forget,
     Go,
@@ -53,6 +54,7 @@ W = [
 ]
 IDLE, BUSY = Activity(True, 3), Activity(False, 3)
 Answers = Mapping[int, Activity | None]
+FINISHING: Outputs = [CloseDoor(alone=True), AwaitIdle()]
 
 
 # -- each by itself ----------------------------------------------------------------------------------------------------
@@ -305,30 +307,46 @@ def test_a_leader_that_refuses_is_left_alone() -> None:
     """It lives, and cannot take the ENTER: the member finishes its own calls and goes."""
     table = make(1)
     table.leave(hosts_store=True)
-    assert table.enter_failed(0) == [AwaitIdle()]
+    assert table.enter_failed(0) == FINISHING
     assert table.idle() == [Go(complete=True)]
 
 
-def test_a_member_of_a_free_group_finishes_its_own_calls() -> None:
-    """Others are no concern of it, unless it hosts their store: then it stays until all have gone."""
+def test_a_member_of_a_free_group_closes_its_door_at_once() -> None:
+    """Others are no concern of it, unless it hosts their store: then it stays, and serves, until all have gone."""
     table = make(1, free=True)
-    assert table.leave() == [AwaitIdle()] and table.idle() == [Go(complete=True)]
+    assert table.leave() == FINISHING and table.idle() == [Go(complete=True)]
     table = make(1, free=True)
-    assert table.leave(hosts_store=True) == [AwaitIdle()] and table.idle() == []
+    assert table.leave(hosts_store=True) == [] and table.leaving is Leaving.STAYING
     assert table.depart(W[0]) == [Left(W[0])]
-    assert table.lose(W[2], "why") == [Lost(W[2], "why", None), Go(complete=True)]
+    assert table.lose(W[2], "why") == [Lost(W[2], "why", None), *FINISHING]
+    assert table.idle() == [Go(complete=True)]
     table = make(0, 1, free=True)
-    assert table.leave(hosts_store=True) == [AwaitIdle()] and table.idle() == [Go(complete=True)]
+    assert table.leave(hosts_store=True) == FINISHING and table.idle() == [Go(complete=True)]
+
+
+def test_l3_a_poll_closes_the_door() -> None:
+    """L3: of a member that has entered, once, and by the word of its leader alone; what comes next is as before."""
+    table = make(1)
+    assert table.all_entered(0) == []  # it works
+    table.leave()
+    assert table.all_entered(2) == []
+    assert table.all_entered(0) == [CloseDoor(alone=False)] and table.all_entered(0) == []
+    assert table.leaving is Leaving.FINISHING
+    table.lose(W[0], "why")
+    assert table.enter_failed(0)[-1] == SendEnter(W[1])
+    assert table.all_entered(1) == []
+    assert table.enter_answered() == [Go(complete=True)]
 
 
 def test_giving_up_ends_every_wait_once() -> None:
     """Whatever is waited for; a bound that passes in the moment of the answer changes nothing."""
-    entered, finishing, staying = make(1), make(1, free=True), make(1, free=True)
+    entered, finishing, staying, polled = make(1), make(1, free=True), make(1, free=True), make(1)
     entered.leave()
     finishing.leave()
     staying.leave(hosts_store=True)
-    staying.idle()
-    for table in (entered, finishing, staying):
+    polled.leave()
+    polled.all_entered(0)
+    for table in (entered, finishing, staying, polled):
         assert table.give_up() == [Go(complete=False)] and table.give_up() == []
         assert table.leaving is Leaving.LEFT
 
@@ -390,6 +408,7 @@ class Node:
     found: dict[int, Activity | None] | None = None  # the answers of the round that is under way
     asked: int = 0
     bounded: bool = False  # its user has given a timeout, which has passed
+    shut: bool = False  # its door is closed
 
 
 Frame = tuple[str, object]
@@ -411,9 +430,12 @@ class World:
         self.coming: set[int] = set()  # newcomers that are no members yet
         self.alive = set(range(size))
         self.dead: set[int] = set()
+        self.quitters: set[int] = set()  # that left before the others
+        self.all_entered = False  # a leader has begun its rounds
         self.forced = False  # a bound let a whole group go
         self.overdue = False  # that may happen
         self.leaderless = False  # a leader has left before the others
+        self.busy = {number for number in range(size) if source.random() < 0.2}  # with such a thread
         self.let_go = 0  # how many left because they were told that they may
         self.queues: dict[tuple[int, int], deque[Frame]] = {}
         self.connected: set[tuple[int, int]] = set()
@@ -483,11 +505,15 @@ class World:
     def _do_Poll(self, worker: int, output: Poll) -> None:
         node = self.nodes[worker]
         require(node.found is None, "L5: two rounds at once", worker)
+        if output.first:
+            working = [each for each in self.alive - self.coming if self.nodes[each].working]
+            require(not working, "L1: has all close their doors while others work", worker, working)
+            self.all_entered = True
         require(worker == min(self.alive - self.coming), "L5: polls, and does not lead", worker)
         node.found, node.asked = {}, len(output.members)
         for record in output.members:
             if record.id == worker:
-                self.later(worker, lambda: self._answer_poll(worker, worker, self.activity(worker)))
+                self.later(worker, lambda: self._answer_poll(worker, worker, self.polled(worker, worker)))
             else:
                 self._request(Request("poll", worker, record.id))
 
@@ -496,6 +522,12 @@ class World:
 
     def _do_Overdue(self, worker: int, output: Overdue) -> None:
         pass
+
+    def _do_CloseDoor(self, worker: int, output: CloseDoor) -> None:
+        require(not output.alone, "L3: it leaves with all others", worker)
+        require(not self.nodes[worker].shut, "L3: a door is closed once", worker)
+        require(self.all_entered, "L1: closes its door while others work", worker)
+        self.nodes[worker].shut = True
 
     def _do_Go(self, worker: int, output: Go) -> None:
         self.let_go += output.complete
@@ -618,7 +650,7 @@ class World:
             self.carry_out(to, self.nodes[to].table.enter_answered())
 
     def _take_poll(self, source: int, to: int, request: Request) -> None:
-        self.send(to, source, "polled", (request, self.activity(to)))
+        self.send(to, source, "polled", (request, self.polled(to, source)))
 
     def _take_polled(self, source: int, to: int, body: tuple[Request, Activity]) -> None:
         request, activity = body
@@ -640,12 +672,19 @@ class World:
         """The calls that it serves."""
         return [each for each in self.requests if each.running and each.to == worker]
 
+    def polled(self, worker: int, leader: int) -> Activity:
+        self.carry_out(worker, self.nodes[worker].table.all_entered(leader))
+        return self.activity(worker)
+
     def activity(self, worker: int) -> Activity:
         busy = any(each.kind == "job" and each.source == worker for each in self.requests) or self.jobs(worker)
         return Activity(not busy, self.nodes[worker].calls)
 
     def start_job(self, worker: int, to: int, parent: Request | None = None) -> None:
+        """parent: what a handler serves that makes the call; None for the user's program, which a closed door stops."""
         table = self.nodes[worker].table
+        if parent is None and self.nodes[worker].shut:
+            return
         if to in table.members and to not in table.gone:
             self.nodes[worker].calls += 1
             self._request(Request("job", worker, to, parent))
@@ -731,7 +770,10 @@ class World:
         return dead in table.members and dead not in table.gone
 
     def finish(self) -> None:
-        """All users are done, all calls end, and nobody stalls any more: then all are let go."""
+        """All users have asked to leave, all calls end, and nobody stalls any more: then all are let go.
+
+        Some have threads that go on to make calls all the time, as far as they are let.
+        """
         for _ in range(2000 * len(self.nodes)):
             for worker in sorted(self.alive - self.coming):
                 if worker in self.alive and self.nodes[worker].working:
@@ -741,6 +783,8 @@ class World:
             running = [each for each in self.requests if each.running]
             moves = self.moves(stalled=True)
             moves += [partial(self.finish_job, each) for each in running]
+            busy = sorted(self.alive & self.busy)
+            moves += [partial(self.start_job, each, self.source.choice(sorted(self.alive))) for each in busy]
             require(bool(moves), "L4: waits for ever", {each: self.nodes[each].table.leaving for each in self.alive})
             self.source.choice(moves)()
         raise Violation("L3: rounds without end")
@@ -766,12 +810,12 @@ class Actions:
             self.source.choice(moves)()
 
     def start_job(self) -> None:
-        """A call: by the user of a worker that has not asked it to leave, else by a handler that runs there."""
+        """A call: by a handler that runs there, or by the user of a worker, also one that has asked it to leave."""
         worker, to = self._any(), self.source.randrange(len(self.world.nodes))
         serving = self.world.jobs(worker)
         if serving and self.source.random() < 0.7:
             self.world.start_job(worker, to, self.source.choice(serving))
-        elif self.world.nodes[worker].working:
+        else:
             self.world.start_job(worker, to)
 
     def finish_job(self) -> None:
@@ -803,7 +847,9 @@ class Actions:
         """A shutdown that is not graceful."""
         if self.quits and len(self.world.alive - self.world.coming) > 1:
             self.quits -= 1
-            self.world.quit(self._any())
+            worker = self._any()
+            self.world.quitters.add(worker)
+            self.world.quit(worker)
 
     def stall(self) -> None:
         node = self.world.nodes[self._any()]
@@ -987,6 +1033,20 @@ class RestsForEver(GroupTable):
         return []
 
 
+class LeavesDoorsOpen(GroupTable):
+    """Does not close its door when all have entered: a thread that makes calls all the time keeps all."""
+
+    def all_entered(self, leader):  # type: ignore[no-untyped-def]  # as what it replaces
+        return []
+
+
+class ClosesEarly(GroupTable):
+    """Closes its door as soon as its own user leaves."""
+
+    def leave(self, *, hosts_store: bool = False) -> Outputs:
+        return [*super().leave(hosts_store=hosts_store), CloseDoor(alone=False)]
+
+
 class KeepsItsLeader(GroupTable):
     """Takes the member that led first for the leader, gone or not."""
 
@@ -1070,6 +1130,8 @@ MUTANTS = {
     ForgetsEarlyEnters: "L4",
     AnswersNobody: "L4",
     RestsForEver: "L4",
+    LeavesDoorsOpen: "L3",
+    ClosesEarly: "L1",
     KeepsItsLeader: "L",
     LeadsAtOnce: "L5",
     FollowsNobody: "L",

@@ -172,7 +172,8 @@ GOLDEN: list[tuple[Any, str]] = [
     (FULL_ERROR, "96a36d2e45a174a175a177c40150c3"),
     (Cancel(False), "91c2"),
     (Cancel(True), "91c3"),
-    (Goodbye(), ""),
+    (Goodbye(""), "91a0"),
+    (Goodbye("KeyError"), "91a84b65794572726f72"),
     (Ack(), ""),
     (Release([[1, 4096, 64, 7], [0, 128, 1 << 20, 8]]), "91929401cd100040079400cc80ce0010000008"),
     (Credit(0), "9100"),
@@ -380,7 +381,7 @@ anything = (
     | st.builds(ChannelMessage, numbers, lists)
     | st.builds(Parcel, numbers, wires, st.binary(max_size=6))
     | st.builds(Chunk, st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
-    | st.sampled_from([Cancel(False), Cancel(True), Goodbye()])
+    | st.sampled_from([Cancel(False), Cancel(True), Goodbye("")])
 )
 
 
@@ -593,11 +594,17 @@ def test_a_call_is_cancelled_for_a_reason_or_for_none(body: bytes) -> None:
         read(Kind.CANCEL, body)
 
 
-@pytest.mark.parametrize("kind", [Kind.GOODBYE, Kind.ACK])
-def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
+def test_a_message_without_fields_has_no_body() -> None:
     """Also an empty list is one byte too much."""
     with pytest.raises(ProtocolError, match="which has none"):
-        read(kind, pack([]))
+        read(Kind.ACK, pack([]))
+
+
+@pytest.mark.parametrize("said", [None, 1, b"KeyError", "x" * 101, "Key Error", "a.b", "\x1b[2J"])
+def test_a_goodbye_says_the_name_of_an_error_or_nothing(said: object) -> None:
+    """It stands in errors and logs of others."""
+    with pytest.raises(ProtocolError):
+        read(Kind.GOODBYE, pack([said]))
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,29 @@ def test_l9_whoever_cannot_have_the_place_is_told_why(who: WorkerRecord, reason:
     assert table.apply(who) == [Refuse(who, reason)]
 
 
-def test_l9_who_has_left_is_not_replaced() -> None:
-    """L9: the others are about to leave, too."""
+def test_l9_who_has_left_leaves_room_as_well() -> None:
+    """L9: a rolling restart; until the members that have entered are let go, and nobody needs another one."""
     table = make(0)
     table.depart(W[2])
-    (refusal,) = table.apply(N2)
-    assert isinstance(refusal, Refuse) and "has left, and only who was lost can be replaced" in refusal.reason
-    assert table.places.vacant() == []
+    assert table.admits and table.places.vacant() == [2]
+    assert table.apply(N2) == [Admit(N2, Roster((W[0], W[1]), (), (W[2],)))]
+    table = lead(2)
+    for _ in range(2):
+        table.polled(answers(table, IDLE, IDLE), overdue=False)
+    table.depart(W[1])
+    assert not table.admits and table.apply(newcomer(1, 2)) == []
+
+
+def test_l9_who_leads_since_a_goodbye_looks_after_all_once_one_comes() -> None:
+    """L9: so far all might have been about to leave; and the others make themselves known to it."""
+    table = make(1)
+    table.depart(W[0])
+    late = newcomer(0, 3)
+    assert table.apply(late) == [Admit(late, Roster((W[1], W[2]), (), (W[0],)))]
+    assert table.arrive(late) == [Follow(W[2]), Replaced(late, W[0]), Announce(W[2], late)]
+    other = make(2)
+    other.depart(W[0])
+    assert other.introduce(late) == [Replaced(late, W[0]), Attend(W[1])]
 
 
 def test_l9_a_newcomer_is_welcome_once_all_know_it() -> None:
@@ -114,7 +130,7 @@ def test_l9_a_newcomer_is_welcome_once_all_know_it() -> None:
 
 
 def test_l9_a_newcomer_is_told_who_has_left() -> None:
-    """L9: they are no members that it may wait for, and their places are nobody's."""
+    """L9: they are no members that it may wait for, and others may have their places."""
     table = make(0, 4)
     table.lose(W[2], "why")
     table.depart(W[1])
@@ -123,7 +139,7 @@ def test_l9_a_newcomer_is_told_who_has_left() -> None:
     assert table.apply(late) == [Admit(late, roster)]
     new = coming(4, size=2)
     assert new.admitted(roster) == [Joined(W[3]), Joined(W[2]), Left(W[1]), Lost(W[2], "why", None)]
-    assert new.live() == [W[0], late, W[3]] and new.places.state(1) is PlaceState.CLOSED
+    assert new.live() == [W[0], late, W[3]] and new.places.state(1) is PlaceState.VACANT
 
 
 def test_l9_a_member_takes_the_newcomer_once() -> None:
@@ -198,17 +214,17 @@ def test_l9_a_newcomer_whose_leader_has_changed_at_the_end_makes_itself_known() 
 def test_a_place_whose_member_is_replaced_knows_the_later_one() -> None:
     """What is heard of the one before changes nothing any more."""
     places = Places([*W[:3], N2])
-    places.part(W[2], lost=True)
+    places.part(W[2])
     assert places.state(2) is PlaceState.HELD and places.vacant() == []
-    places.part(N2, lost=False)
-    assert places.state(2) is PlaceState.CLOSED
+    places.part(N2)
+    assert places.vacant() == [2]
 
 
 # -- any interleaving --------------------------------------------------------------------------------------------------
 
 
 class Returns(World):
-    """A world to which new processes come in the places of the dead. They meet the leader at a store that never fails.
+    """A world to which new processes come in the places of the dead, and of those that left alone. They meet the leader at a store that never fails.
 
     claims: by rank, the newcomer that claims it. replies: by newcomer, who has admitted it and what was said.
     """
@@ -228,9 +244,9 @@ class Returns(World):
         return super()._should_know(worker, dead) and (dead < self.size or dead in self.returned)
 
     def come(self, rank: int) -> None:
-        """A new process claims that rank, if its last holder is dead."""
+        """A new process claims that rank, if its last holder is gone."""
         lives = [number for number, record in enumerate(self.records) if record.rank == rank]
-        if lives[-1] not in self.dead:
+        if lives[-1] not in self.dead | self.quitters:
             return
         number = len(self.nodes)
         record = newcomer(rank, number)
@@ -248,7 +264,7 @@ class Returns(World):
             record = self.records[number]
             for each in sorted(self.alive - self.coming):
                 table = self.nodes[each].table
-                if (each, number) not in self.replied and table.leads and record.rank in table.places.vacant():
+                if (each, number) not in self.replied and table.admits and record.rank in table.places.vacant():
                     moves.append(partial(self.look, each, number))
             if self.nodes[number].table.returning is Returning.ASKING and number in self.replies:
                 moves.append(partial(self.read, number))
@@ -290,7 +306,7 @@ class Returns(World):
             self.send(worker, output.newcomer.id, "turned", request)
 
     def _do_Replaced(self, worker: int, output: Replaced) -> None:
-        require(output.before.id in self.dead, "L9: takes the place of one that lives", worker, output)
+        require(output.before.id in self.dead | self.quitters, "L9: takes the place of one that lives", worker, output)
         require(output.member.rank == output.before.rank, "L9: another place", worker, output)
 
     def _do_Announce(self, worker: int, output: Announce) -> None:
@@ -340,7 +356,8 @@ class Returns(World):
             return False
         holder = table.in_the_way(record)
         if holder is not None:
-            self.carry_out(to, table.lose(holder, "it was replaced"))
+            left = holder.id in self.quitters  # as stands in the store
+            self.carry_out(to, table.depart(holder) if left else table.lose(holder, "it was replaced"))
         if to not in self.alive:
             return True
         objection = record.id not in table.members and table.places.objection(record)
@@ -382,7 +399,7 @@ class ReturnsActions(Actions):
 
 WALKS = 250
 MORE = 1500  # of them in the long tier
-WORK = {"move": 40, "start_job": 4, "finish_job": 3, "leave": 1, "kill": 3, "come": 6, "kill_newcomer": 1, "stall": 1}
+WORK = {"move": 40, "start_job": 4, "finish_job": 3, "leave": 1, "kill": 3, "quit": 2, "come": 6, "kill_newcomer": 1, "stall": 1}
 LEAVE = {"move": 40, "finish_job": 6, "kill": 1, "come": 3, "kill_newcomer": 1, "stall": 1}
 
 
@@ -390,7 +407,7 @@ def walk(seed: int, table: type[GroupTable] = GroupTable) -> Returns:
     """A random life of two to five places, to its end. Raises Violation when an invariant breaks."""
     source = random.Random(seed)
     world = Returns(source.randint(2, 5), source, table, local=source.random() < 0.4)
-    actions = ReturnsActions(world, deaths=source.randint(1, 6), quits=0, bounds=False)
+    actions = ReturnsActions(world, deaths=source.randint(1, 6), quits=source.randrange(3), bounds=False)
     act(actions, WORK, steps=120)
     for worker in sorted(world.alive - world.coming):
         if worker in world.alive and world.nodes[worker].working and source.random() < 0.7:
@@ -439,7 +456,7 @@ class AdmitsForTheLiving(GroupTable):
 
     def apply(self, newcomer: WorkerRecord) -> Outputs:
         holder = self.places.holders[newcomer.rank]
-        self.places.part(holder, lost=True)
+        self.places.part(holder)
         return super().apply(newcomer)
 
 

@@ -127,7 +127,7 @@ class BadMember:
             (wild, lambda: self._send_raw(either, self.chance.randbytes(self.chance.randrange(60)))),
             (1, either.pause),
             (1, either.resume),
-            (wild, lambda: self._send(either, Kind.GOODBYE, 0, b"")),
+            (wild, lambda: self._send(either, Kind.GOODBYE, 0, b"\x91\xa0")),
         ]
         weights, steps = zip(*said, strict=True)
         self.chance.choices(steps, weights)[0]()

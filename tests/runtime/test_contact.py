@@ -96,8 +96,11 @@ def put(board: Board) -> str | None:
 
 def say_closing(board: Board, closing: bool) -> bool:
     """Whether that is said then."""
-    board.set_closing(closing)
-    return board.has("closing")
+    maker = make_record("w", 0)
+    board.announce_end(maker)
+    if not closing:
+        board.take_back_end(maker)
+    return bool(board.closing())
 
 
 OPERATIONS: dict[str, tuple[Callable[[Board], Any], Any]] = {
@@ -111,8 +114,8 @@ OPERATIONS: dict[str, tuple[Callable[[Board], Any], Any]] = {
     "swap": (lambda board: board.swap("there", "1", "2"), "2"),
     "swap in vain": (lambda board: board.swap("there", "2", "3"), "1"),
     "swap new": (lambda board: board.swap("new", "", "2"), "2"),
-    "set_closing": (lambda board: say_closing(board, True), True),
-    "clear closing": (lambda board: say_closing(board, False), False),
+    "announce the end": (lambda board: say_closing(board, True), True),
+    "take it back": (lambda board: say_closing(board, False), False),
 }
 
 

@@ -284,19 +284,20 @@ def test_a_second_holder_does_not_disturb_a_complete_group(group: Group) -> None
     assert group.opened[0].find("late", PATIENCE) is None
 
 
-def test_a_second_holder_is_refused_while_others_form_the_next_generation(here: Group) -> None:
-    """Rank 0 left and waits again; a stranger may not take the rank that the old rank 1 still holds."""
+def test_a_second_holder_is_refused_while_one_that_left_comes_back(here: Group) -> None:
+    """Rank 0 left and wants its place again; a stranger may not take the rank that the old rank 1 still holds."""
     here.join_all(2)
     here.opened[0].leave(here.opened[0].members()[0])
     store = here.store
     assert store is not None
 
     def stranger() -> list[WorkerRecord]:
-        wait_until(lambda: bool(store.check(["aiorpc/2/slot/0"])), "rank 0 waits in the next generation")
+        wait_until(lambda: bool(store.check(["aiorpc/1/slot/0/1"])), "rank 0 claims its place")
         return here.join(1, 2, "stranger")
 
-    for text in texts(together(lambda: here.join(0, 2), stranger)):
-        assert "rank 1 was taken twice: by worker1" in text and "stranger" in text
+    back, second = texts(together(lambda: here.join(0, 2, timeout=5.0), stranger))
+    assert "rank 1 was taken twice: by worker1" in second and "stranger" in second
+    assert "cannot have the place of worker0" in back and "which has left" in back and "that is for its leader" in back
 
 
 def leave_a_failure(group: Group, ago: float, host: str = ELSEWHERE) -> None:
@@ -428,7 +429,7 @@ def test_rank_0_hosts_as_soon_as_the_store_of_an_ending_job_has_gone() -> None:
 def test_rank_0_that_came_to_a_store_that_is_being_closed_hosts_the_next_one() -> None:
     """Nobody else would: the other ranks wait for it."""
     old, port = stores.serve("127.0.0.1", 0)
-    Board(old, "old").set_closing(True)
+    Board(old, "old").announce_end(make_record("old", 0))
     with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
         results: list[Any] = [opened.hosts_store]
         joining = threading.Thread(target=lambda: results.extend(opened.join(lambda number: make_record("w", number))))

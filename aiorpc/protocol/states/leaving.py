@@ -20,11 +20,12 @@ class Step(Label):
 
     ENTER = "its user leaves, in a group of fixed size"
     FINISH = "its user leaves, in a free group"
+    NEEDED = "its user leaves, and others need the store that it hosts"
+    ALL_ENTERED = "the leader says that all members leave"
     ANSWERED = "the leader lets it go"
     LEADER_GONE = "the leader went without an answer"
     REFUSED = "the leader is there, and could not take the word"
-    IDLE = "its own calls are over"
-    NEEDED = "its own calls are over, and others need the store that it hosts"
+    IDLE = "what was accepted before the door closed is over"
     ALONE = "the last of the others went"
     GIVE_UP = "a bound is passed, or whoever waited is cancelled"
 
@@ -33,24 +34,30 @@ _L, _S = Leaving, Step
 
 LEAVING: Table[Leaving, Step] = Table(
     "leaving of a worker",
-    about="What a worker waits for between `shutdown` and its end, in a group of fixed size and in a free one.",
+    about=(
+        "What a worker waits for between `shutdown` and its end. In ENTERED and STAYING others still need it: it serves "
+        "them, and its own program may go on. From FINISHING on its door is closed: what begins then is refused. The "
+        "one difference between groups is when that is: in a free group at once, in one of fixed size when all leave."
+    ),
     initial=_L.WORKING,
     meanings={
         _L.WORKING: "Its user has not asked for it.",
-        _L.ENTERED: "The leader has been told, or is being told; its answer is awaited.",
-        _L.FINISHING: "It leaves by itself: its own calls are waited for, and nothing else.",
+        _L.ENTERED: "The leader has been told, or is being told; others still work.",
         _L.STAYING: "It hosts the store of a free group, which the others still need.",
+        _L.FINISHING: "Its door is closed. What was accepted is waited for; what its program waits for has a grace.",
         _L.LEFT: "Nothing more is waited for.",
     },
     transitions=(
         Transition(_L.WORKING, _S.ENTER, _L.ENTERED, "The leader is told; a leader tells itself."),
-        Transition(_L.WORKING, _S.FINISH, _L.FINISHING),
-        Transition(_L.ENTERED, _S.ANSWERED, _L.LEFT),
+        Transition(_L.WORKING, _S.FINISH, _L.FINISHING, "The door closes."),
+        Transition(_L.WORKING, _S.NEEDED, _L.STAYING),
+        Transition(_L.STAYING, _S.ALONE, _L.FINISHING, "The door closes."),
+        Transition(_L.ENTERED, _S.ALL_ENTERED, _L.FINISHING, "The door closes."),
+        *from_each((_L.ENTERED, _L.FINISHING), _S.ANSWERED, _L.LEFT),
         Transition(_L.ENTERED, _S.LEADER_GONE, _L.ENTERED, "The next leader is told."),
-        Transition(_L.ENTERED, _S.REFUSED, _L.FINISHING),
+        Transition(_L.FINISHING, _S.LEADER_GONE, _L.FINISHING, "The next leader is told."),
+        *from_each((_L.ENTERED, _L.FINISHING), _S.REFUSED, _L.FINISHING, "The door closes; it leaves by itself."),
         Transition(_L.FINISHING, _S.IDLE, _L.LEFT),
-        Transition(_L.FINISHING, _S.NEEDED, _L.STAYING),
-        Transition(_L.STAYING, _S.ALONE, _L.LEFT),
         *from_each((_L.ENTERED, _L.FINISHING, _L.STAYING), _S.GIVE_UP, _L.LEFT, "It leaves, whatever the others do."),
     ),
     final=[_L.LEFT],

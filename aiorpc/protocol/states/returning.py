@@ -1,4 +1,4 @@
-"""How a new process takes the place of a member that was lost. `protocol.places` and `protocol.leaving` go by these."""
+"""How a new process takes the place of a member that is gone. `protocol.places` and `protocol.leaving` go by these."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ class PlaceState(Label):
     HELD = "held"
     VACANT = "vacant"
     PROMISED = "promised"
-    CLOSED = "closed"
 
 
 class PlaceEvent(Label):
     """What takes a place from one state to the next, in the view of one worker."""
 
-    LOST = "its member was lost"
-    LEFT = "its member has left in good order"
+    GONE = "its member was lost, or has left in good order"
     ADMIT = "this worker leads, and admits a newcomer"
     ARRIVED = "the newcomer that was admitted has proved itself"
     INTRODUCED = "the leader says who has the place now"
@@ -30,24 +28,22 @@ PLACE: Table[PlaceState, PlaceEvent] = Table(
     "place in a group of fixed size",
     about=(
         "A place is a rank, with its name. Each worker has its own view; only that of the leader decides. A newcomer "
-        "may be lost, too, and its place be taken again."
+        "may go, too, and its place be taken again. It has no end of its own: that is the end of the worker."
     ),
     initial=_P.HELD,
     meanings={
         _P.HELD: "A living member has it.",
-        _P.VACANT: "Its member was lost; a new process may take it.",
+        _P.VACANT: "Its member is gone; a new process may take it as long as the group goes on.",
         _P.PROMISED: "At the leader only: a newcomer was admitted, and has not arrived.",
-        _P.CLOSED: "Its member has left, as all will: nobody takes it any more.",
     },
     transitions=(
-        Transition(_P.HELD, _E.LOST, _P.VACANT),
-        Transition(_P.HELD, _E.LEFT, _P.CLOSED),
+        Transition(_P.HELD, _E.GONE, _P.VACANT),
         Transition(_P.VACANT, _E.ADMIT, _P.PROMISED, "The newcomer is told who is in the group."),
         Transition(_P.PROMISED, _E.ADMIT, _P.PROMISED, "The newcomer before has not arrived: another one may."),
         Transition(_P.PROMISED, _E.ARRIVED, _P.HELD, "The leader tells all others."),
         Transition(_P.VACANT, _E.INTRODUCED, _P.HELD),
     ),
-    final=(_P.CLOSED,),
+    final=(),
 )
 
 
@@ -73,7 +69,7 @@ _R, _V = Returning, ReturnEvent
 
 RETURNING: Table[Returning, ReturnEvent] = Table(
     "newcomer in a group of fixed size",
-    about="A process that takes the place of a lost member, from its claim in the store to the end of its `init`.",
+    about="A process that takes the place of a member that is gone, from its claim in the store to the end of its `init`.",
     initial=_R.ASKING,
     meanings={
         _R.ASKING: "Its claim stands in the store, where the leader looks as long as there are vacant places.",

@@ -17,7 +17,7 @@ from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Call, read_call, read_cancel, read_credit
+from ...protocol.messages import Call, Goodbye, read_call, read_cancel, read_credit, read_goodbye, write
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
@@ -89,8 +89,12 @@ class Home(CommonHome, Protocol):
     def peer_of(self, record: WorkerRecord) -> PeerForService:
         """The peer of the worker that calls."""
 
-    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
-        """That worker has said that it leaves. sure: it was it for sure that has said so."""
+    def continues(self, trace: int) -> bool:
+        """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
+
+    def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
+        """That worker has said that it leaves. sure: it was it for sure that has said so. failed: as it says, the name
+        of the error that has ended its program; "" for none."""
 
 
 class Service:
@@ -212,6 +216,8 @@ class Service:
                 f"worker {self._engine.name!r} takes {self._engine.options.max_call_rate:g} calls a second of "
                 f"{self.record.name!r} (max_call_rate); this one was not run"
             )
+        elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.trace):
+            failure = PeerClosed(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
         elif message.arguments.references:
             self._home.references.coming(message.arguments.references)
         if type(failure) is Overloaded and self._resolver.is_brief(message.function):
@@ -282,9 +288,9 @@ class Service:
             )
         self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
 
-    def _on_goodbye(self, _: Frame) -> None:
+    def _on_goodbye(self, frame: Frame) -> None:
         self.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
-        self._home.on_goodbye(self.record, self.sure)
+        self._home.on_goodbye(self.record, self.sure, read_goodbye(frame.body))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -348,7 +354,8 @@ class Service:
 
     def goodbye(self) -> None:
         """Tell the caller that we leave, if that takes no waiting. Any thread."""
-        self.link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+        said = write(Goodbye(self._engine.lifetime.failed))
+        self.link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, said), urgent=True)
 
     def say_goodbye(self) -> None:
         """This worker leaves: tell the caller so behind the answers that are queued, and close the connection."""

@@ -28,7 +28,7 @@ from ...locks import RLock
 from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Cancel, write
+from ...protocol.messages import Cancel, Goodbye, read_goodbye, write
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
@@ -63,7 +63,7 @@ class Home(OwedHome, Protocol):
     def connect(self, peer: Any) -> None:
         """Begin to connect to that `Peer`, on the loop. `attach` and then `ready` follow, or `fail`."""
 
-    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
+    def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
         """That worker has said that it leaves. sure: it was it for sure that has said so. On the loop."""
 
 
@@ -335,13 +335,14 @@ class Addressee:
 
     # --- what comes from the peer -------------------------------------------------------------------------------------
 
-    def _on_goodbye(self, _: Frame) -> None:
+    def _on_goodbye(self, frame: Frame) -> None:
         link = self.link
         assert link is not None and self.record is not None, "a message came over it"
         link.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
-        self._home.on_goodbye(self.record, True)  # we have dialled it
+        why = read_goodbye(frame.body)
+        self._home.on_goodbye(self.record, True, why)  # we have dialled it
         # No answer can follow on this connection (the goodbye may have come earlier on another).
-        link.when_drained(partial(self.fail, PeerClosed(f"{self.describe()} has shut down")))
+        link.when_drained(partial(self.fail, farewell(self.record, why)))
 
     def load_references(
         self, passed: Sequence[PassedReference], left: list[PassedReference] | None = None
@@ -432,7 +433,17 @@ class Addressee:
         """Tell the peer that we leave, if that takes no waiting. Any thread."""
         link = self.link
         if self.connection is not None and link is not None:
-            link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+            said = write(Goodbye(self.engine.lifetime.failed))
+            link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, said), urgent=True)
+
+
+def farewell(record: WorkerRecord, failed: str = "", when: str = "") -> PeerClosed:
+    """The error that everything gets which waits for a worker that has left.
+
+    failed: the name of the error that has ended its program, as it has said; "" for none. when: behind that, for people.
+    """
+    left = f"left after an error ({failed})" if failed else "shut down"
+    return PeerClosed(f"{record.describe()} has {left}{when}")
 
 
 def _event_of(error: RpcError, state: PeerState) -> PeerEvent:

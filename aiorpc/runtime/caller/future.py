@@ -79,11 +79,12 @@ class CallFuture(Future[Any]):
     limit. system: whether it is the runtime's own. again: what its Error said of another try; None: no Error has come.
     streamed: whether it stands for the end of a stream. patient: whether it waits for a worker of that name to join,
     whoever bore the name before. allowed: seconds that all tries of the call have together, if it is tried again.
-    unsent: whether it has failed as it was about to be sent.
+    unsent: whether it has failed as it was about to be sent. nested: whether a handler has made it, whose call it is
+    part of. parked: whether it waits at its callee for what others do, and nothing of users' runs there for it.
     """
 
     allowed: float | None = None  # no slots: few have them
-    unsent = False
+    unsent = nested = parked = False
 
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
     __slots__ = (

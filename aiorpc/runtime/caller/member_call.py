@@ -38,6 +38,7 @@ class MemberCall:
     """
 
     allowed: float | None = None  # it is not tried again
+    parked = False
 
     __slots__ = (
         "_error",
@@ -47,6 +48,7 @@ class MemberCall:
         "call_id",
         "deadline",
         "entry",
+        "nested",
         "patient",
         "peer",
         "place",
@@ -66,6 +68,7 @@ class MemberCall:
         started: float,
         deadline: float | None,
         site: CallSite | None,
+        nested: bool = False,
     ) -> None:
         self._group = group
         self._error: BaseException | None = None
@@ -76,6 +79,7 @@ class MemberCall:
         self.started = started
         self.deadline = deadline
         self.site = site
+        self.nested = nested
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None
         self.arrival: Arrival | None = None

@@ -21,7 +21,7 @@ import torch
 from ... import foreign
 from ...channels.accelerator import DeviceBuffer
 from ...channels.landing import Landing
-from ...errors import RpcCancelled, RpcError, RpcTimeout
+from ...errors import PeerClosed, RpcCancelled, RpcError, RpcTimeout
 from ...futures import GRACE
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
@@ -35,6 +35,7 @@ from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall
 from ..calls.values import LARGE_PICKLE, Results, decode
 from ..engine.deadlines import Deadlines
+from ..engine.lifetime import no_longer_waits
 from ..links.links import Links
 from ..links.reassembly import Message
 from .future import CallFuture, copy_for
@@ -265,6 +266,26 @@ class OwedCalls:
                 future.settle(None, failure)
                 self._peer.call_off(call_id)
 
+    def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
+        """This worker leaves, and its program has waited for so many seconds more: what it waits for ends.
+
+        calls: also calls of users' functions, and not streams and the like alone. Returns what has ended, for people.
+        What handlers wait for is part of the calls that they serve; what is put into queues and taken from them has no
+        site, and is ended there. On the loop.
+        """
+        ended, now = [], time.monotonic()
+        for future in list(self.pending.values()):
+            if future.system or future.nested or future.site is None:
+                continue
+            if not (calls or future.streamed or future.parked) or self.take(future.call_id) is None:
+                continue
+            self.streams.pop(future.call_id, None)
+            what = f"the stream of {future.function} on worker {self._peer.name!r}" if future.streamed else future.subject
+            ended.append(f"{what}, since {now - future.started:.1f} s")
+            future.settle(None, no_longer_waits(self._engine.name, future.describe(), seconds))
+            self._peer.call_off(future.call_id)
+        return ended
+
     def fail(self, error: RpcError) -> None:
         """The peer is gone: all calls end with that error."""
         for call_id in list(self.pending):
@@ -402,6 +423,9 @@ class OwedCalls:
                 raise TypeError("read_error gave something that is no exception")
         except BaseException as broken:
             error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
+        else:
+            if told.again and type(error) is PeerClosed:  # said in place of a goodbye: nothing was run there
+                foreign.set_cause(error, None)
         if interruption is not None:
             self.interruption = error, interruption
         future.settle(None, error)

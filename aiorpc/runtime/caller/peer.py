@@ -44,7 +44,8 @@ logger = logging.getLogger("aiorpc")
 
 
 class Try(NamedTuple):
-    """One try of a call with retries. site: where the call was made, None to leave that out. once: as in a Call.
+    """One try of a call with retries. site: where the call was made; None of one for what was begun elsewhere, as the
+    items that several wait for. once: as in a Call.
 
     allowed: seconds that all of its tries have together; None for no limit, and where there is but this one.
     """
@@ -87,8 +88,8 @@ class Peer(Addressee):
         the construction of a reference in the arguments ended with, as its time was up; nothing was sent then. If the
         peer is gone, nothing is raised here: the Future has the error.
         """
-        if self._lifetime.closed:
-            self._lifetime.check_open()
+        if self._lifetime.shut:  # what has no site goes on with what was begun before
+            self._lifetime.check_begin(begun=system or (one_try is not None and one_try.site is None))
         owed = self.owed
         pending = owed.pending
         if not system:
@@ -109,7 +110,7 @@ class Peer(Addressee):
         deadline = now + timeout if timeout else None
         trace: int | None = None
         serving = current_call.get()
-        if serving is not None and not serving.replied and serving.node is self._home:
+        if serving is not None and not serving.replied and serving.node is self._home:  # as `is_nested`
             trace = serving.trace
             if serving.deadline is not None and (deadline is None or serving.deadline < deadline):
                 deadline = serving.deadline
@@ -160,6 +161,8 @@ class Peer(Addressee):
         # Made before it is written: once that has counted references, all that may fail stands in the last `try`.
         future = CallFuture(self, entry, call_id, now, deadline, system)
         future.patient = wait
+        if trace is not None:
+            future.nested = True
         if one_try is not None:
             future.site = one_try.site
             if one_try.allowed is not None:

@@ -216,8 +216,8 @@ class Peers:
                     continue
                 self._peers.pop(key, None)
 
-    def on_lost(self, record: WorkerRecord) -> None:
-        """A worker was lost, and its peer is gone; it may have been replaced before that became known here."""
+    def on_gone(self, record: WorkerRecord) -> None:
+        """A worker's peer is gone; it may have been replaced before that became known here."""
         with self._lock:
             self._reduce(record.id)
 

@@ -37,7 +37,7 @@ from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
 from ...sites import CallSite, describe_site
-from ..calls.current import CommonHome, current_call
+from ..calls.current import CommonHome, current_call, is_nested
 from ..calls.functions import describe
 from ..calls.pending import PendingCall
 from ..engine.engine import Engine
@@ -122,6 +122,7 @@ class Retries:
         number = next(self._numbers) if options.idempotent else None
         worker = None if callable(to) else to
         future = RetriedFuture(self, engine, tries, describe(function), worker, site, allowed)
+        future.nested = is_nested(self._home)
         future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future), met)
         return future
 
@@ -155,6 +156,13 @@ class Retries:
         """The calls that are between two tries; one whose try is under way is pending at the peer of that."""
         return [each.pending_call() for each in list(self.calls) if each.tried]
 
+    def end_waits(self) -> list[str]:
+        """The worker leaves: calls of its program that are in a pause are not tried again. Returns which. On the loop."""
+        own = [future for future in self.paused if not future.nested]
+        for future in own:
+            future.close()
+        return [f"the next try of {future.subject}" for future in own]
+
     def close(self) -> None:
         """This worker leaves: nothing is tried any more. On the loop."""
         self._closed = True
@@ -173,6 +181,7 @@ class RetriedFuture(Future[Any]):
 
     _apart = True
     tried = ""
+    nested = False  # whether a handler has made it
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ class ServedCall:
         self.size = 0
         self.started = time.monotonic()
         self.deadline = None if remaining is None else self.started + remaining
-        self.trace = trace if trace is not None else (caller.id << 48 | frame.call_id) & _TRACE
+        self.trace = trace if trace is not None else trace_of(caller.id, frame.call_id)
         self.function = "?"
         self.handler: Handler | None = None
         self.begun = False
@@ -376,6 +376,17 @@ def _serving() -> ServedCall:
     if call is None:
         raise RpcUsageError("only a handler that serves a call can ask this")
     return call
+
+
+def trace_of(caller: int, call_id: int) -> int:
+    """The trace of a chain of calls that begins with that one. caller: the id of the worker that makes it."""
+    return (caller << 48 | call_id) & _TRACE
+
+
+def is_nested(node: CommonHome) -> bool:
+    """Whether this code belongs to a call that this worker serves and has not answered."""
+    call = current_call.get()
+    return call is not None and not call.replied and call.node is node
 
 
 def within_call(engine: Engine, timeout: float) -> float:

@@ -43,6 +43,7 @@ class Bounds:
     stalled: float = 5.0  # for who fetches for its host to show that it goes on; then another one takes over
 
     # Leaving.
+    grace: float = 3.0  # for what a worker's own program waits for, once its door is closed
     told: float = 10.0  # until a worker that leaves by itself says in the log what it still waits for
     given_up: float = 5.0  # for the answer to a call that nobody waits for any more, and that still counts
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
@@ -31,6 +31,16 @@ from .steps import Steps
 from .tasks import Tasks
 
 
+class Waits(Protocol):
+    """What users wait for that is no call, as at one worker's side of a queue."""
+
+    def end_waits(self, seconds: float) -> list[str]:
+        """This worker leaves: end what its program has waited for these seconds, and not what its handlers wait for.
+
+        Returns what has ended, for people. On the loop.
+        """
+
+
 class Engine:
     """Loop, threads, options, own record, counters and state of one worker.
 
@@ -47,6 +57,7 @@ class Engine:
     safe: whether the worker reads no pickles (option ``serialization``).
     kept: what consumers wait at, and tasks of theirs. A loop itself keeps none, and whoever brings what they wait for
     holds it weakly: the garbage collector would take a task that nobody else holds in the midst of its wait.
+    waits: of its program and its handlers, beside calls.
     poll: what keeps the loop awake for a moment after each message; None if nothing does (option ``busy_wait``).
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
@@ -87,6 +98,7 @@ class Engine:
         self.counters = Counters()
         self.tasks = Tasks(self.loop)
         self.kept: set[object] = set()
+        self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
         self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...errors import WorkerClosed
+from ...protocol.messages import is_error_name
 from ...protocol.states import WORKER, WorkerEvent, WorkerState
 
 
@@ -10,10 +13,13 @@ class Lifetime:
     """The state of one worker; `protocol.states.WORKER` says what leads from one to the next, and on which thread.
 
     closed: whether the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: whether it is
-    leaving but still serves, until its group is done. forked: whether this is a child of the worker's process.
-    loop_ended: whether it ended because its loop had. exits: whether that was as its process exits. Any thread may read
-    them. `closed` and `leaving` follow from the state; they are attributes of their own because each call looks at
-    `closed`.
+    leaving but still serves, until its group is done. shut: whether its door is closed, so that its program begins
+    nothing more; always so if it is closed. parting: whether it takes nothing new of others, either. forked: whether
+    this is a child of the worker's process. loop_ended: whether it ended because its loop had. exits: whether that was
+    as its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the state and the door;
+    they are attributes of their own because each call looks at `shut`.
+
+    failed: the name of the error that has ended its program; "" for none. is_nested: whether the code that asks belongs to a call that is being served here.
     """
 
     def __init__(self, name: str) -> None:
@@ -21,6 +27,11 @@ class Lifetime:
         self.state = WORKER.initial
         self.closed = True
         self.leaving = False
+        self.shut = True
+        self.parting = False
+        self.is_nested: Callable[[], bool] = bool
+        self._door_closed = False
+        self.failed = ""
         self.forked = False
         self.loop_ended = False
         self.exits = False
@@ -30,9 +41,20 @@ class Lifetime:
         self.state = WORKER.next(self.state, event)
         self.leaving = self.state is WorkerState.LEAVING
         self.closed = not self.leaving and self.state is not WorkerState.RUNNING
+        self.shut = self.closed or self._door_closed
         self.forked = self.forked or event is WorkerEvent.FORKED
         self.loop_ended = self.loop_ended or event is WorkerEvent.LOOP_ENDED
         self.exits = self.exits or event is WorkerEvent.EXITED
+
+    def fail(self, error: type[BaseException] | None) -> None:
+        """The program of this worker has ended by an error of that class: the others are told its name."""
+        if isinstance(error, type) and issubclass(error, (Exception, KeyboardInterrupt)):
+            self.failed = error.__name__ if is_error_name(error.__name__) else "Exception"
+
+    def close_door(self, *, alone: bool) -> None:
+        """Take nothing that this worker's program begins from now on. alone: nor what others send. On the loop."""
+        self._door_closed = self.shut = True
+        self.parting = self.parting or alone
 
     @property
     def ended(self) -> bool:
@@ -43,6 +65,18 @@ class Lifetime:
         """Raise WorkerClosed, with the reason, if verbs cannot be used now. Any thread."""
         if self.closed:
             raise self.why_closed()
+
+    def check_begin(self, *, begun: bool = False) -> None:
+        """Raise WorkerClosed, with the reason, if nothing can be begun now; what a handler begins is part of its call.
+
+        begun: whether it goes on with what was begun before, or is the runtime's own. Any thread.
+        """
+        self.check_open()
+        if self.shut and not begun and not self.is_nested():
+            raise WorkerClosed(
+                f"worker {self.name!r} is leaving, as its program has asked it to: it finishes what was begun before, "
+                "and begins nothing more"
+            )
 
     def check_not_forked(self) -> None:
         """Raise WorkerClosed in a forked child, where nobody runs the loop: what the parent waits for never comes."""
@@ -75,4 +109,12 @@ def loop_has_ended(worker: str) -> WorkerClosed:
     return WorkerClosed(
         f"{worker} is closed, as its event loop has ended: start a new worker, and shut it down before its loop ends, "
         "as `async with rpc.init(...)` does"
+    )
+
+
+def no_longer_waits(worker: str, what: str, seconds: float) -> WorkerClosed:
+    """What a program's waits end with that are longer than its worker, which leaves, lets them be."""
+    return WorkerClosed(
+        f"worker {worker!r} is leaving, and waits no longer for {what}: what its program waits for as it leaves has "
+        f"{seconds:g} s. Await it before you leave, or cancel it"
     )

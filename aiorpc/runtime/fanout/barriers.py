@@ -45,6 +45,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
     """This worker comes to a barrier of these members. Raises RpcUsageError, and what `Peers.number_of` raises."""
     if type(tag) is not str or len(tag) > NAME_LIMIT:
         raise RpcUsageError(f"the tag of a barrier is a text of at most {NAME_LIMIT} characters, not {tag!r:.80}")
+    home.engine.lifetime.check_begin()
     ids = {home.peers.number_of(peer): peer for peer in peers}
     if home.engine.id not in ids:
         raise RpcUsageError(

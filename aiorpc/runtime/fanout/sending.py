@@ -119,7 +119,7 @@ class Sending:
 
     def prepare(self) -> None:
         """Write it for all that get the same, and send nothing. Raises what `Peer.call` raises, but for Overloaded."""
-        self._home.engine.lifetime.check_open()
+        self._home.engine.lifetime.check_begin()
         if not self._methods:
             if not callable(self._function):
                 raise RpcUsageError(no_function(self._function, self._peers[0].name, verb="group"))
@@ -207,8 +207,8 @@ class Sending:
             refusal = peer.refusal()
             if refusal is not None:
                 raise refusal
-        call_id = next(owed.ids)
-        call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site)
+        call_id, nested = next(owed.ids), self._trace is not None
+        call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
         try:
             if keeps is not None:
                 owed.lent[call_id] = [keeps]

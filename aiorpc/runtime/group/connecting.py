@@ -30,12 +30,13 @@ from ...transport.lasting import LastingConnection
 from ...transport.tls import TlsLayer
 from ..callee import service as callee
 from ..callee.service import Service
+from ..caller.addressee import farewell
 from ..caller.peer import Peer
 from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..links.link import Link
-from .group import Group, failure, farewell
+from .group import Group, failure
 from .mending import Home as MendingHome
 from .mending import Line, Mender
 
@@ -333,7 +334,7 @@ class Connector:
     ) -> None:
         """A worker cannot be reached any more: it is lost, if it has not left. error: what its loss is told by."""
         if await self._home.group.look_for_farewell(record):
-            peer.fail(farewell(record))  # `_part` may wait for answers, which cannot come
+            peer.fail(peer.parting or farewell(record))  # `_part` may wait for answers, which cannot come
         elif not self._engine.closed:
             self._on_lost(peer, record, reason, error, cause)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, assert_never
 
 from ...errors import RendezvousError, RpcError
 from ...protocol import leaving
-from ...protocol.identity import WorkerRecord
+from ...protocol.identity import WorkerRecord, legible
 from ...protocol.leaving import Activity, GroupTable, Outputs
 from ..caller.peers import Peers
 from ..engine.engine import Engine
@@ -28,6 +28,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 #: What the table says of leaving.
 LeavingOutput = (
     leaving.SendEnter
+    | leaving.CloseDoor
     | leaving.AwaitIdle
     | leaving.Go
     | leaving.AnswerEnters
@@ -55,6 +56,9 @@ class Home(Protocol):
 
     def describe_pending(self) -> str:
         """The calls of users that are under way, as text for a log message; empty if there are none."""
+
+    def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
+        """End what this worker's program has waited for these seconds; returns what, for people. calls: calls, too."""
 
 
 class Departure:
@@ -86,6 +90,7 @@ class Departure:
         self._go: asyncio.Future[bool] | None = None
         self._context = contextvars.Context()
         self._waits: set[asyncio.Task[None]] = set()
+        self._grace: asyncio.TimerHandle | None = None  # of what its program waits for
 
     @property
     def entered(self) -> list[int]:
@@ -103,6 +108,8 @@ class Departure:
                 self._spawn(self._enter_at(to))
                 if to.id == self._engine.id:
                     self._spawn(self._look_for_the_silent())
+            case leaving.CloseDoor(alone):
+                self._close_door(alone)
             case leaving.AwaitIdle():
                 self._spawn(self._until_idle())
             case leaving.Go(complete):
@@ -132,14 +139,40 @@ class Departure:
             return await self._go
         finally:
             self._table.give_up()  # if the waiting was cancelled, the table has not heard of it yet
-            if bound is not None:
-                bound.cancel()
+            for timer in (bound, self._grace):
+                if timer is not None:
+                    timer.cancel()
             for task in self._waits:
                 task.cancel()
             await asyncio.gather(*self._waits, return_exceptions=True)
 
     def _give_up(self) -> None:
         self._carry_out(self._table.give_up())
+
+    def _close_door(self, alone: bool) -> None:
+        self._engine.lifetime.close_door(alone=alone)
+        if self._grace is not None:
+            self._grace.cancel()
+        self._grace = self._engine.loop.call_later(self._engine.bounds.grace, self._end_waits, alone)
+
+    def _end_waits(self, alone: bool) -> None:
+        """What this worker's program still waits for ends, so that it keeps nobody.
+
+        But for calls of functions that run at members that leave together with this one: they serve until these are
+        over, which is part of what they have accepted.
+        """
+        seconds = self._engine.bounds.grace
+        ended = self._home.end_waits(seconds, calls=alone)
+        if ended:
+            more = f"; and {len(ended) - 5} more" if len(ended) > 5 else ""
+            logger.warning(
+                "worker %s leaves, and its program still waited for this %g s later, which has ended with WorkerClosed: "
+                "%s%s",
+                self._engine.name,
+                seconds,
+                legible("; ".join(ended[:5])),
+                more,
+            )
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
@@ -229,12 +262,13 @@ class Departure:
 
     async def _poll(self, record: WorkerRecord) -> Activity:
         if record.id == self._engine.id:
-            return Activity(*self.activity())
+            return Activity(*self.polled(record.id))
         patience = self._engine.bounds.poll
         return Activity(*await self._home.peers.of(record).call(self._poll_verb, (), None, patience, system=True))
 
-    def activity(self) -> tuple[bool, int]:
-        """Whether this worker is idle, and how many calls of users it has seen."""
+    def polled(self, leader: int) -> tuple[bool, int]:
+        """The leader says that all leave, and asks whether this worker is idle, and how many calls it has seen."""
+        self._carry_out(self._table.all_entered(leader))
         return self._home.activity()
 
     async def _rest(self) -> None:

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
+from ...errors import PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
 from ...protocol import leaving
 from ...protocol.identity import RecordFields, WorkerInfo, WorkerRecord, legible
 from ...protocol.leaving import GroupTable, Output, Outputs
 from ...protocol.states import Leaving, Returning
 from ...transport import sockets
 from ..callee.service import Service
+from ..caller.addressee import farewell
 from ..calls import current
 from ..calls.current import current_call
 from ..calls.declared import pack
@@ -94,10 +95,12 @@ class Group:
             carry_out=self._carry_out,
             lose=self.on_lost,
             is_together=self._hearsay.is_together,
+            has_left=self.look_for_farewell,
             verbs=(arrive, introduce),
         )
         self.members = self._table.members
         self.lost = self._table.lost
+        self._failed: dict[int, str] = {}  # after which errors members leave, as they say, until that is carried out
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
 
     @property
@@ -273,22 +276,24 @@ class Group:
         home, engine = self._home, self._engine
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.warning("worker %s was lost: %s", record.describe(), cause)
-        home.peers.of(record).fail(failure(record, cause, error))
-        home.peers.on_lost(record)
+        self._end_calls(record, failure(record, cause, error))
         self._forget(record)
         if home.rendezvous.dynamic:
             engine.tasks.spawn(self._strike_off(home.rendezvous, record))
         home.news.publish(WorkerLost(record.info, cause))
 
-    def on_goodbye(self, record: WorkerRecord, sure: bool = True) -> None:
-        """A member leaves in good order. sure: it was it for sure that has said so."""
+    def on_goodbye(self, record: WorkerRecord, sure: bool = True, failed: str = "") -> None:
+        """A member leaves in good order. sure: it was it for sure that has said so. failed: as of `farewell`."""
+        left = partial(self._on_left, record, failed)
         if sure:
-            self._on_left(record)
+            left()
         else:
-            self._hearsay.look_into(record, self._engine.record, partial(self._on_left, record), "has said goodbye")
+            self._hearsay.look_into(record, self._engine.record, left, "has said goodbye")
 
-    def _on_left(self, record: WorkerRecord) -> None:
+    def _on_left(self, record: WorkerRecord, failed: str = "") -> None:
         if not self._engine.closed:
+            if failed:
+                self._failed[record.id] = failed
             self._carry_out(self._table.depart(record))
             self.newcomers.look()  # this worker may lead now
 
@@ -342,13 +347,18 @@ class Group:
     def _part(self, record: WorkerRecord) -> None:
         peer = self._home.peers.of(record)
         new = self._table.returning is not Returning.MEMBER
-        error = peer.parting = farewell(record, ", before this worker came" if new else "")
+        failed = self._failed.pop(record.id, "")
+        error = peer.parting = farewell(record, failed, ", before this worker came" if new else "")
         if peer.owed.pending:
-            self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
+            self._engine.loop.call_later(_GOODBYE_GRACE, self._end_calls, record, error)
         else:
-            peer.fail(error)
+            self._end_calls(record, error)
         self._forget(record)
         self._home.news.publish(WorkerLeft(record.info))
+
+    def _end_calls(self, record: WorkerRecord, error: RpcError) -> None:
+        self._home.peers.of(record).fail(error)
+        self._home.peers.on_gone(record)
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
@@ -380,11 +390,6 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
         failure = PeerLost(text, worker=record.name, rank=record.rank, host=host, pid=pid, cause=cause)
     failure.__cause__ = error
     return failure
-
-
-def farewell(record: WorkerRecord, when: str = "") -> PeerClosed:
-    """The error that everything gets which waits for a worker that has left."""
-    return PeerClosed(f"{record.describe()} has shut down{when}")
 
 
 class _NodeForHandlers(Protocol):
@@ -467,5 +472,5 @@ async def enter() -> None:
 @system
 async def poll() -> tuple[bool, int]:
     """Handler: whether this worker is idle, and how many calls it has seen."""
-    group, _ = _current()
-    return group.departure.activity()
+    group, caller_id = _current()
+    return group.departure.polled(caller_id)

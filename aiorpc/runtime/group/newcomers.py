@@ -1,4 +1,4 @@
-"""New processes in the places of lost members: what the leader, the others and the newcomer itself do. On the loop.
+"""New processes in the places of members that are gone: what the leader, the others and the newcomer itself do. On the loop.
 
 What is decided, and the order of it all, is in `protocol/leaving.py`; what goes through the store in
 `meeting/returning.py`.
@@ -56,6 +56,7 @@ class Newcomers:
         carry_out: Callable[[Outputs], None],
         lose: Callable[[WorkerRecord, str], None],
         is_together: Callable[[WorkerRecord, WorkerRecord], Any],
+        has_left: Callable[[WorkerRecord], Any],
         verbs: tuple[Any, Any],
     ) -> None:
         self._home = home
@@ -64,6 +65,7 @@ class Newcomers:
         self._carry_out = carry_out
         self._lose = lose
         self._is_together = is_together
+        self._has_left = has_left
         self._arrive, self._introduce = verbs
         self._answered: set[str] = set()  # the incarnations of those to whom this worker has replied in the store
         self._arriving: dict[int, asyncio.Future[Roster]] = {}
@@ -76,17 +78,14 @@ class Newcomers:
 
     def look(self) -> None:
         """Look at the store for newcomers, as long as this worker leads and a place is vacant."""
-        if not self._looking and self._wanted() and (not self._blind or self._home.rendezvous.is_client):
+        if not self._looking and self._table.admits and (not self._blind or self._home.rendezvous.is_client):
             self._looking = True
             self._engine.tasks.spawn(self._look())
-
-    def _wanted(self) -> bool:
-        return self._table.leads and not self._table.free and bool(self._table.places.vacant())
 
     async def _look(self) -> None:
         in_store, bounds = self._home.rendezvous.newcomers, self._engine.bounds
         try:
-            while self._wanted() and not self._engine.closed:
+            while self._table.admits and not self._engine.closed:
                 look = partial(in_store.applicants, self._table.places.vacant())
                 try:
                     for record in await self._engine.steps.run(look):
@@ -186,7 +185,8 @@ class Newcomers:
             said_by = self._table.members[leader]
             if await self._is_together(holder, said_by):
                 raise RpcUsageError(f"{holder.describe()} is there, as it says itself, and has that place")
-            self._lose(holder, f"it was replaced, says {said_by.describe()}")
+            if not await self._has_left(holder):
+                self._lose(holder, f"it was replaced, says {said_by.describe()}")
         if newcomer.id not in self._table.members:
             objection = self._table.places.objection(newcomer)
             if objection:

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store
 
 from ...errors import PeerRefused, RendezvousError, StoreGone
+from ...protocol.identity import WorkerRecord, legible
 from .contact import Contact
 from .watch import Watch
 
-_CLOSING = "closing"
+_CLOSING = "closing"  # the mark of who is about to end the store: it bears its maker, and ends with it
+_SHOWN = 200  # characters of what stands there
 _TRIES = 3  # of an operation, of which each has broken its connection: the server may not like what it was asked
 _ABSENT = "\0"  # what no worker writes
 _DIGITS = 18
@@ -185,15 +187,27 @@ class Board:
 
     def check_open(self) -> None:
         """StoreGone if the process that hosts the store has said that it is about to end it."""
-        if self.has(_CLOSING):
-            raise StoreGone(f"the store at {self._place} is being closed")
+        by = self.closing()
+        if by:
+            raise StoreGone(f"the store at {self._place} is being closed by {by}")
 
-    def set_closing(self, closing: bool) -> None:
-        """Announce the end of the store, or take that back."""
-        if closing:
-            self.put(_CLOSING, "1")
-        else:
-            self._call(lambda store: store.delete_key(_CLOSING))
+    def closing(self) -> str:
+        """Who has said that it is about to end the store, for people; "" if nobody has."""
+        _, _, who = (self.get(_CLOSING) or "").partition(" ")
+        return legible(who[:_SHOWN])
+
+    def announce_end(self, maker: WorkerRecord) -> None:
+        """Say that this worker is about to end the store. If that lives on, `take_back_end` has to follow."""
+        self.put(_CLOSING, _mark_of(maker))
+
+    def take_back_end(self, maker: WorkerRecord) -> None:
+        """Take back what that worker has announced, and no other one."""
+        self.swap(_CLOSING, _mark_of(maker), "")
+
+    def reopen(self) -> None:
+        """Take back what anybody has announced: this worker hosts the store now."""
+        if self.has(_CLOSING):
+            self.put(_CLOSING, "")
 
     def close(self, reason: str = "") -> None:
         """Let go of the store; a server that this was the last user of ends. Idempotent.
@@ -206,3 +220,7 @@ class Board:
             self._contact.close(self._end)
         if self._watch is not None:
             self._watch.close()
+
+
+def _mark_of(maker: WorkerRecord) -> str:
+    return f"{maker.incarnation} {maker.describe()}"

@@ -11,6 +11,7 @@ the whole group; the store may outlive many):
     G/left/RANK           its holder leaves in good order; of newcomers the id, as in `returning.py`
     G/verdict             set once: complete, or why this generation failed
     G/done                how many ranks have learnt the verdict
+    G/refused             who came without a world size last, for those who wait in vain
 
 Every rank obeys the verdict, so no rank can believe in a group that another has given up.
 """
@@ -22,19 +23,20 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
-from ...protocol.identity import WorkerRecord
+from ...protocol.identity import WorkerRecord, legible
 from ..engine.host import host_identity, is_gone, provably_dead, sees
 from .board import Board
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
 CLOSED = "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
+_SHOWN = 500  # characters of what others have written there
 _COMPLETE = "complete"
 _TIMEOUT = "timeout"
 _ABORT = "abort"
@@ -89,8 +91,11 @@ def check_unique_names(records: Sequence[WorkerRecord]) -> None:
             raise RendezvousError(f"name {name!r} is not unique: ranks {ranks} have it: {who}")
 
 
-def check_unmixed(board: Board, here: str, patience: Patience) -> None:
-    """RendezvousError if a group of fixed size lives at this store: nobody can join it."""
+def check_unmixed(board: Board, here: str, patience: Patience, knocks: Callable[[], str]) -> None:
+    """RendezvousError if a group of fixed size lives at this store: nobody can join it.
+
+    knocks: describes the worker that wants to. Those who wait for the rest of their group are told of it.
+    """
     generation = board.number("generation")
     key = f"{generation}/world"
     world = board.get(key) if generation else None
@@ -103,6 +108,7 @@ def check_unmixed(board: Board, here: str, patience: Patience) -> None:
         if holder is None or provably_dead(holder, here):
             continue
         if board.get(f"{generation}/end/{rank}") != holder.incarnation:
+            board.put(f"{generation}/refused", f"{knocks()} came without a world_size, and was refused")
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. "
                 f"{holder.describe()} belongs to a group of fixed size; give a world_size to join one"
@@ -308,6 +314,9 @@ class FixedWorld:
         here = ", ".join(holder.describe() for holder in held if holder is not None)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         waited = f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
+        refused = self.board.get(self._key("refused"))
+        if refused is not None:
+            waited += f". {legible(refused[:_SHOWN])}: give all workers the same world_size, or none of them"
         return f"{waited}. {self._doubt}" if self._doubt else waited
 
     def _is_stale(self, verdict: _Verdict, patience: Patience) -> bool:

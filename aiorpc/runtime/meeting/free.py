@@ -94,7 +94,7 @@ class FreeWorld:
         RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
         do not fit with those of the others.
         """
-        check_unmixed(self.board, self._here, patience)
+        check_unmixed(self.board, self._here, patience, lambda: make_record(self.rank or 0).describe())
         if made is not None and any(member.record == made for member in self._read().members):
             record = made
         else:

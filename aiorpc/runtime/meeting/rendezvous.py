@@ -35,7 +35,7 @@ from .membership import SET_IT, Member, Proof
 from .patience import LAST_PAUSE, Patience
 from .returning import NewcomersInStore, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
-from .stores import bounded, listens, open_file, open_tcp, reach_tcp
+from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
 
 __all__ = ["Rendezvous", "host_identity", "main_identity"]
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
-_PROBE_PAUSE = 0.05
+_PROBE_TIME = 0.3  # seconds for the end of a store that is being closed, before it is asked whether it goes on
 _RETURN_TIME = 5.0
 
 
@@ -72,6 +72,7 @@ class Rendezvous:
         self.rank = place.rank
         self.world_size = place.world_size
         self.hosts_store = hosts_store
+        self._ends_store = False
         self._place = place
         self._patience = patience
         self._founding = founding
@@ -132,9 +133,9 @@ class Rendezvous:
             return make(place, Board(store, str(place)), False)
         if place.path:
             return make(place, open_file(place), False)
-        made, hosts_store = open_tcp(place, patience, grace)
-        rendezvous = make(place, made, hosts_store)
-        rendezvous._reached()
+        hosting = open_tcp(place, patience, grace)
+        rendezvous = make(place, hosting.board, hosting.hosted)
+        rendezvous._reached(hosting)
         return rendezvous
 
     @property
@@ -315,20 +316,35 @@ class Rendezvous:
                 if self._held is not None:
                     self._agreement().await_readers(self._held)
                 if self.hosts_store:
-                    self._announce_end()
+                    self._await_ranks()
+                if self._ends_store and self._made is not None:
+                    self._announce_end(self._made)
         finally:  # also where a stranger has written into the store what nobody can read
             self._board.close()
             self.remove_secret()
+            if self._ends_store and self._made is not None and listens(self._place):
+                self._take_back_end(self._made)
 
     def remove_secret(self) -> None:
         """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
         if self._held is not None:
             self._held.remove()
 
-    def _announce_end(self) -> None:
+    def _await_ranks(self) -> None:
         if isinstance(self._world, FixedWorld) and self._world.members():
             self._world.wait_until_known(self._world.world_size, 2.0)
-        self._board.set_closing(True)
+
+    def _take_back_end(self, maker: WorkerRecord) -> None:
+        """The store lives on: torch uses it as well, for a process group that was made later."""
+        with contextlib.suppress(RendezvousError):
+            board = reach_tcp(self._place, Patience(_RETURN_TIME), 0.0)
+            try:
+                board.take_back_end(maker)
+            finally:
+                board.close()
+
+    def _announce_end(self, maker: WorkerRecord) -> None:
+        self._board.announce_end(maker)
         # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
         time.sleep(_TURN_AWAY)
         if self._board.number("generation") > self.generation:
@@ -457,31 +473,33 @@ class Rendezvous:
             logger.info("nobody is at %s, nor came back within %g s: a new group", self._place, patience.seconds)
 
     def _reconnect(self) -> None:
+        """The store is being closed. It is gone soon, unless torch uses it as well: then that is taken back."""
         self._board.close()
-        self._wait_for_end()
-        self._connect_again()
-
-    def _reached(self) -> None:
-        """There is a store."""
-        self._patience.trouble = ""
-        if self.hosts_store:
-            # One shared with a process group of torch outlives us and may still say that we were leaving.
-            self._board.set_closing(False)
-
-    def _connect_again(self) -> None:
-        self._board.close()
-        # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
-        self._board, self.hosts_store = open_tcp(self._place, self._patience, self._grace)
-        self._reached()
-        self._world = self._make_world()
-
-    def _wait_for_end(self) -> None:
-        """A store that is closing is gone soon, unless torch uses it as well: then its host takes it up again."""
         limit = time.monotonic() + min(_CLOSING_TIME, self._patience.attempt())
         # Its end closes this connection; a look at the port alone would take the next store for this one.
         with contextlib.suppress(OSError), socket.create_connection((self._place.host, self._place.port), 1.0) as probe:
-            probe.settimeout(_PROBE_PAUSE)
+            probe.settimeout(_PROBE_TIME)
             while time.monotonic() < limit and not self._patience.stop.is_set():
                 with contextlib.suppress(TimeoutError):
                     if not probe.recv(1):
+                        break
+                hosting = open_tcp(self._place, self._patience, self._grace)
+                with contextlib.suppress(StoreGone):
+                    if not hosting.board.closing():
+                        self._use(hosting)
                         return
+                hosting.board.close()
+        # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
+        self._use(open_tcp(self._place, self._patience, self._grace))
+
+    def _use(self, hosting: Hosting) -> None:
+        self._board, self.hosts_store = hosting.board, hosting.hosted
+        self._reached(hosting)
+        self._world = self._make_world()
+
+    def _reached(self, hosting: Hosting) -> None:
+        """There is a store."""
+        self._patience.trouble = ""
+        self._ends_store = hosting.ends
+        if self.hosts_store:  # shared with a process group of torch it may say that an earlier worker was leaving
+            self._board.reopen()

@@ -1,4 +1,4 @@
-"""Taking the place of a member that was lost, as far as it goes through the store. Blocking; see `protocol/leaving.py`.
+"""Taking the place of a member that is gone, as far as it goes through the store. Blocking; see `protocol/leaving.py`.
 
 Keys beside those of `fixed.py`, G being the number of the generation, all of one group that has formed:
 
@@ -203,7 +203,7 @@ class PlacesInStore:
                     return other  # it stands there from before the store was not reached any more
                 raise RendezvousError(
                     f"rank {record.rank} was taken twice: {other.record.describe()} is about to take the place of the "
-                    f"member that was lost, and so wants {record.describe()}"
+                    f"member that is gone, and so wants {record.describe()}"
                 )
             life += 1
         return member
@@ -228,11 +228,20 @@ class PlacesInStore:
             raise self.board.rubbish(self._key("answer"), "an answer with the number of nobody") from None
         return Admission(by, members, lost, left, answer.secret)
 
+    def named(self, incarnation: str) -> str:
+        """The member of that incarnation, for people."""
+        lives = (each.record for rank in range(self.world_size) for each in self.lives(rank))
+        return next((each.describe() for each in lives if each.incarnation == incarnation), "a member")
+
     def is_over(self, newcomer: WorkerRecord) -> bool:
-        """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place."""
+        """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place, and
+        nothing shows that it lives."""
         for rank in range(self.world_size):
             holder = None if rank == newcomer.rank else self.holder(rank)
-            if holder is not None and not self.has_ended(holder.record) and self.claimant(rank) is None:
+            if holder is None or self.has_ended(holder.record):
+                continue
+            claimant = self.claimant(rank)
+            if claimant is None or self.sign_of_life(holder.record, claimant.record):
                 return False
         return True
 
@@ -261,7 +270,7 @@ class PlacesInStore:
 
 
 class NewcomersInStore:
-    """Who wants the places of lost members, as one member of the group sees and answers them in the store.
+    """Who wants vacant places, as one member of the group sees and answers them in the store.
 
     record: of this member. held: the secret that the members have made, if they have. check_there: raises StoreGone if
     the store is not there any more.
@@ -311,8 +320,10 @@ class Return:
 
     admission: Admission
 
-    def __init__(self, places: PlacesInStore, member: Member, before: WorkerRecord) -> None:
+    def __init__(self, places: PlacesInStore, member: Member, before: WorkerRecord, left: bool) -> None:
+        """left: whether the one before has left in good order: then the others may be about to, too."""
         self._places = places
+        self._left = left
         self._before = before
         self.member = member
         self.record = member.record
@@ -328,14 +339,14 @@ class Return:
         for _ in patience.tries():
             answer = places.answer(self.record)
             if answer is not None and answer.refused:
-                raise self._refused(f"says the leader of the group: {answer.refused}")
+                raise self._refused(f"says {places.named(answer.by)}, which leads the group: {answer.refused}")
             if answer is not None:
                 self.admission = places.admission(answer)
                 return True
             places.board.check_open()
-            if time.monotonic() - looked < _LOOK_PAUSE:
+            if time.monotonic() - looked < _LOOK_PAUSE and not self._left:
                 continue
-            sign = places.sign_of_life(self._before, self.record)
+            sign = "" if self._left else places.sign_of_life(self._before, self.record)
             over = places.board.number("generation") > places.generation or places.is_over(self.record)
             if over and not sign:
                 places.end(self._before)  # whoever comes in its place is the proof of that
@@ -346,11 +357,14 @@ class Return:
                 )
             looked = time.monotonic()
         raise self._refused(
-            f"and no member of the group that runs has let the second in within {patience.seconds:g} s; that is for "
-            f"its leader, once {self._before.name!r} is lost to it"
+            f"and no member of the group that runs has let it in within {patience.seconds:g} s; that is for "
+            f"its leader, once {self._before.name!r} is gone for it"
         )
 
     def _refused(self, why: str) -> RendezvousError:
+        if self._left:
+            before = f"the place of {self._before.describe()}, which has left"
+            return RendezvousError(f"{self.record.describe()} cannot have {before}, {why}")
         both = f"by {self._before.describe()} and by {self.record.describe()}"
         return RendezvousError(f"rank {self.record.rank} was taken twice: {both}, {why}")
 
@@ -373,10 +387,13 @@ def come_back(places: PlacesInStore, record: WorkerRecord, claims: DeviceClaims,
     if not formed or places.proof.lacks_secret:  # whoever lacks the secret is told so where all meet
         return None
     before = places.holder(record.rank)
-    if before is None or before.record.incarnation == record.incarnation or places.has_left(before.record):
+    if before is None or before.record.incarnation == record.incarnation:
+        return None
+    left = places.has_left(before.record)
+    if left and places.is_over(record):  # as all have left together; the next generation forms
         return None
     member = places.claim(record, claims)
-    made = Return(places, member, before.record)
+    made = Return(places, member, before.record, left)
     try:
         if made.wait(patience):
             return made

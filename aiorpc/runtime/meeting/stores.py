@@ -6,6 +6,7 @@ Everything here blocks: call it in a helper thread, never on a loop.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
@@ -102,20 +103,31 @@ def _ends_with_a_pair(path: str) -> bool:
         return at == status.st_size and strings % 2 == 0
 
 
-def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> tuple[Board, bool]:
-    """The TCP store at the place, and whether this process hosts it.
+class Hosting(NamedTuple):
+    """A store over TCP, as this worker has it. hosted: whether this process serves it. ends: whether it ends with this
+    worker; not if torch served it in this process before, for a process group.
+    """
+
+    board: Board
+    hosted: bool = False
+    ends: bool = False
+
+
+def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Hosting:
+    """The TCP store at the place.
 
     Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
     turns out to have the port, it is taken for the host for as long as it has it: the store of a job that is just
     ending goes away. RendezvousError if the time passes without a store.
     """
     if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place, patience)):
-        return reach_tcp(place, patience, grace), False
+        return Hosting(reach_tcp(place, patience, grace))
     visitor = _Visitor(place, patience, grace)
     for _ in patience.tries():
         if place.world_size or not listens(place):
             try:
-                return Board(_host_tcp(place, patience), str(place)), True
+                before = _is_taken(place.port)  # and hosted here all the same: this process has it
+                return Hosting(Board(_host_tcp(place, patience), str(place)), True, not before)
             except TimeoutError:
                 patience.trouble = "no answer"
             except RuntimeError as error:
@@ -123,7 +135,7 @@ def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> tuple[Boa
         if listens(place):
             board = visitor.visit()
             if board is not None:
-                return board, False
+                return Hosting(board)
     raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {patience.trouble}")
 
 
@@ -158,6 +170,15 @@ def _tcp_store(*args: Any, **options: Any) -> TCPStore:
             raise
         options["use_libuv"] = False
         return TCPStore(*args, **options)
+
+
+def _is_taken(port: int) -> bool:
+    """Whether something listens at that port of this host."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _host_tcp(place: MeetingPlace, patience: Patience) -> Store:

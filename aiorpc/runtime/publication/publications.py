@@ -111,7 +111,7 @@ class Publications:
     def publish(self, name: str, value: object) -> Future[Publication]:
         """See `aiorpc.publish`."""
         check_name(name)
-        self._engine.lifetime.check_open()
+        self._engine.lifetime.check_begin()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
         future.site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
@@ -134,7 +134,7 @@ class Publications:
             device = None if map_location is None else torch.device(map_location)
         except (RuntimeError, TypeError) as error:
             raise RpcUsageError(f"map_location is a device, or None, not {map_location!r:.80}: {error}") from None
-        self._engine.lifetime.check_open()
+        self._engine.lifetime.check_begin()
         limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         feed = Feed(self._engine, self, name, next(self._numbers))
         self._engine.run_on_loop(self._open, feed)
@@ -145,7 +145,7 @@ class Publications:
     def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]:
         """See `Publication.delivered`."""
         engine = self._engine
-        engine.lifetime.check_open()
+        engine.lifetime.check_begin()
         limit = within_call(engine, engine.default_timeout if timeout is None else seconds(timeout, "timeout"))
         wanted = needed(quorum, 0)
         size = self._home.rendezvous.world_size
