@@ -86,7 +86,9 @@ class ServedCall:
     the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
     autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
     as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
-    has to know. cancelled: whether the caller has given up. replied: whether it was answered. landing: where those
+    has to know. cancelled: whether the caller has given up, and the handler is to stop. unwaited: why no one waits for
+    the outcome; empty as long as its caller does. replied: whether it was answered, or goes on although its caller is
+    gone: what is left of it is the handler's own. landing: where those
     of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
     streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
     credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator. thread: the
@@ -124,6 +126,7 @@ class ServedCall:
         "thread",
         "told",
         "trace",
+        "unwaited",
         "woken",
     )
 
@@ -145,6 +148,7 @@ class ServedCall:
         self.handler: Handler | None = None
         self.begun = False
         self.cancelled = False
+        self.unwaited = ""
         self.replied = False
         self.system = False
         self.landing: Landing | None = None
@@ -406,13 +410,14 @@ def caller() -> WorkerInfo:
 
 
 def cancelled() -> bool:
-    """In a handler: whether the caller has given up (cancelled, timed out or died); its result will be dropped.
+    """In a handler: whether the caller has given up (cancelled, timed out or died).
 
+    Its result is dropped then; that of `remote`, whose caller has died or left, goes to those who hold the reference.
     RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
     """
     call = _serving()
     call.told = call.told or call.over
-    return call.over
+    return call.over or bool(call.unwaited)
 
 
 def check_cancelled() -> None:
