@@ -231,13 +231,14 @@ class Registry(Generic[N]):
         self._several = False  # whether anything is left of others that the process has, or has had
         self.hosted: Any = None
         self._ended: Lifetime | None = None  # of the last worker, if its loop has ended and nobody has asked for it
+        self._left: Lifetime | None = None  # of the worker that has gone last, for errors
         self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
     def add(self, node: N) -> None:
         """From now on the worker can be the current one."""
         self.take_down_closed()
         with self._lock:
-            self._ended = None
+            self._ended = self._left = None
             if not self._forks_told:
                 self._forks_told = True
                 os.register_at_fork(after_in_child=self._after_fork)
@@ -253,8 +254,10 @@ class Registry(Generic[N]):
     def remove(self, node: N) -> None:
         """The worker has shut down."""
         with self._lock:
-            if node in self._nodes and node.engine.lifetime.loop_ended:
-                self._ended = node.engine.lifetime
+            if node in self._nodes:
+                self._left = node.engine.lifetime
+                if node.engine.lifetime.loop_ended:
+                    self._ended = node.engine.lifetime
             self._nodes = weakref.WeakSet(each for each in self._nodes if each is not node)
             self._update()
 
@@ -315,8 +318,9 @@ class Registry(Generic[N]):
             ended = self._ended
             if ended is not None:
                 raise ended.why_closed()
+            since = "" if self._left is None else f" since worker {self._left.name!r} has shut down"
             raise NotInitialized(
-                "RPC has not been initialized. Call init_rpc() or enter `async with aiorpc.init(...)` first."
+                f"RPC has not been initialized{since}. Call init_rpc() or enter `async with aiorpc.init(...)` first."
             )
         names = ", ".join(sorted(node.engine.name for node in nodes))
         raise NotInitialized(
