@@ -242,7 +242,8 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
                     raise
                 text = text_of(cause)
                 if not (out.safe and isinstance(cause, SerializationError)):  # a tree's says what the value is
-                    text = f"(a {type(value).__qualname__}) cannot be serialised: {text}"
+                    kind = "Future" if isinstance(value, torch._C.Future) else type(value).__qualname__
+                    text = f"(a {kind}) cannot be serialised: {text}"
                 raise SerializationError(text + _hint(value), position) from cause
         reason = f"cannot be serialised together with the others: {text_of(error)}"
         raise SerializationError(reason, positions[0]) from error

@@ -12,6 +12,7 @@ from ..futures import ERROR, Future
 from ..locks import RLock
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.reworded import RewordedFuture, Words
+from ..runtime.caller.unawaited import Unawaited
 from ..runtime.calls.current import is_nested
 from ..runtime.node import Node
 from .items import Item, Taken
@@ -36,7 +37,7 @@ class ClientForWaiting(Protocol):
         """Nobody here has heard of that loss. On the loop."""
 
 
-class WaitingFuture(Future[Any]):
+class WaitingFuture(Unawaited, Future[Any]):
     """The Future of a `put` or a `get`.
 
     timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0. began: when its wait began,

@@ -154,6 +154,7 @@ class Node:
         self.retries = Retries(self)
         self.barriers = Barriers(self)
         self.services: set[Service] = set()
+        self.orphaned: list[Service] = []  # whose callers are gone, and whose calls go on
         self.group = Group(self, list(meeting.records))
         stack.callback(self.group.close)
         stack.callback(self.peers.close)
@@ -301,7 +302,7 @@ class Node:
         Also those that are between two tries.
         """
         calls = [call for peer in self.peers.all() for call in peer.owed.pending_calls()]
-        calls += [call for service in list(self.services) for call in service.pending_calls()]
+        calls += [call for service in (*self.services, *self.orphaned) for call in service.pending_calls()]
         calls += self.retries.pending_calls()
         return sorted(calls, key=lambda call: -call.seconds)
 

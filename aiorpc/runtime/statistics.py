@@ -73,7 +73,7 @@ def collect(node: Node) -> Statistics:
         latency_p50=counters.quantile(0.5),
         latency_p99=counters.quantile(0.99),
         calls_served=counters.served_users,
-        calls_running=sum(service.user_calls() for service in list(node.services)),
+        calls_running=sum(service.user_calls() for service in (*node.services, *node.orphaned)),
         calls_failed=counters.failed,
         calls_cancelled=counters.cancelled,
         connections=len(connections),

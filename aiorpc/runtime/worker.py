@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed import Store
@@ -373,6 +373,17 @@ class Worker:
     def __await__(self) -> Generator[Any, None, Worker]:
         """Join the group."""
         return self.start().__await__()
+
+    if not TYPE_CHECKING:  # for a checker there is nothing
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError(
+                "a worker is entered by `async with rpc.init(...)`, in an `async def`; in a script without a loop: "
+                "rpc.init_rpc(...), and rpc.shutdown() at the end"
+            )
+
+        def __exit__(self, *_: object) -> None:
+            """Python looks for it first."""
 
     async def __aenter__(self) -> Worker:
         """Join the group, unless that was awaited before; inside the block this worker is the current one."""

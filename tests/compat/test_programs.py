@@ -571,3 +571,87 @@ def test_what_cannot_be_run(arguments: list[str], said: str) -> None:
     )
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+# `begin` calls a handler of worker1 that calls worker2 twice; worker0 dies during the first of these.
+ORPHANS = """
+import os
+import sys
+import threading
+import time
+
+import torch.distributed.rpc as rpc
+
+ENTERED, RELEASED, ENDED, WATCHES = (threading.Event() for _ in range(4))
+
+
+def holds():
+    ENTERED.set()
+    RELEASED.wait(60)
+
+
+def calls_twice():
+    for _ in range(2):
+        rpc.rpc_sync("worker2", holds)
+    print("went on", flush=True)
+    ENDED.set()
+    raise ValueError("its own error")
+
+
+def is_served(name):
+    node = rpc.api._get_current_rpc_agent().worker.node
+    return any(service.record.name == name for service in node.services)
+
+
+def run(rank, path, how):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    if rank == 0:
+        kept = getattr(rpc, how)("worker1", calls_twice)
+        while not rpc.rpc_sync("worker1", watches):
+            time.sleep(0.01)
+        os._exit(0)
+    if rank == 1:
+        while not rpc.rpc_sync("worker2", entered):
+            time.sleep(0.01)
+        WATCHES.set()
+        while is_served("worker0"):
+            time.sleep(0.01)
+        rpc.rpc_sync("worker2", release)
+        assert ENDED.wait(60)
+    rpc.shutdown()
+
+
+def entered():
+    return ENTERED.is_set()
+
+
+def release():
+    RELEASED.set()
+
+
+def watches():
+    return WATCHES.is_set()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["remote", "rpc_async"])
+def test_a_handler_goes_on_when_its_caller_dies(how: str, tmp_path: Path) -> None:
+    """Also where it waits in a call of its own, as with torch; its error is printed where it ran, and told in the log."""
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(3):
+        code = f"import orphans; orphans.run({rank}, {str(tmp_path / 'store')!r}, {how!r})"
+        (tmp_path / f"main{rank}.py").write_text(code)
+        command = [sys.executable, "-m", "aiorpc.compat.torch", str(tmp_path / f"main{rank}.py")]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+    outputs = [process.communicate(timeout=120 * busy()) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    said, errors = outputs[1]
+    assert said == "went on\n"
+    assert "On WorkerInfo(id=1, name=worker1):\nValueError('its own error')\nTraceback" in errors
+    assert "calls_twice, called by worker worker0, raised ValueError: its own error" in errors
+    assert errors.count("Traceback") == 1

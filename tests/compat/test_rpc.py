@@ -494,7 +494,9 @@ def test_an_error_of_a_handler_is_written_to_stderr(alone: Any, capfd: pytest.Ca
     with pytest.raises(ValueError, match="Expected error"):
         alone.rpc_sync("me", fail, ("Expected error",))
     alone.shutdown()  # the call is answered before that is written; now its thread has ended
-    assert "ValueError: Expected error" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.startswith("On WorkerInfo(id=0, name=me):\nValueError('Expected error')\nTraceback"), said
+    assert "ValueError: Expected error" in said
 
 
 def test_backends_of_a_program(rpc: Any, tmp_path: Any) -> None:

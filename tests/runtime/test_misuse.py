@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import logging
+import operator
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -194,7 +195,7 @@ async def test_values_that_have_to_be_awaited_first(pair: list[Worker]) -> None:
         pair[0].call("worker1", add, coroutine)
     coroutine.close()
     call = pair[0].call("worker1", add, 1)
-    with pytest.raises(SerializationError, match=r"argument 1 of .*CallFuture.*await it"):
+    with pytest.raises(SerializationError, match=r"argument 1 of .*\(a Future\).*await it"):
         pair[0].call("worker1", add, 1, call)
     assert await call == 2
     with pytest.raises(SerializationError, match=r"gives_future.*Future.*@rpc.async_execution"):
@@ -248,6 +249,84 @@ async def test_a_call_is_not_its_result(pair: list[Worker]) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'item': this is the call of .*:add on .*await it first"):
         call.item()
     assert await call == 2 and not hasattr(call, "shape") and not hasattr(call, "_shape")
+
+
+FORGOTTEN: dict[str, Callable[[Any], Any]] = {
+    "+": lambda call: call + 1,
+    "reflected +": lambda call: 1 + call,
+    "+=": lambda call: operator.iadd(call, 1),
+    "tensor *": lambda call: torch.ones(1) * call,
+    "-": lambda call: -call,
+    "<": lambda call: call < 1,
+    "[0]": lambda call: call[0],
+    "[0] =": lambda call: operator.setitem(call, 0, 1),
+    "len": len,
+    "float": float,
+    "in": lambda call: 1 in call,
+    "for": list,
+    "if": bool,
+    "not": lambda call: not call,
+    "and": lambda call: call and 1,
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+async def test_a_call_whose_await_was_forgotten_is_told(pair: list[Worker], what: str) -> None:
+    """No operator takes a Future for its result, nor is it true or false; the error names the call and says to await."""
+    group = pair[0].group("*")
+    calls: list[Any] = [
+        pair[0].call("worker1", add, 1),
+        pair[0].peer("worker1", retries=1).call(add, 1),
+        group.call(add, 1),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"'Future': this is the call of .*add on .*not its result; await it first"):
+            FORGOTTEN[what](call)
+        await call
+
+
+async def test_a_future_can_be_tested_for_being_there(pair: list[Worker]) -> None:
+    """One that stands for no call is true, as any object; asyncio and torch take those of calls everywhere."""
+    assert aiorpc.Future()
+
+    def given() -> Any:
+        return pair[0].call("worker1", add, 1)
+
+    assert await asyncio.gather(given()) == [2]
+    assert await asyncio.wait_for(given(), 30) == await asyncio.shield(given()) == 2
+    assert [await each for each in await aiorpc.collect_all([given()])] == [2]
+    done, _ = await asyncio.wait([asyncio.ensure_future(given())])
+    assert done.pop().result() == 2
+    assert await asyncio.to_thread(torch.futures.wait_all, [given()]) == [2]
+
+
+async def test_what_gives_items_and_what_gives_one_result_are_told_apart(pair: list[Worker]) -> None:
+    """A stream is not awaited, and a call is not iterated over: each error names the other verb."""
+    stream: Any = pair[0].stream("worker1", items)
+    with pytest.raises(TypeError, match=r"a Stream gives items.*`async for.*`await rpc.call"):
+        await stream
+    assert [item async for item in stream] == [1]
+    call: Any = pair[0].call("worker1", add, 1)
+    with pytest.raises(TypeError, match=r"add on worker 'worker1'.*one result: await it.*rpc.stream"):
+        async for _ in call:
+            pass
+    assert await call == 2
+
+
+def test_a_worker_is_entered_by_async_with() -> None:
+    """The error says so, and what a script without a loop writes."""
+    worker: Any = aiorpc.init("me", rank=0, world_size=1)
+    with pytest.raises(TypeError, match=r"async with rpc.init.*rpc.init_rpc"), worker:
+        pass
+
+
+def test_a_verb_behind_the_shutdown_names_the_worker_that_has_left(tmp_path: Path) -> None:
+    """It is not said that there was never one; a process that had none hears that."""
+    options = aiorpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    aiorpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    aiorpc.shutdown()
+    with pytest.raises(aiorpc.NotInitialized, match="not been initialized since worker 'me' has shut down"):
+        aiorpc.rpc_sync("me", add, (1,))
 
 
 async def test_a_reference_is_not_its_value(pair: list[Worker]) -> None:

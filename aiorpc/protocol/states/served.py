@@ -25,6 +25,7 @@ class ServedEvent(Label):
     REFUSED = "it is not run"
     GIVEN_UP = "CANCEL came"
     DISCONNECTED = "the connection ended"
+    ORPHANED = "the connection ended, and it goes on"
     CLOSED = "we shut down"
 
 
@@ -57,6 +58,13 @@ SERVED: Table[ServedState, ServedEvent] = Table(
         Transition(_S.RUNNING, _E.GIVEN_UP, _S.CANCELLED, "The handler is cancelled, or its stream stopped.", LOOP),
         Transition(_S.RUNNING, _E.DISCONNECTED, _S.CANCELLED, "The same.", LOOP),
         Transition(_S.RUNNING, _E.CLOSED, _S.CANCELLED, "The same, once the connection has ended.", LOOP),
+        Transition(
+            _S.RUNNING,
+            _E.ORPHANED,
+            _S.RUNNING,
+            "What `remote` began, and with the drop-in everything, goes on; nothing goes out when it ends.",
+            LOOP,
+        ),
     ),
     final=(_S.ANSWERED, _S.CANCELLED),
 )

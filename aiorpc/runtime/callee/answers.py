@@ -14,6 +14,7 @@ from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
 from ...protocol.packing import FLAT
+from ...sites import spates
 from ...transport.connection import Connection
 from ..calls.current import ServedCall, where
 from ..calls.failures import encode_error
@@ -30,6 +31,12 @@ from .remembered import KeptAnswer, Remembered, not_begun, not_there
 logger = logging.getLogger("aiorpc")
 
 _NOTHING = write(Reply(Values([None])))  # the body of an answer without a result
+
+# Why no one waits for the outcome of a call (`ServedCall.unwaited`), for the log.
+CANCELLED = "its caller has cancelled it"
+GONE = "its caller is gone"
+# What a handler raises that has heard that its caller has given up.
+_STOPPED = (RpcCancelled, asyncio.CancelledError)
 
 
 class PeerForAnswers(Destination, PeerForContexts, Protocol):
@@ -136,7 +143,11 @@ class Answers:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""
         if self._engine.lifetime.forked:
             end_child(where(call))
-        if call.cancelled:
+        if call.unwaited:
+            if self.take(call) and call.creates is not None:  # its creator is gone, and others may wait for the value
+                self._references.settle_created(call, result)
+            elif call.credit is not None:
+                self.stopped(call)
             return
         if call.creates is not None:
             self._answer_creation(call, result)
@@ -244,11 +255,15 @@ class Answers:
         """Send the exception, unless the call has ended."""
         if self._engine.lifetime.forked:
             end_child(where(call), error)
-        if not self.take(call):
+        taken = self.take(call)
+        if taken and call.creates is not None:
+            self._references.settle_created(call, None, error)
+        if call.unwaited:
+            self._end_unwaited(call, error)
+            return
+        if not taken:
             return
         call.replied = True
-        if call.creates is not None:
-            self._references.settle_created(call, None, error)
         again = not call.begun if call.once is None else self._may_come_again(call, error)
         # An error may be as long as it likes; but a loss is told once.
         if self._backlog.waiting > self._backlog.limit and not isinstance(error, (Overloaded, ItemLost)):
@@ -259,12 +274,45 @@ class Answers:
         if logger.isEnabledFor(logging.DEBUG):
             self._log(call, error)
         self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe, again)))
+        self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
         if self._engine.on_handler_error is not None:
             try:
                 self._engine.on_handler_error(error)
             except BaseException as broken:
                 said = "on_handler_error of worker %s raised"
                 foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
+
+    # --- outcomes that no one waits for -------------------------------------------------------------------------------
+
+    def _end_unwaited(self, call: ServedCall, error: BaseException) -> None:
+        """The handler has raised that, and its caller does not hear of it: it is told here, once."""
+        if call.system or not call.begun:
+            return
+        if call.cancelled and foreign.is_a(error, _STOPPED):
+            self.stopped(call)
+            return
+        self._engine.counters.failed += 1
+        more = spates.line(f"{call.function} raised unheard")
+        if more is not None:
+            said = "worker %s: %s, called by worker %s, raised %s, and no one waits for that: %s%s"
+            what = (self._engine.name, call.function, call.caller.name, foreign.said(error), call.unwaited, more)
+            if self._engine.on_handler_error is None:
+                foreign.log_error(logger, logging.ERROR, error, said, *what)
+            else:  # which shows the traceback
+                logger.error(said, *what)
+        self._tell(error)
+
+    def stopped(self, call: ServedCall) -> None:
+        """The handler was stopped, as its caller has given up."""
+        if call.system or (call.credit is not None and call.unwaited is CANCELLED):  # a consumer that wants no more
+            return
+        more = spates.line(f"{call.function} was stopped")
+        if more is not None:
+            said = "worker %s: %s, called by worker %s, was stopped: %s%s"
+            level = logging.INFO if call.unwaited is CANCELLED or self._engine.closed else logging.WARNING
+            logger.log(level, said, self._engine.name, call.function, call.caller.name, call.unwaited, more)
 
     def _log(self, call: ServedCall, error: BaseException) -> None:
         if not call.begun and foreign.is_a(error, Overloaded):

@@ -284,7 +284,11 @@ class Runner:
             self.refuse(call, _not_run(call))
             return
         backlog = self._backlog
-        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half and not call.system:
+        if (
+            backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
+            and not call.system
+            and not call.unwaited
+        ):
             backlog.park(call)
             return
         handler = call.handler
@@ -532,6 +536,7 @@ class Runner:
             if not call.cancelled:
                 self._answers.answer_cancelled(call)
                 return
+            self._answers.stopped(call)
             raise
         except BaseException as error:
             self._answers.answer_error(call, error)

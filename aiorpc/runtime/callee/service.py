@@ -29,7 +29,7 @@ from ..links.link import KindMethod
 from ..links.links import Links
 from ..links.reassembly import Message
 from . import answers
-from .answers import Answers
+from .answers import CANCELLED, GONE, Answers
 from .backlog import Backlog
 from .objects import Objects
 from .rate import Rate
@@ -88,6 +88,10 @@ class Home(CommonHome, Protocol):
 
     def peer_of(self, record: WorkerRecord) -> PeerForService:
         """The peer of the worker that calls."""
+
+    @property
+    def orphaned(self) -> list[Service]:
+        """Those whose callers are gone, and whose calls go on."""
 
     def continues(self, trace: int) -> bool:
         """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
@@ -299,6 +303,7 @@ class Service:
         call = self.calls.get(call_id)
         if call is not None:
             # Before it is taken out: whoever has its answer ready and finds it gone has to see why (`_may_answer`).
+            call.unwaited = self._why_unwaited(call, expired, ended)
             call.cancelled = True
             call = call if self._answers.take(call) else None
         self.link.distribution.give_up(call_id)  # large buffers of its answer or its items may be on their way
@@ -323,6 +328,11 @@ class Service:
         if tell is not None:
             tell()
 
+    def _why_unwaited(self, call: ServedCall, expired: bool, ended: bool) -> str:
+        if ended:
+            return "this worker has left" if self._engine.closed else GONE
+        return "the time that its caller had for it was up" if expired else CANCELLED
+
     def _creator_gone(self) -> RpcError:
         record, gone = self.record, self._caller.gone or self._caller.parting
         what = ", which created the reference, before its value was there"
@@ -346,11 +356,36 @@ class Service:
         )
 
     def close(self) -> None:
-        """The connection has ended: nobody waits for these calls any more."""
-        for call_id in list(self.calls):
-            self.cancel(call_id, ended=True)
+        """The connection has ended: nobody waits for these calls any more. Some go on all the same (`_goes_on`).
+
+        Of such there are no more, with no more bytes of arguments, than one caller may have: a member that comes and
+        goes again and again would leave ever more behind.
+        """
+        orphaned = self._home.orphaned
+        orphaned[:] = [service for service in orphaned if service.calls]
+        others = [call for service in orphaned for call in list(service.calls.values())]
+        count, size = len(others), sum(call.size for call in others)
+        options = self._engine.options
+        for call in list(self.calls.values()):
+            count, size = count + 1, size + call.size
+            if self._goes_on(call) and count <= options.max_queued_calls and size <= options.max_queued_bytes:
+                call.unwaited = GONE
+                call.replied = True
+            else:
+                count, size = count - 1, size - call.size
+                self.cancel(call.call_id, ended=True)
+        if self.calls:
+            orphaned.append(self)
         self._backlog.close()
         self.link.close()
+
+    def _goes_on(self, call: ServedCall) -> bool:
+        """Whether a call goes on although its caller is gone, as with torch all do: others may wait for the value that
+        `remote` has begun to create. Not a stream, whose items nobody takes, nor what this worker ends as it leaves.
+        """
+        if call.system or call.credit is not None or call.once is not None or self._engine.closed:
+            return False
+        return call.creates is not None or self._home.gradients.as_torch
 
     def goodbye(self) -> None:
         """Tell the caller that we leave, if that takes no waiting. Any thread."""

@@ -133,6 +133,11 @@ class Addressee:
         self.former = None
         self.record = record  # at last: whoever sees it relies on the above
 
+    @property
+    def as_torch(self) -> bool:
+        """Whether programs for torch make the calls."""
+        return self._home.gradients.as_torch
+
     def describe(self) -> str:
         """Name, rank, host and pid, for errors."""
         return self.record.describe() if self.record is not None else f"worker {self.name!r}"

@@ -19,6 +19,7 @@ from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..links.link import Link
 from .known import FunctionEntry
+from .unawaited import ADVICE, Unawaited
 
 _CFuture = torch._C.Future
 
@@ -69,10 +70,13 @@ class PeerForFuture(Protocol):
     def marks(self) -> Marks: ...
 
     @property
+    def as_torch(self) -> bool: ...
+
+    @property
     def owed(self) -> OwedForFuture: ...
 
 
-class CallFuture(Future[Any]):
+class CallFuture(Unawaited, Future[Any]):
     """The Future of one call.
 
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
@@ -217,13 +221,15 @@ class CallFuture(Future[Any]):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Nothing: what is asked for is an attribute of the result."""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            text = f"'Future' object has no attribute {name!r}"
             if not name.startswith("_"):
                 text += (
-                    f": this is {self.describe()}, and not its result; await it first, or wait() where no loop runs. "
-                    "What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
+                    f": this is {self.describe()}, {ADVICE}. What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
                 )
             raise AttributeError(text)
+
+        def _is_true(self) -> bool:
+            return self.peer.as_torch
 
     def end_overdue(self, now: float) -> float:
         """As of any Future."""

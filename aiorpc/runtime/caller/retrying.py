@@ -45,6 +45,7 @@ from ..gradients.contexts import Gradients
 from .future import CallFuture
 from .peer import Peer, Try
 from .peers import Peers, To
+from .unawaited import Unawaited
 
 _PASSING = (PeerLost, PeerClosed, PeerRefused, Overloaded)
 # Of what a callee says: if it says too that the call may come again. One that has shut down may say so before its
@@ -170,7 +171,7 @@ class Retries:
             future.close()
 
 
-class RetriedFuture(Future[Any]):
+class RetriedFuture(Unawaited, Future[Any]):
     """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`.
 
     reached: the peers that earlier tries were sent to, each as often as that was, and that may know of them. A try that

@@ -8,12 +8,13 @@ from typing import Any
 from ...callbacks import Again
 from ...futures import Future
 from .future import CallFuture
+from .unawaited import Unawaited
 
 #: Gives the error that whoever waits is to get for the one that a call has ended with; None if it has a value.
 Words = Callable[[BaseException | None], BaseException | None]
 
 
-class RewordedFuture(Future[Any]):
+class RewordedFuture(Unawaited, Future[Any]):
     """It settles as a call does, but for the words of its error; to cancel it is to cancel the call."""
 
     _apart = True

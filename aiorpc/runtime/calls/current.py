@@ -86,7 +86,9 @@ class ServedCall:
     the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
     autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
     as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
-    has to know. cancelled: whether the caller has given up. replied: whether it was answered. landing: where those
+    has to know. cancelled: whether the caller has given up, and the handler is to stop. unwaited: why no one waits for
+    the outcome; empty as long as its caller does. replied: whether it was answered, or goes on although its caller is
+    gone: what is left of it is the handler's own. landing: where those
     of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
     streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
     credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator. thread: the
@@ -124,6 +126,7 @@ class ServedCall:
         "thread",
         "told",
         "trace",
+        "unwaited",
         "woken",
     )
 
@@ -145,6 +148,7 @@ class ServedCall:
         self.handler: Handler | None = None
         self.begun = False
         self.cancelled = False
+        self.unwaited = ""
         self.replied = False
         self.system = False
         self.landing: Landing | None = None
@@ -227,13 +231,14 @@ class Registry(Generic[N]):
         self._several = False  # whether anything is left of others that the process has, or has had
         self.hosted: Any = None
         self._ended: Lifetime | None = None  # of the last worker, if its loop has ended and nobody has asked for it
+        self._left: Lifetime | None = None  # of the worker that has gone last, for errors
         self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
     def add(self, node: N) -> None:
         """From now on the worker can be the current one."""
         self.take_down_closed()
         with self._lock:
-            self._ended = None
+            self._ended = self._left = None
             if not self._forks_told:
                 self._forks_told = True
                 os.register_at_fork(after_in_child=self._after_fork)
@@ -249,8 +254,10 @@ class Registry(Generic[N]):
     def remove(self, node: N) -> None:
         """The worker has shut down."""
         with self._lock:
-            if node in self._nodes and node.engine.lifetime.loop_ended:
-                self._ended = node.engine.lifetime
+            if node in self._nodes:
+                self._left = node.engine.lifetime
+                if node.engine.lifetime.loop_ended:
+                    self._ended = node.engine.lifetime
             self._nodes = weakref.WeakSet(each for each in self._nodes if each is not node)
             self._update()
 
@@ -311,8 +318,9 @@ class Registry(Generic[N]):
             ended = self._ended
             if ended is not None:
                 raise ended.why_closed()
+            since = "" if self._left is None else f" since worker {self._left.name!r} has shut down"
             raise NotInitialized(
-                "RPC has not been initialized. Call init_rpc() or enter `async with aiorpc.init(...)` first."
+                f"RPC has not been initialized{since}. Call init_rpc() or enter `async with aiorpc.init(...)` first."
             )
         names = ", ".join(sorted(node.engine.name for node in nodes))
         raise NotInitialized(
@@ -417,13 +425,14 @@ def caller() -> WorkerInfo:
 
 
 def cancelled() -> bool:
-    """In a handler: whether the caller has given up (cancelled, timed out or died); its result will be dropped.
+    """In a handler: whether the caller has given up (cancelled, timed out or died).
 
+    Its result is dropped then; that of `remote`, whose caller has died or left, goes to those who hold the reference.
     RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
     """
     call = _serving()
     call.told = call.told or call.over
-    return call.over
+    return call.over or bool(call.unwaited)
 
 
 def check_cancelled() -> None:

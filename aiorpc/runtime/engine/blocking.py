@@ -6,7 +6,7 @@ import contextlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from ...errors import WorkerClosed
 from .engine import Engine
@@ -28,6 +28,14 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
     @abstractmethod
     async def aclose(self) -> None:
         """Let go of what is under way. Idempotent."""
+
+    if not TYPE_CHECKING:  # for a checker there is nothing
+
+        def __await__(self) -> NoReturn:
+            raise TypeError(
+                f"a {type(self).__name__} gives items one by one, and is not awaited: `async for item in ...`, or `await "
+                "anext(...)` for one of them; a function that returns one result is called by `await rpc.call(...)`"
+            )
 
     def __aiter__(self) -> Self:
         return self

@@ -34,6 +34,7 @@ from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
 from ...sites import CallSite
 from ..caller.member_call import MemberCall
+from ..caller.unawaited import Unawaited
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
@@ -43,7 +44,7 @@ _new: Any = tuple.__new__  # what Outcome(...) does, without its call into Pytho
 _OVER = -1
 
 
-class GroupCall(Future[Outcomes]):
+class GroupCall(Unawaited, Future[Outcomes]):
     """The Future of a call to several workers: its `Outcomes`, in the order of members.
 
     ``async for name, outcome in call`` gives them as they come; `Outcome.result` has the value or raises the error.

@@ -101,7 +101,11 @@ def check_ranks(rank: int | None, world_size: int | None) -> None:
 def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
     def variable(name: str) -> str:
         if not environ.get(name):
-            raise RendezvousError(f"init_method env:// needs the environment variable {name}, which is not set")
+            raise RendezvousError(
+                f"init_method env:// needs the environment variable {name}, which is not set: start the program with "
+                "torchrun, which sets it, or say rank=, world_size= and init_method= yourself (init_rpc takes the last one in "
+                "RpcBackendOptions)"
+            )
         return environ[name]
 
     return MeetingPlace(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import enum
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from .... import foreign
 from ....runtime.hooks import Hooks
 from ....runtime.worker import Worker
 from ....sync import host
@@ -99,7 +99,11 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
         options=rpc_backend_options,
         store=store,
         hooks=Hooks(
-            handle_class=PyRRef, on_handler_error=_report, read_error=error_of_call, sink=averaging, as_torch=True
+            handle_class=PyRRef,
+            on_handler_error=lambda error: _report(worker, error),
+            read_error=error_of_call,
+            sink=averaging,
+            as_torch=True,
         ),
     )
     # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
@@ -112,10 +116,15 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
     return agent
 
 
-def _report(error: BaseException) -> None:
-    """What a handler raised is written to stderr where it ran, as torch does."""
-    if isinstance(error, Exception):
-        traceback.print_exception(error, file=sys.stderr)
+def _report(worker: Worker, error: BaseException) -> None:
+    """What a handler raised is written to stderr where it ran, as torch does, also where nobody waits for it."""
+    if foreign.is_a(error, Exception):
+        try:
+            shown = repr(error)
+        except BaseException:  # of a class of the program's own
+            shown = foreign.said(error)
+        said = f"On {worker.node.engine.info}:\n{shown}\n{foreign.traceback_of(error)}"
+        print(said, file=sys.stderr, flush=True)
 
 
 register_backend("TENSORPIPE", make_options, start_worker)
