@@ -166,9 +166,10 @@ class Connection(FrameReader):
                 if self.closed:
                     break
                 self.resume()  # whoever had enough has to take this, too
-                self._turn = self._turn_frames = max(0, last - self.bytes_received)
+                before = self.bytes_received
+                self._turn = self._turn_frames = max(0, last - before)
                 self._readable()
-                if self._paused and self.bytes_received < last:
+                if self.bytes_received < last and (self._paused or self.bytes_received > before):
                     continue
                 break
             self._fail(error)

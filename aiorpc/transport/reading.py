@@ -45,7 +45,9 @@ logger = logging.getLogger("aiorpc")
 TURN_BYTES = 4 * 1024 * 1024
 GUARDED_TURN_BYTES = 1024 * 1024
 # Of messages without arguments a hundred thousand are no more bytes than that, and each of them takes its time.
-TURN_FRAMES = 2_000
+TURN_FRAMES = 500
+# Where one read has brought more than that, the next ones ask for so many bytes each, until they bring few messages.
+PORTION_BYTES, FEW_FRAMES = 16 * 1024, 32
 # A waiter reads so many bytes at most; an answer that is longer is the loop's.
 READ_HERE = 128 * 1024
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
@@ -87,6 +89,7 @@ class FrameReader(FrameWriter):
         self._source: FrameDecoder | Unsealer | TlsLayer = tls or decoder  # what takes the bytes that arrive
         self._turn = TURN_BYTES if tls is None else GUARDED_TURN_BYTES
         self._turn_frames = TURN_FRAMES
+        self._portion = 0  # bytes that are read at once, 0 for all that there is room for
         self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.takes: Callable[[Frame], object] | None = None
@@ -138,13 +141,17 @@ class FrameReader(FrameWriter):
                 if self._patient and decoder.filling:
                     count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
                 else:
-                    count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
+                    count = self._sock.recv_into(buffer, min(self._portion, len(buffer)), _DONT_WAIT)
                 if count == 0:
                     raise ConnectionResetError(_ENDED)
                 taken += count
                 self.bytes_received += count  # now: whoever is told of an end below looks at it
                 frames = decoder.received(count)
                 many += len(frames)
+                if len(frames) > TURN_FRAMES:
+                    self._portion = PORTION_BYTES
+                elif len(frames) < FEW_FRAMES:
+                    self._portion = 0
                 if tls is not None and (self.on_open is not None or tls.outgoing.pending):
                     self._attend_to(tls)
                 if frames and self.lasting is not None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
-from ...errors import ItemLost, Overloaded, RpcCancelled, SerializationError
+from ...errors import ItemLost, Overloaded, RpcCancelled, RpcError, SerializationError
 from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
@@ -273,6 +273,8 @@ class Answers:
             self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
             self._log(call, error)
+        if call.handler is not None and call.handler.declared is not None and isinstance(error, RpcError):
+            foreign.with_traceback(error, None)  # what the runtime refuses is said in its text
         self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe, again)))
         self._tell(error)
 

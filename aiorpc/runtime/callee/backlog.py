@@ -9,6 +9,9 @@ answers that a background thread is about to copy. Bytes in shared memory are co
     past max_unsent_bytes           results of calls that had begun before are dropped, and Overloaded is answered
     past twice that                 nothing more is read from him, whatever it would be answered
 
+Nor is anything read from a caller whose calls of the runtime's own are more than `max_call_rate` allows, until their
+time has come (`hold_off`). They are never refused for that: what they say is said once.
+
 So it is exceeded by one result for each handler that answers at that moment, and by the words of those errors. What the
 runtime calls for itself is neither parked nor counted. Everything goes on as soon as the caller has taken enough.
 
@@ -78,6 +81,7 @@ class Backlog:
         self._pause = _FIRST_PAUSE
         self._looking = False
         self._closed = False
+        self._held_off = False
         self._unstopped = 0  # calls that have come past `most` since reading could be stopped last
 
     def start(self, resume: Callable[[ServedCall], None]) -> None:
@@ -104,6 +108,21 @@ class Backlog:
         """Start that call when there is room, and read no more until then."""
         self.parked.append(call)
         self._engine.run_on_loop(self._wait)
+
+    def hold_off(self, seconds: float) -> None:
+        """Read nothing from the caller for so many seconds."""
+        self._engine.run_on_loop(self._hold_off, seconds)
+
+    def _hold_off(self, seconds: float) -> None:
+        if not self._held_off and not self._closed:
+            self._held_off = True
+            self._stop_reading()
+            self._engine.loop.call_later(seconds, self._read_again, context=Context())
+
+    def _read_again(self) -> None:
+        self._held_off = False
+        if not self._closed:
+            self._stop_reading()
 
     def stop_calls(self) -> None:
         """A call has come, and there is more than `most` already: whatever it is answered, no more are read."""
@@ -163,7 +182,7 @@ class Backlog:
         pipe = self._link.pipe
         # Where there is no second connection yet, the caller may have to say that there will be none.
         full = self.waiting > self.most
-        stop = (full or bool(self.parked)) and (pipe is not None or not self.bulk.unsent)
+        stop = (full or bool(self.parked) or self._held_off) and (pipe is not None or not self.bulk.unsent)
         if not full or (stop and not self._connection.must_hear):
             self._unstopped = 0
         for connection in (self._connection, pipe):

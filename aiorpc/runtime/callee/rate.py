@@ -23,3 +23,9 @@ class Rate:
             return False
         self._tokens -= 1.0
         return True
+
+    def owe(self, now: float) -> float:
+        """A call has come at that time, and is served in any case: how many seconds early it was, 0 for none."""
+        self._tokens = min(self._most, self._tokens + (now - self._seen) * self._per_second) - 1.0
+        self._seen = now
+        return max(0.0, -self._tokens / self._per_second)

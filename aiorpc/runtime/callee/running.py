@@ -235,8 +235,9 @@ class Runner:
             error = Overloaded(str(error))
         elif type(error) is WorkerClosed and self._engine.closed:  # whoever has connected since has heard no goodbye
             error = PeerClosed(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
-        elif type(error) is NotAllowed:
-            # It may stay as the value of a reference, and its frames have the one whose method was called.
+        elif type(error) in (NotAllowed, ProtocolError, Overloaded):
+            # It may stay as the value of a reference, and its frames have the one whose method was called. And to write
+            # frames down takes a hundred times as long as to refuse a call.
             foreign.with_traceback(error, None)
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)

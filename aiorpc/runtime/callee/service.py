@@ -43,6 +43,10 @@ from .standing import Found, Standing
 SMALL = 512
 
 
+# Calls of the runtime's own that one caller may have waiting here, and may make in a second, at the least.
+LEAST_CALLS, LEAST_RATE = 1024, 1000.0
+
+
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
     """The references of the worker, as far as serving calls needs them."""
 
@@ -154,6 +158,9 @@ class Service:
             self._runner.standing = Standing(self, self._runner, connection)
         limit = home.engine.options.max_call_rate
         self._rate = None if limit is None else Rate(limit, time.monotonic())
+        # Of the runtime's own calls, which have the same limits for themselves. Where they are low, it still works.
+        self._own_rate = None if limit is None else Rate(max(limit, LEAST_RATE), time.monotonic())
+        self._most_own = max(home.engine.options.max_queued_calls, LEAST_CALLS)
 
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
         return self._home.references.load(passed, self.record.id)
@@ -205,6 +212,11 @@ class Service:
                 f"worker {self._engine.name!r} has {users} calls of {self.record.name!r} waiting or "
                 "running (max_queued_calls); this one was not run"
             )
+        elif self._answers.system >= self._most_own and self._is_system(message):
+            failure = Overloaded(
+                f"worker {self._engine.name!r} has {self._answers.system} calls of the runtime of {self.record.name!r} "
+                "waiting (max_queued_calls); this one was not run"
+            )
         elif self._answers.queued > self._engine.options.max_queued_bytes and self._has_no_room(size):
             failure = Overloaded(
                 f"worker {self._engine.name!r} has {self._answers.queued - size} bytes of arguments for calls of "
@@ -215,7 +227,7 @@ class Service:
                 f"worker {self._engine.name!r} has {self._engine.options.max_streams} streams of {self.record.name!r} "
                 "open (max_streams); this one was not"
             )
-        elif self._rate is not None and not self._is_system(message) and not self._rate.take(call.started):
+        elif self._rate is not None and not self._within_rate(message, call.started):
             failure = Overloaded(
                 f"worker {self._engine.name!r} takes {self._engine.options.max_call_rate:g} calls a second of "
                 f"{self.record.name!r} (max_call_rate); this one was not run"
@@ -254,6 +266,15 @@ class Service:
         """
         limit = self._engine.options.max_queued_bytes
         return size > SMALL and (size <= limit or self._answers.queued - size > limit)
+
+    def _within_rate(self, message: Call, now: float) -> bool:
+        """Whether there is room for that call by `max_call_rate`. The runtime's own always have it: reading waits."""
+        if self._is_system(message):
+            early = self._own_rate.owe(now) if self._own_rate is not None else 0.0
+            if early:
+                self._backlog.hold_off(early)
+            return True
+        return self._rate is None or self._rate.take(now)
 
     def _is_system(self, message: Call) -> bool:
         return self._resolver.is_system(message.function)

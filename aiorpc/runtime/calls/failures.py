@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from typing import Any
 
 from ... import errors, foreign
@@ -21,7 +22,7 @@ from ...errors import (
 )
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 from ...protocol.messages import Error
-from ...protocol.packing import pack, unpack
+from ...protocol.packing import PLAIN, pack, unpack
 
 MAX_TEXT = 64 * 1024
 # An exception whose pickle is longer than this travels as text, because it must never break the limit on a frame.
@@ -195,6 +196,8 @@ def _pickle(error: BaseException) -> bytes | None:
     pickled is believed, unless something else comes of it. Tensors inside are left to the text form.
     """
     args, kind = foreign.field(error, "args"), type(error)
+    if _is_own(error, args, kind):  # it becomes itself: this is what a refused call costs
+        return pickle.dumps(error, 5)
     says_how = any(not _SAYS_HOW.isdisjoint(foreign.names_of(each)) for each in foreign.classes_of(kind))
     whole_first = says_how or not foreign.slots_of(kind)
     for whole in (whole_first, not whole_first):
@@ -213,6 +216,14 @@ def _pickle(error: BaseException) -> bytes | None:
             outgoing.reset(token)
             out.unsend()
     return None
+
+
+def _is_own(error: BaseException, args: Any, kind: type[BaseException]) -> bool:
+    """Whether it is an error of aiorpc's own with plain values alone, which any pickler writes."""
+    if _OWN.get(_type_name(kind)) is not kind:
+        return False
+    fields = foreign.field(error, "__dict__").values()
+    return all(type(each) in PLAIN or _are_names(each, tuple) for each in (*args, *fields))
 
 
 class _Parts:

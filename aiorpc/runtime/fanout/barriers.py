@@ -8,6 +8,7 @@ first news that a member is gone; whoever gives up before is taken back, and may
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -27,7 +28,7 @@ from ..calls.functions import system
 from ..group.events import Events
 from ..group.group import Group
 
-_MOST, _MOST_MEMBERS = 256, 4096  # barriers at which others wait here, and members of one
+_MOST, _MOST_MEMBERS = 256, 4096  # barriers at which one member waits here, and members of one
 # For the word who is missing a caller waits longer than the barrier itself, by this share of its time, and by so many
 # seconds at least and at most.
 _SHARE, _LEAST_GRACE, _GRACE = 0.1, 0.5, 5.0
@@ -115,16 +116,19 @@ class Barriers:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._barriers: dict[_Key, _Barrier] = {}
+        self._waits: Counter[int] = Counter()  # of each member, at how many of them it waits
 
     async def arrive(self, caller: int, tag: str, members: tuple[int, ...], timeout: float) -> None:
         """A member has come, and waits. timeout: seconds, 0 for no limit. Raises what `PeerGroup.barrier` raises."""
-        if caller not in members or self._home.engine.id != min(members):
+        if caller not in members or self._home.engine.id != min(members) or len({*members}) < len(members):
             raise RpcUsageError("a member comes to a barrier of its own group, at the member with the lowest id")
+        if self._waits[caller] >= _MOST:
+            raise Overloaded(
+                f"worker {self._name(caller)!r} waits at {_MOST} barriers of worker {self._home.engine.name!r} already"
+            )
         key = _Key(tag, members)
         barrier = self._barriers.get(key)
         if barrier is None:
-            if len(self._barriers) >= _MOST:
-                raise Overloaded(f"members wait at {_MOST} barriers of worker {self._home.engine.name!r} already")
             over = self._home.engine.loop.create_future()
             watch = self._home.engine.tasks.spawn(self._watch(members, over))
             barrier = self._barriers[key] = _Barrier(over, watch)
@@ -133,6 +137,7 @@ class Barriers:
                 f"worker {self._name(caller)!r} waits at barrier {tag!r} already; give one of them a tag"
             )
         barrier.arrived.add(caller)
+        self._waits[caller] += 1
         if len(barrier.arrived) == len(members):
             self._end(key, barrier, ())
         try:
@@ -146,6 +151,9 @@ class Barriers:
                 raise RpcTimeout(text, function="barrier", seconds=timeout) from None
             gone = barrier.over.result()  # the last one came in the turn in which the time was up, and has gone on
         finally:
+            self._waits[caller] -= 1
+            if not self._waits[caller]:
+                del self._waits[caller]
             barrier.arrived.discard(caller)
             if not barrier.arrived and self._barriers.get(key) is barrier:
                 self._end(key, barrier, ())

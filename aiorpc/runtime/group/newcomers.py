@@ -69,6 +69,7 @@ class Newcomers:
         self._arrive, self._introduce = verbs
         self._answered: set[str] = set()  # the incarnations of those to whom this worker has replied in the store
         self._arriving: dict[int, asyncio.Future[Roster]] = {}
+        self._doubted: dict[int, asyncio.Task[None]] = {}  # by the ids of those who may lead, as they say themselves
         self._hearing: dict[str, asyncio.Event] = {}  # of whom the leader is just telling this worker, by incarnation
         self._looking = False
         self._blind = False  # the store has gone, or is not reached
@@ -194,13 +195,23 @@ class Newcomers:
             self._carry_out(self._table.introduce(newcomer))
 
     async def _until_it_leads(self, leader: int) -> None:
-        """It may know earlier than this worker that those before it are lost."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._engine.bounds.vouch):
-                while self._table.leader != leader:  # noqa: ASYNC110  # as others are lost, which signals nobody
-                    await asyncio.sleep(_PAUSE)
+        """It may know earlier than this worker that those before it are lost. However much it says, one task looks."""
+        if self._table.leader != leader:
+            looking = self._doubted.get(leader)
+            if looking is None:
+                looking = self._doubted[leader] = self._engine.tasks.spawn(self._look_whether_it_leads(leader))
+            await asyncio.wait([looking])
         if self._table.leader != leader:
             raise RpcUsageError(f"worker {self._engine.name!r} takes the word of its leader alone, which that is not")
+
+    async def _look_whether_it_leads(self, leader: int) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._engine.bounds.vouch):
+                    while self._table.leader != leader:  # noqa: ASYNC110  # as others are lost, which signals nobody
+                        await asyncio.sleep(_PAUSE)
+        finally:
+            self._doubted.pop(leader, None)
 
     # --- as the newcomer ----------------------------------------------------------------------------------------------
 
