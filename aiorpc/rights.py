@@ -133,7 +133,7 @@ def _check_resource(pattern: str, where: str) -> None:
         if not _WILD.search(verb) and not (verb.isidentifier() and is_public(verb)):
             wrong = f"{verb!r:.80} is the name of no public method"
     elif not any(map(re.compile(fnmatch.translate(verb)).match, RESOURCES[kind])):
-        wrong = f"the verbs of a {kind} are {', '.join(RESOURCES[kind])}"
+        wrong = f"what may be done with it is: {', '.join(RESOURCES[kind])}"
     if not wrong and kind != "barrier" and not _NAMED.fullmatch(re.sub(r"[*?]", "", _SET.sub("", name))):
         wrong = f"{name!r:.80} can be no name: names have letters, digits, '-', '_' and ':'"
     if wrong:

@@ -92,6 +92,61 @@ def test_a_name_is_allowed(rule: object, name: str, allowed: bool) -> None:
     assert Rights(rule).allowed("", name) is allowed
 
 
+RESOURCES = [
+    # rule, what is wanted, whether it is allowed
+    (["queue/samples:put"], ("queue", "samples", "put"), True),
+    (["queue/samples:put"], ("queue", "samples", "get"), False),
+    (["queue/samples:put"], ("queue", "sample", "put"), False),
+    (["queue/samples:put"], ("published", "samples", "put"), False),
+    (["queue/samples-*:get"], ("queue", "samples-7", "get"), True),
+    (["queue/samples-[12]:[gl]*"], ("queue", "samples-2", "look"), True),
+    (["queue/samples-[12]:[gl]*"], ("queue", "samples-3", "look"), False),
+    (["queue/*:*"], ("queue", "a:b", "shutdown"), True),
+    (["queue/a:b:get"], ("queue", "a:b", "get"), True),
+    (["queue/a:*:get"], ("queue", "a:b:c", "get"), True),
+    (["queue/a:get"], ("queue", "a:b", "get"), False),
+    (["published/policy:read"], ("published", "policy", "read"), True),
+    (["published/policy:read"], ("published", "policy", "publish"), False),
+    (["object/env-?:step"], ("object", "env-1", "step"), True),
+    (["object/env-?:step"], ("object", "env-1", "steps"), False),
+    (["object/env:*"], ("object", "env", "step"), True),
+    (["barrier/*:come"], ("barrier", "", "come"), True),
+    (["barrier/:come"], ("barrier", "", "come"), True),
+    (["barrier/:come"], ("barrier", "epoch", "come"), False),
+    (["barrier/epoch 1/2:come"], ("barrier", "epoch 1/2", "come"), True),
+    (["queue/*:put"], ("queue", "q" * 2000, "put"), False),
+    (["queue/Q:put"], ("queue", "q", "put"), False),
+    (["*"], ("queue", "q", "put"), True),
+    (None, ("barrier", "", "come"), True),
+    ([], ("queue", "q", "put"), False),
+    (["*:*"], ("queue", "q", "put"), False),
+    (["aiorpc*"], ("queue", "q", "put"), False),
+    ([exposed], ("queue", "q", "put"), False),
+    ([exposed], ("published", "q", "read"), False),
+    ([exposed], ("object", "q", "step"), False),
+]
+
+
+@pytest.mark.parametrize(("rule", "wanted", "allowed"), RESOURCES)
+def test_what_has_a_name_is_allowed(rule: object, wanted: tuple[str, str, str], allowed: bool) -> None:
+    """By patterns of its own, which are no names of functions; neither marks nor names of functions allow it."""
+    assert Rights(rule).allowed_resource("", *wanted) is allowed
+
+
+def test_patterns_for_what_has_a_name_allow_no_function() -> None:
+    """And they are no patterns for modules, which are looked for when a worker joins."""
+    rights = Rights(["queue/*:*", "object/*:*", "a:f"])
+    assert not rights.allowed("", "queue/q:put") and not rights.allowed("", "object/q:f")
+    assert [*rights.patterns()] == ["a:f"] and rights.limited("")
+    assert rights.describe("") == "serve allows workers without a role only 'queue/*:*', 'object/*:*', 'a:f'"
+
+
+def test_an_attribute_of_an_object_is_listed_by_its_name() -> None:
+    """A pattern with wildcards for it is for methods alone."""
+    assert Rights("object/*:step").listed_method("", "env", "step")
+    assert not Rights("object/env:st*").listed_method("", "env", "step") and Rights("*").listed_method("", "env", "x")
+
+
 def test_all_functions_by_name_is_less_than_everything() -> None:
     """Only `*` lets functions by value run, which no pattern has a name for."""
     assert not Rights().limited("") and not Rights("*").limited("") and not Rights(["a:f", "*"]).limited("")
@@ -193,6 +248,24 @@ def test_a_rule_is_told() -> None:
         (["a:f:g"], "matches no name"),
         ([":f"], "empty"),
         (["a:"], "empty"),
+        (["queues/q:put"], "no kind of what has a name, and these are: queue, published, object, barrier"),
+        (["*/q:put"], "no kind"),
+        (["a.b/c:f"], "no kind"),
+        (["queue/q"], "'queue/NAME:VERB'"),
+        (["queue/q:"], "'queue/NAME:VERB'"),
+        (["queue/:put"], "'queue/NAME:VERB'"),
+        (["queue/q:push"], "what may be done with it is: put, get, look, shutdown"),
+        (["queue/q:x*"], "what may be done"),
+        (["queue/my queue:put"], "can be no name"),
+        (["queue/a/b:put"], "can be no name"),
+        (["published/w.*:read"], "can be no name"),
+        (["published/w:get"], "what may be done with it is: publish, read"),
+        (["object/env:_step"], "no public method"),
+        (["object/env:a.b"], "no public method"),
+        (["barrier/:join"], "what may be done with it is: come"),
+        (["aiorpc.queues.served:ServedQueue.put_items"], "'queue/NAME:put'"),
+        (["aiorpc.queues.*:*"], "'queue/NAME:put'"),
+        (["*:ServedQueue.take_items"], "'queue/NAME:put'"),
         ({"actor": 1}, "serve['actor'] is a list"),
         ({"actor": {"x": "a:f"}}, "serve['actor'] is a list"),
         ({"an actor": "a:f"}, "a role has"),

@@ -594,7 +594,7 @@ async def test_who_waits_for_a_value_hears_that_the_time_for_making_it_was_up(fl
             waits.append(asyncio.ensure_future(value.rpc_async(timeout=0).method()))
             waits.append(asyncio.ensure_future(value.remote().method().rpc_async(timeout=0).another()))
             for each in waits:
-                with pytest.raises(RpcTimeout, match=r"not made: .*set timeout \(0\.02 s\)") as raised:
+                with pytest.raises(RpcTimeout, match=r"never created: .*set timeout \(0\.02 s\)") as raised:
                     await each
                 assert (raised.value.worker, raised.value.seconds) == ("worker1", 0.02)
             assert not busy.done()

@@ -282,6 +282,49 @@ async def test_rights_hold_for_methods_of_objects(serve: Any) -> None:
         assert raised.value.names == () and "list" not in str(raised.value)
 
 
+async def test_rights_hold_for_objects_by_their_names() -> None:
+    """Which methods of which object, whatever its class; a method of one is none of another, nor of a reference."""
+    serve = ["object/first:put", "object/other:*", "object/list:append", f"{__name__}:make_buffer"]
+    async with cluster(2, options=[RpcBackendOptions(), RpcBackendOptions(serve=serve)]) as (worker, owner):
+        for name in ("first", "second", "other"):
+            owner.serve(name, Buffer())
+        owner.serve("list", [])
+        object = worker.peer("worker1").object
+        for _ in range(2):  # what is known of a method of a class says nothing of its rights
+            assert await object("first").put(1)
+            with pytest.raises(NotAllowed, match=r"Buffer\.size"):
+                await object("first").size()
+            with pytest.raises(NotAllowed, match=r"Buffer\.put"):
+                await object("second").put(1)
+            assert await object("other").size() == 0
+            with pytest.raises(NotAllowed, match=r"Buffer\.put"):
+                await worker.remote("worker1", make_buffer).rpc_async().put(1)
+        await object("list").append(1)
+        with pytest.raises(NotAllowed):
+            await object("list").clear()
+
+
+def make_buffer() -> Buffer:
+    return Buffer()
+
+
+async def test_an_attribute_of_an_object_is_called_if_it_is_named() -> None:
+    """It may be anything: a pattern with wildcards is for methods alone."""
+    serve = {"a": "object/box:*", "b": "object/box:run"}
+    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "a", "b"]) as workers:
+        workers[0].serve("box", Holder(abs))
+        with pytest.raises(NotAllowed, match="run"):
+            await workers[1].peer("worker0").object("box").run(-1)
+        assert await workers[2].peer("worker0").object("box").run(-1) == 1
+
+
+class Holder:
+    """It has a function of others as an attribute."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+
 async def test_private_methods_are_refused_by_the_owner(pair: list[Worker]) -> None:
     """Also when the caller does not look; what is not callable is said to be that."""
     pair[1].serve("buffer", Buffer())

@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import (
     GroupError,
+    NotAllowed,
     Overloaded,
     PeerClosed,
     PeerLost,
@@ -34,6 +35,7 @@ from aiorpc import (
     UnknownWorker,
     Worker,
     WouldBlockLoop,
+    exposed,
     futures,
 )
 from aiorpc.runtime.calls.declared import pack
@@ -880,7 +882,7 @@ async def test_a_barrier_ends_with_the_member_where_all_wait(four: list[Worker],
 
 async def test_a_barrier_says_who_does_not_answer(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """The member where all wait, which is to say who is missing, may be stopped itself."""
-    monkeypatch.setattr("aiorpc.runtime.fanout.barriers._GRACE", 0.05)
+    monkeypatch.setattr("aiorpc.runtime.fanout.barriers._LEAST_GRACE", 0.05)
     _gates["barrier"] = asyncio.Event()
     monkeypatch.setattr(four[0].node.barriers, "arrive", lambda *_: _gates["barrier"].wait())
     told = r"^barrier 't' of 4 workers: worker0, where they wait for each other, has not answered after 0\.05 s"
@@ -917,6 +919,19 @@ async def test_who_has_taken_the_place_of_a_lost_member_comes_to_barriers(rank: 
 
 async def _awaited(group: aiorpc.PeerGroup) -> None:
     await group.barrier()
+
+
+async def test_who_may_come_to_a_barrier_is_said_by_a_rule() -> None:
+    """Of the member where all wait, by the tag; who may not come hears so at once, and is not counted."""
+    serve = {"actor": "barrier/epoch-*:come", "other": [exposed], "": "*"}
+    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "actor", "other"]) as workers:
+        first = workers[0].group(["worker0", "worker1"]).barrier("epoch-1")
+        await workers[1].group(["worker0", "worker1"]).barrier("epoch-1")
+        await first
+        for worker, tag in ((workers[1], ""), (workers[2], "epoch-1")):
+            with pytest.raises(NotAllowed, match=f"barrier/{tag}:come on worker 'worker0'"):
+                await worker.group("worker*").barrier(tag)
+        assert not workers[0].node.barriers._barriers
 
 
 async def test_who_gives_up_is_taken_back_from_the_barrier(four: list[Worker]) -> None:
@@ -994,7 +1009,8 @@ async def test_a_barrier_with_a_member_that_has_not_joined_says_how_to_wait_for_
 
 async def test_barriers_without_pickles() -> None:
     """In a group with safe serialization, which runs nothing for anybody."""
-    async with cluster(2, options=RpcBackendOptions(serialization="safe", serve=[])) as workers:
+    options = RpcBackendOptions(serialization="safe", serve=["barrier/*:come"])
+    async with cluster(2, options=options) as workers:
         await asyncio.gather(*(worker.group("*").barrier() for worker in workers))
 
 

@@ -260,7 +260,7 @@ class OwedCalls:
             future = self.take(call_id) if any(each._rref == rref for each in kept) else None
             if future is not None:
                 self.streams.pop(call_id, None)
-                text = f"{future.describe()} got no answer, as the value was not made: {foreign.text_of(error)}"
+                text = f"{future.describe()} got no answer, as the value was never created: {foreign.text_of(error)}"
                 failure = type(error)(text)
                 failure.__dict__.update(error.__dict__)
                 future.settle(None, failure)

@@ -52,7 +52,6 @@ from ...protocol.reference_messages import (
 )
 from ...protocol.references import ReferenceTable
 from ...sites import describe_site
-from ..caller.future import CallFuture
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
@@ -278,9 +277,9 @@ class References:
 
         Their own time may be longer, or without a limit, and the owner may never answer. Any thread.
         """
-        error = creation._error
-        if isinstance(creation, CallFuture) and isinstance(error, RpcError) and not came_from_afar(error):
-            creation.peer.owed.fail_calls_of(rref, error)
+        error, peer = creation._error, getattr(creation, "peer", None)
+        if peer is not None and isinstance(error, RpcError) and not came_from_afar(error):
+            peer.owed.fail_calls_of(rref, error)
 
     def load(
         self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
