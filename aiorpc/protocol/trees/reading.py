@@ -6,7 +6,7 @@ import copyreg
 import math
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -23,6 +23,7 @@ from .. import reductions
 from ..frames import Buffer
 from ..packing import LONG, look_through
 from ..registered import registered
+from ..tables import Tables
 from .marks import (
     DTYPE,
     DTYPES,
@@ -47,7 +48,27 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
     Raises SerializationError for what is not registered or cannot be, ProtocolError for bytes that are no tree, and
     whatever is no Exception that the code of a registered class raises.
     """
-    reader, tensors = _Reader(message, buffers), message.tensors
+    reader = _Reader(message, buffers, len(tree))
+    try:
+        if len(tree) > LONG:
+            look_through(tree)
+        try:
+            return _unpack(tree, reader, strict_map_key=True)
+        except ValueError:
+            # There are maps with other keys than text and bytes, or it is no tree at all. Now each map is made here:
+            # that takes longer, and most trees need it not.
+            reader.again()
+            return _unpack(tree, reader, strict_map_key=False, object_pairs_hook=reader.tables.mapping)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise ProtocolError(
+            f"values that are no tree: {type(error).__name__}: {foreign.text_of(error):.200}"
+        ) from error
+
+
+def _unpack(tree: bytes, reader: _Reader, **options: Any) -> Any:
+    tensors = reader.message.tensors
     open_marks = 0  # whose list is not whole; one that stands anywhere else stays open, whatever is made of it
 
     # Functions of this one, not methods: they are called for each tensor, and each list.
@@ -68,41 +89,58 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
         mark = items.pop(0)
         return tuple(items) if mark is _TUPLE else reader.read(mark, items)
 
-    try:
-        if len(tree) > LONG:
-            look_through(tree)
-        value = msgpack.unpackb(
-            tree, ext_hook=extension, list_hook=whole, strict_map_key=False, unicode_errors="surrogatepass"
-        )
-    except RpcError:
-        raise
-    except Exception as error:
-        raise ProtocolError(
-            f"values that are no tree: {type(error).__name__}: {foreign.text_of(error):.200}"
-        ) from error
+    # A timestamp of msgpack's own, which no worker sends, is a number, and no object with a hash of its own.
+    value = msgpack.unpackb(
+        tree, ext_hook=extension, list_hook=whole, unicode_errors="surrogatepass", timestamp=1, **options
+    )
     if open_marks:
         raise ProtocolError("values that are no tree: a mark stands where none belongs")
     return value
 
 
 class _Reader:
-    """What reads the lists that begin with a mark."""
+    """What reads the lists that begin with a mark. tables: makes the dicts and sets."""
 
-    __slots__ = ("_buffers", "_message")
+    __slots__ = ("_buffers", "_made", "_parts", "_remade", "message", "tables")
 
-    def __init__(self, message: Brought, buffers: Sequence[Buffer]) -> None:
-        self._message = message
+    def __init__(self, message: Brought, buffers: Sequence[Buffer], size: int) -> None:
+        self.message = message
+        self.tables = Tables(size)
         self._buffers = buffers
+        self._made: list[Any] = []  # of the classes of programs, whose code runs once
+        self._remade: Iterator[Any] = iter(())
+        self._parts = -1
+
+    def again(self) -> None:
+        """The same tree is read from its beginning: objects that were made are taken as they are."""
+        self._made, made = [], self._made
+        self._remade = iter(made)
 
     def read(self, mark: Mark, items: list[Any]) -> Any:
         """What that list stands for."""
         try:
-            return _READERS[mark](self, *items)
+            if mark not in _ONCE:
+                return _READERS[mark](self, *items)
+            made = next(self._remade, _MISSING)
+            if made is _MISSING:
+                made = _READERS[mark](self, *items)
+            self._made.append(made)
+            return made
         except RpcError:
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {foreign.text_of(error):.200}"
             raise SerializationError(f"has a {mark.name.lower()} that cannot be read: {said}") from error
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """A tensor that says where in memory something is, or is copied: one that is named often takes no longer."""
+        if self._parts < 0:
+            storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in self.message.tensors}
+            self._parts = _ANYWAY + _OFTEN * sum(each.nbytes() for each in storages.values())
+        self._parts -= tensor.untyped_storage().nbytes()
+        if self._parts < 0:
+            raise ValueError("parts of tensors that are named much oftener than there are tensors")
+        return tensor
 
     # --- each mark ----------------------------------------------------------------------------------------------------
 
@@ -118,12 +156,12 @@ class _Reader:
 
     def past(self, number: int, tensor: Tensor) -> Tensor:
         _dense_or_sparse(tensor)
-        if self._message.past is None:  # the context was left meanwhile
+        if self.message.past is None:  # the context was left meanwhile
             return tensor.requires_grad_()
-        return self._message.past(_index(number), tensor)
+        return self.message.past(_index(number), tensor)
 
     def reference(self, number: int) -> Any:
-        return self._message.references[_index(number)]
+        return self.message.references[_index(number)]
 
 
 def _index(number: object) -> int:
@@ -427,8 +465,8 @@ _GIVEN: dict[Any, type] = {
 
 _READERS: list[Callable[..., Any]] = [
     lambda _, *items: items,  # TUPLE; it is read without a call
-    lambda _, *items: set(items),
-    lambda _, *items: frozenset(items),
+    lambda reader, *items: reader.tables.members(items),
+    lambda reader, *items: frozenset(reader.tables.members(items)),
     lambda _, data: int.from_bytes(_exact(data, bytes), "big", signed=True),
     lambda _, real, imaginary: complex(_exact(real, float), _exact(imaginary, float)),
     lambda _, start, stop, step: range(start, stop, step),

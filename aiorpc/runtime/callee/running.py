@@ -36,8 +36,8 @@ from ...errors import (
     WorkerClosed,
 )
 from ...futures import AnyFuture, is_future, when_done
-from ...protocol.codec import names_nothing
 from ...protocol.messages import Values
+from ...protocol.plain import names_nothing
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
 from ..calls.functions import Handler, Mode
