@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..protocol.packing import shown
+
 Tensor = torch.Tensor
 # What the implementation has for them; nobody else looks inside.
 Stream = Any
@@ -54,12 +56,12 @@ class DeviceBuffer:
 def device_index(target: Any) -> int:
     """Of a target like ``cuda:1`` its number; -1 for the host. Raises ValueError, or TypeError for what has no hash."""
     if type(target) is not str:
-        raise ValueError(f"{target!r:.40} is no device")
+        raise ValueError(f"{shown(target)} is no device")
     if target == "cpu":
         return -1
     _, colon, number = target.partition(":")
     if not colon or not number.isdigit():
-        raise ValueError(f"{target!r:.40} is no device")
+        raise ValueError(f"{shown(target)} is no device")
     return int(number)
 
 

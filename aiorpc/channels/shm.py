@@ -34,9 +34,11 @@ import numpy
 from ..errors import ProtocolError
 from ..locks import Lock
 from ..protocol.frames import Buffer
+from ..protocol.packing import shown
 from . import count_refused
 from .arena import ALIGN, Arena, Block, lay_out
 from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, OwnedDescriptor, map_private
+from .space import PAGE
 
 # Of one peer, whose segments become ever longer: the system lets a process map only so many files.
 _MOST_SEGMENTS = 256
@@ -451,7 +453,7 @@ class Borrower:
             if type(numbers) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
                 raise TypeError
         except (TypeError, ValueError):
-            raise ProtocolError(f"not a block: {numbers!r:.100}") from None
+            raise ProtocolError(f"not a block: {shown(numbers)}") from None
         known = self._mappings.get(segment)
         if known is None:
             raise ProtocolError(f"a block of segment {segment}, which is not mapped")
@@ -487,11 +489,18 @@ class _Unsealed:
 
 
 def check_file(fd: int, size: Any, nonce: bytes) -> bool:
-    """Whether it is safe to map it. Raises ProtocolError if it is not what the peer says it is."""
+    """Whether it is safe to map it. Raises ProtocolError if it is not what the peer says it is.
+
+    False for a file of a file system without seals, such as one in a folder: it may be read, and not mapped.
+    """
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != size or size < HEADER:
-        raise ProtocolError(f"a segment of {status.st_size} bytes where the peer said {size}")
-    if len(nonce) != NONCE_SIZE or os.pread(fd, NONCE_SIZE, 0) != nonce:
+    if not stat.S_ISREG(status.st_mode) or type(size) is not int or status.st_size != size or size < HEADER:
+        raise ProtocolError(f"a segment of {status.st_size} bytes, and the peer said something else")
+    # Memory of pages of another size may be promised and not be there: to touch it ends the process. Its file system
+    # has the size of its pages for that of its blocks.
+    if status.st_blksize != PAGE:
+        raise ProtocolError(f"a segment in pages of {status.st_blksize} bytes, which are not ordinary memory")
+    if len(nonce) != NONCE_SIZE or not any(nonce) or os.pread(fd, NONCE_SIZE, 0) != nonce:
         raise ProtocolError("a segment without the peer's nonce: not the same memory")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

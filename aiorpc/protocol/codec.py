@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -35,7 +34,6 @@ from .reference_messages import PassedReference
 from .registered import MAIN_NAMES
 from .trees import read_tree, write_tree
 
-_NUMBERING = frozenset(("PUT", "LONG_BINPUT"))
 _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
 
 _new: Any = tuple.__new__
@@ -285,23 +283,6 @@ def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any
         incoming.reset(token)
 
 
-def names_nothing(data: bytes | None) -> bool:
-    """Whether a pickle is made of plain values and containers alone, and can run no code. None has no values at all.
-
-    A pickle that numbers what it has made is refused, too. Ours do not, and the unpickler makes room for as many
-    objects as the highest number says: eight bytes would be enough for gigabytes.
-    """
-    if data is None:
-        return True
-    try:
-        if any(opcode.name in _NUMBERING for opcode, _, _ in pickletools.genops(data)):
-            return False
-        _PlainUnpickler(io.BytesIO(data)).load()
-    except Exception:  # it names something, or is no pickle
-        return False
-    return True
-
-
 def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
     try:
         raw = buffer.raw()
@@ -405,10 +386,3 @@ class _Unpickler(pickle.Unpickler):
         if module not in sys.modules:
             unite(module)
         return super().find_class(module, name)
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Finds nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError("a pickle of plain values names nothing")

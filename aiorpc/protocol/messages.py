@@ -35,8 +35,10 @@ from .packing import (
     SIMPLE_SIZE,
     look_through,
     new_packer,
+    no_extension,
     pack,
     packers,
+    shown,
     unpack,
 )
 from .reference_messages import PassedReference, read_passed
@@ -339,7 +341,7 @@ def read_call(body: Buffer) -> Call:
     try:
         if len(body) > LONG:
             look_through(body)
-        fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
+        fields: Any = unpackb(body, ext_hook=no_extension)  # as `unpack` does, with one function less for each call
     except Exception as error:
         if from_signal(error):
             raise
@@ -352,7 +354,7 @@ def read_call(body: Buffer) -> Call:
     if type(function) is list:
         function = _read_function(function)
     elif function is not None and type(function) is not int:
-        raise ProtocolError(f"a call of {function!r:.80}")
+        raise ProtocolError(f"a call of {shown(function)}")
     if (
         not (type(values) is type(tensors_at) is type(opaque_at) is type(references) is list)
         or not (pickled is None or type(pickled) is bytes)
@@ -369,6 +371,10 @@ def read_call(body: Buffer) -> Call:
         or not (once is None or (credit is None and creates is None))
     ):
         raise ProtocolError(f"a call with a field of a wrong type: {_shown(fields)}")
+    if names and not _KEYS.issuperset(map(type, names)):
+        raise ProtocolError("a call with names that are no text")
+    if not PLAIN.issuperset(map(type, values)):
+        _check_values(values)
     if references:
         references = [*map(read_passed, references)]
     recorded = None if gradients is None else _new(Recorded, gradients)
@@ -390,7 +396,7 @@ def _read_function(wire: list[Any]) -> Function:
             function = _new(ObjectMethod, wire)
     if function is not None:
         return function
-    raise ProtocolError(f"a call of {wire!r:.80}")
+    raise ProtocolError(f"a call of what is no function: {_shown(wire)}")
 
 
 def read_values(body: Buffer) -> Values:
@@ -398,7 +404,7 @@ def read_values(body: Buffer) -> Values:
     try:
         if len(body) > LONG:
             look_through(body)
-        fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
+        fields: Any = unpackb(body, ext_hook=no_extension)  # as `unpack` does, with one function less for each call
     except Exception as error:
         if from_signal(error):
             raise
@@ -416,6 +422,8 @@ def read_values(body: Buffer) -> Values:
         or not (gradients is None or (type(gradients) is list and len(gradients) == 4))
     ):
         raise ProtocolError(f"a message of values with a field of a wrong type: {_shown(result)}")
+    if not PLAIN.issuperset(map(type, values)):
+        _check_values(values)
     if references:
         references = [*map(read_passed, references)]
     recorded = None if gradients is None else _new(Recorded, gradients)
@@ -439,7 +447,7 @@ def read_credit(body: Buffer) -> int:
     """How many items a Credit grants. Raises ProtocolError."""
     (count,) = _read(Credit, body)
     if type(count) is not int or count < 0:
-        raise ProtocolError(f"a credit of {count!r:.40} items")
+        raise ProtocolError(f"a credit of {shown(count)} items")
     return count
 
 
@@ -447,7 +455,7 @@ def read_cancel(body: Buffer) -> bool:
     """Whether the time of a call that is cancelled was up. Raises ProtocolError."""
     (expired,) = _read(Cancel, body)
     if type(expired) is not bool:
-        raise ProtocolError(f"a call was cancelled for {expired!r:.40}, which is no reason")
+        raise ProtocolError(f"a call was cancelled for {shown(expired)}, which is no reason")
     return expired
 
 
@@ -497,7 +505,7 @@ def read_release(body: Buffer) -> Release:
             if type(block) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
                 raise TypeError("one that is none")
         except (TypeError, ValueError):
-            raise ProtocolError(f"a release of what is no block: {block!r:.100}") from None
+            raise ProtocolError(f"a release of what is no block: {shown(block)}") from None
     return release
 
 
@@ -520,6 +528,19 @@ def _read(kind: type[M], body: Buffer) -> M:
         raise ProtocolError(f"a {kind.__name__} of {len(fields)} fields, which has {len(kind._fields)}")
     message: M = _new(kind, fields)
     return message
+
+
+def _check_values(values: list[Any]) -> None:
+    """See that the values are what `write_plain` makes of some. Raises ProtocolError."""
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            continue
+        if not (
+            (kind is list and NUMBERS.issuperset(map(type, value)))
+            or (kind is dict and NUMBERS.issuperset(map(type, value.values())) and _KEYS.issuperset(map(type, value)))
+        ):
+            raise ProtocolError(f"a message with {shown(value)} of more than numbers among its plain values")
 
 
 def _are_ints(values: Sequence[object]) -> bool:

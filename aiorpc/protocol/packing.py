@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -55,6 +55,21 @@ def is_text(text: str) -> bool:
     return True
 
 
+def shown(value: object) -> str:
+    """What an error may say of a value that a peer sent: a number, or how a text begins; of all else only its type."""
+    kind = type(value)
+    if kind is str:
+        return repr(str(value)[:60])
+    if value is None or kind is bool or kind is float or (kind is int and -(1 << 64) < value < 1 << 64):  # type: ignore[operator]  # an int
+        return repr(value)
+    return f"a {kind.__name__}"
+
+
+def no_extension(code: int, data: bytes) -> NoReturn:
+    """For `ext_hook`: bodies have none. Raises ValueError."""
+    raise ValueError(f"an extension of type {code}")
+
+
 def look_through(body: Buffer) -> None:
     """See that all that is announced is there, before anything is made of it; raises what msgpack raises.
 
@@ -71,7 +86,7 @@ def unpack(body: Buffer) -> list[Any]:
     try:
         if len(body) > LONG:
             look_through(body)
-        fields = msgpack.unpackb(body, strict_map_key=False)
+        fields = msgpack.unpackb(body, ext_hook=no_extension)  # keys of maps: text or bytes
     except Exception as error:
         if from_signal(error):
             raise

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import RpcUsageError, SerializationError
+from .packing import shown
 
 #: What the main module is called; spawned children call theirs by the second name.
 MAIN_NAMES = ("__main__", "__mp_main__")
@@ -87,7 +88,7 @@ class Registered:
         found = self._by_name.get(name) if type(name) is str else None
         if found is None:
             raise SerializationError(
-                f"names {name!r:.200}, which is not registered here. This worker reads safe serialization alone; if "
+                f"names {shown(name)}, which is not registered here. This worker reads safe serialization alone; if "
                 "the other one may send that, call aiorpc.register_safe with it on both"
             )
         return found
@@ -96,7 +97,7 @@ class Registered:
         """The same, where only a class will do."""
         found = self.find(name)
         if not isinstance(found, type):
-            raise SerializationError(f"has an object of {name!r:.200}, which is registered as a function")
+            raise SerializationError(f"has an object of {shown(name)}, which is registered as a function")
         return found
 
 

@@ -40,7 +40,6 @@ from aiorpc.protocol.codec import (
     load_reference,
     load_tensor,
     loads,
-    names_nothing,
 )
 from aiorpc.protocol.messages import Reply, Values, read_values, write
 from aiorpc.protocol.packing import pack, unpack
@@ -682,32 +681,3 @@ def test_packer_is_usable_after_a_failure() -> None:
     with pytest.raises(TypeError):
         pack([1, object()])
     assert unpack(pack([2])) == [2]
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, 10**400, 1.5, "put", b"rrrr", [1, "p1\n"], {"a": [1.5, None]}, (), {1, 2}]
-)
-def test_plain_values_name_nothing(value: Any) -> None:
-    """As they are pickled here."""
-    assert names_nothing(pickle.dumps((value, value), 5))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps(math.floor, 5),
-        b"\x80\x04Nr" + struct.pack("<I", 1 << 28) + b".",
-        b"\x80\x04Np268435456\n.",
-        b"\x80\x04N",
-        b"",
-    ],
-    ids=["a name", "a number of an object", "a number of an object in text", "no end", "nothing"],
-)
-def test_what_is_more_than_plain_values(data: bytes) -> None:
-    """It is refused without being loaded: two of these would take gigabytes for it."""
-    tracemalloc.start()
-    try:
-        assert not names_nothing(data)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()

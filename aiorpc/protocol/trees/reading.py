@@ -6,7 +6,7 @@ import copyreg
 import math
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -21,8 +21,9 @@ from ... import foreign
 from ...errors import ProtocolError, RemoteError, RpcError, SerializationError
 from .. import reductions
 from ..frames import Buffer
-from ..packing import LONG, look_through
+from ..packing import LONG, look_through, shown
 from ..registered import registered
+from ..tables import Tables
 from .marks import (
     DTYPE,
     DTYPES,
@@ -47,7 +48,27 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
     Raises SerializationError for what is not registered or cannot be, ProtocolError for bytes that are no tree, and
     whatever is no Exception that the code of a registered class raises.
     """
-    reader, tensors = _Reader(message, buffers), message.tensors
+    reader = _Reader(message, buffers, len(tree))
+    try:
+        if len(tree) > LONG:
+            look_through(tree)
+        try:
+            return _unpack(tree, reader, strict_map_key=True)
+        except ValueError:
+            # There are maps with other keys than text and bytes, or it is no tree at all. Now each map is made here:
+            # that takes longer, and most trees need it not.
+            reader.again()
+            return _unpack(tree, reader, strict_map_key=False, object_pairs_hook=reader.tables.mapping)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise ProtocolError(
+            f"values that are no tree: {type(error).__name__}: {foreign.text_of(error):.200}"
+        ) from error
+
+
+def _unpack(tree: bytes, reader: _Reader, **options: Any) -> Any:
+    tensors = reader.message.tensors
     open_marks = 0  # whose list is not whole; one that stands anywhere else stays open, whatever is made of it
 
     # Functions of this one, not methods: they are called for each tensor, and each list.
@@ -68,41 +89,58 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
         mark = items.pop(0)
         return tuple(items) if mark is _TUPLE else reader.read(mark, items)
 
-    try:
-        if len(tree) > LONG:
-            look_through(tree)
-        value = msgpack.unpackb(
-            tree, ext_hook=extension, list_hook=whole, strict_map_key=False, unicode_errors="surrogatepass"
-        )
-    except RpcError:
-        raise
-    except Exception as error:
-        raise ProtocolError(
-            f"values that are no tree: {type(error).__name__}: {foreign.text_of(error):.200}"
-        ) from error
+    # A timestamp of msgpack's own, which no worker sends, is a number, and no object with a hash of its own.
+    value = msgpack.unpackb(
+        tree, ext_hook=extension, list_hook=whole, unicode_errors="surrogatepass", timestamp=1, **options
+    )
     if open_marks:
         raise ProtocolError("values that are no tree: a mark stands where none belongs")
     return value
 
 
 class _Reader:
-    """What reads the lists that begin with a mark."""
+    """What reads the lists that begin with a mark. tables: makes the dicts and sets."""
 
-    __slots__ = ("_buffers", "_message")
+    __slots__ = ("_buffers", "_made", "_parts", "_remade", "message", "tables")
 
-    def __init__(self, message: Brought, buffers: Sequence[Buffer]) -> None:
-        self._message = message
+    def __init__(self, message: Brought, buffers: Sequence[Buffer], size: int) -> None:
+        self.message = message
+        self.tables = Tables(size)
         self._buffers = buffers
+        self._made: list[Any] = []  # of the classes of programs, whose code runs once
+        self._remade: Iterator[Any] = iter(())
+        self._parts = -1
+
+    def again(self) -> None:
+        """The same tree is read from its beginning: objects that were made are taken as they are."""
+        self._made, made = [], self._made
+        self._remade = iter(made)
 
     def read(self, mark: Mark, items: list[Any]) -> Any:
         """What that list stands for."""
         try:
-            return _READERS[mark](self, *items)
+            if mark not in _ONCE:
+                return _READERS[mark](self, *items)
+            made = next(self._remade, _MISSING)
+            if made is _MISSING:
+                made = _READERS[mark](self, *items)
+            self._made.append(made)
+            return made
         except RpcError:
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {foreign.text_of(error):.200}"
             raise SerializationError(f"has a {mark.name.lower()} that cannot be read: {said}") from error
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """A tensor that says where in memory something is, or is copied: one that is named often takes no longer."""
+        if self._parts < 0:
+            storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in self.message.tensors}
+            self._parts = _ANYWAY + _OFTEN * sum(each.nbytes() for each in storages.values())
+        self._parts -= tensor.untyped_storage().nbytes()
+        if self._parts < 0:
+            raise ValueError("parts of tensors that are named much oftener than there are tensors")
+        return tensor
 
     # --- each mark ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +148,7 @@ class _Reader:
         kind, count = _dtype(dtype), _count(shape)
         memory: Any = bytearray(data) if type(data) is bytes else self._buffers[_index(data)]
         if count * kind.itemsize != memoryview(memory).nbytes:
-            raise ValueError(f"{memoryview(memory).nbytes} bytes for the shape {shape!r:.80} of {dtype}")
+            raise ValueError(f"{memoryview(memory).nbytes} bytes for the shape {shown(shape)} of {dtype}")
         array: Any = numpy.ndarray(tuple(shape), kind, memory, order="F" if fortran else "C")
         if not writeable:
             array.flags.writeable = False
@@ -118,23 +156,23 @@ class _Reader:
 
     def past(self, number: int, tensor: Tensor) -> Tensor:
         _dense_or_sparse(tensor)
-        if self._message.past is None:  # the context was left meanwhile
+        if self.message.past is None:  # the context was left meanwhile
             return tensor.requires_grad_()
-        return self._message.past(_index(number), tensor)
+        return self.message.past(_index(number), tensor)
 
     def reference(self, number: int) -> Any:
-        return self._message.references[_index(number)]
+        return self.message.references[_index(number)]
 
 
 def _index(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r:.80} is no number of something")
+        raise ValueError(f"{shown(number)} is no number of something")
     return number
 
 
 def _sizes(shape: object) -> list[int]:
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{shape!r:.80} is no shape")
+        raise ValueError(f"{shown(shape)} is no shape")
     return shape
 
 
@@ -147,39 +185,59 @@ def _count(shape: object) -> int:
 
 def _dtype(text: object) -> numpy.dtype[Any]:
     if type(text) is not str or not DTYPE.fullmatch(text):
-        raise ValueError(f"{text!r:.80} is no plain type of numpy's")
+        raise ValueError(f"{shown(text)} is no plain type of numpy's")
     return numpy.dtype(text)
 
 
+def _int64(value: object) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{shown(value)} is no number of 64 bits")
+    return value
+
+
+def _number_of_elements(size: Any) -> int:
+    """Raises ValueError for more than torch can count."""
+    count = _count(list(_exact(size, torch.Size)))
+    if math.prod(max(each, 1) for each in size) >= 1 << 63:
+        raise ValueError(f"a tensor of {len(size)} dimensions with more elements than can be counted")
+    return count
+
+
 def _tensors(*tensors: object) -> None:
+    """See that these are dense tensors as they arrive in a message, without a past."""
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        _dense_or_sparse(tensor)
+        assert isinstance(tensor, Tensor), "it was looked at"
+        if tensor.layout is not torch.strided or tensor.requires_grad:
             raise TypeError("no plain tensor stands where one belongs")
 
 
 def _dense_or_sparse(tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
+    """See that it is a tensor of no class of its own that has its values in memory, as they are."""
+    if type(tensor) is not Tensor:
         raise TypeError("no tensor stands where one belongs")
+    if tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        raise TypeError("a tensor of another kind stands where a plain one belongs")
 
 
 def _flag(value: object) -> bool:
     if type(value) is not bool:
-        raise TypeError(f"{value!r:.80} is no truth value")
+        raise TypeError(f"{shown(value)} is no truth value")
     return value
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _own(reader: _Reader, tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
     """A copy that its sender cannot change any more. For whole numbers that say where to look in memory."""
     _tensors(tensor)
-    if tensor.dtype not in (torch.int64, torch.int32):
+    if tensor.dtype not in (dtypes or (torch.int64,)):
         raise TypeError(f"indices of {tensor.dtype}")
-    return _copy(tensor)
+    return _copy(reader, tensor)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy(reader: _Reader, tensor: Tensor) -> Tensor:
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # expanded: the copy would be as long as the sender likes
         raise ValueError(f"{tensor.nbytes} bytes to be copied, of which {tensor.untyped_storage().nbytes()} are there")
-    return tensor.detach().clone()
+    return reader.part(tensor).detach().clone()
 
 
 def _exact(value: Any, kind: type) -> Any:
@@ -188,74 +246,85 @@ def _exact(value: Any, kind: type) -> Any:
     return value
 
 
-def _sparse(_: _Reader, layout: Any, size: Any, coalesced: bool, grad: bool, *parts: Tensor) -> Tensor:
+def _sparse(reader: _Reader, layout: Any, size: Any, coalesced: bool, grad: bool, *parts: Tensor) -> Tensor:
     *indices, values = parts
     _tensors(values)
     _exact(layout, torch.layout)
     if len(indices) != (1 if layout is torch.sparse_coo else 2):
         raise ValueError(f"{len(indices)} tensors of indices")
-    own = [_own(each) for each in indices]
-    size = _exact(size, torch.Size)
+    _number_of_elements(size)
+    # In one range: torch takes others for what they are not.
+    own = [_own(reader, each, indices[0].dtype if layout is not torch.sparse_coo else torch.int64) for each in indices]
+    if own[0].dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"indices of {own[0].dtype}")
     return reductions.load_sparse(layout, size, _flag(coalesced), _flag(grad), *own, values, check=True)
 
 
-def _quantised(_: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -> Tensor:
+def _quantised(reader: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -> Tensor:
     _tensors(stored)
-    _exact(dtype, torch.dtype)
-    size = _exact(size, torch.Size)
-    _count(list(size))
+    least, most = _QUANTA[_exact(dtype, torch.dtype)]
+    _number_of_elements(size)
+    if not _fits(dtype, size, stored):
+        raise ValueError(f"{stored.untyped_storage().nbytes()} bytes for {dtype} of the size {tuple(size)}")
+    reader.part(stored)
     if len(scale) == 3:
         scales, zeros, axis = scale
         _tensors(scales, zeros)
-        if not (0 <= _index(axis) < len(size)) or not scales.numel() == zeros.numel() == size[axis]:
+        if not (0 <= _index(axis) < len(size)) or not scales.shape == zeros.shape == (size[axis],):
             raise ValueError("scales that do not fit the axis")
-        scale = (_copy(scales), _copy(zeros), axis)
+        # As torch has them. It makes others into these, and then some kernels do not know them.
+        if (dtype, scales.dtype, zeros.dtype) not in _SCALES:
+            raise TypeError(f"scales of {scales.dtype} and zero points of {zeros.dtype} for {dtype}")
+        scales, zeros = _copy(reader, scales), _copy(reader, zeros)
+        if zeros.dtype is torch.int64 and zeros.numel() and not least <= zeros.min() <= zeros.max() <= most:
+            raise ValueError(f"zero points outside of {dtype}")
+        scale = (scales, zeros, axis)
     elif len(scale) == 2:
         scale = (_exact(scale[0], float), _exact(scale[1], int))
+        if not least <= scale[1] <= most:
+            raise ValueError(f"a zero point outside of {dtype}")
     else:
         raise ValueError(f"{len(scale)} parts of a scale")
-    if not _fits(dtype, size, stored):
-        raise ValueError(f"{stored.untyped_storage().nbytes()} bytes for {dtype} of the size {tuple(size)}")
     return reductions.load_quantised(dtype, size, stored, *scale)
 
 
 def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
     """Whether the stored integers are those of a tensor of that size."""
+    there = stored.untyped_storage().nbytes()
     kind = reductions.STORED.get(dtype)
     if kind is not None:
-        return stored.dtype is kind and stored.shape == size
-    count = math.prod(size)
+        return stored.dtype is kind and stored.shape == size and stored.nbytes <= there and not stored.is_neg()
     # Those that put several elements into a byte: their storages are copied as a whole.
-    packed = {torch.quint4x2: 2, torch.quint2x4: 4}.get(dtype, 0)
-    return packed > 0 and stored.dtype is torch.uint8 and stored.untyped_storage().nbytes() >= -(-count // packed)
+    count, packed = math.prod(size), {torch.quint4x2: 2, torch.quint2x4: 4}[dtype]
+    return stored.dtype is torch.uint8 and there >= -(-count // packed)
 
 
-def _nested(_: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
+def _nested(reader: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
     _tensors(buffer)
-    sizes, strides, offsets = _own(sizes), _own(strides), _own(offsets)
+    sizes, strides, offsets = _own(reader, sizes), _own(reader, strides), _own(reader, offsets)
     # The parts are looked for in the memory, not in a view.
     if buffer.dim() != 1 or not buffer.is_contiguous() or sizes.dim() != 2:
         raise ValueError("no buffer or no parts")
     # As Python's integers: these cannot overflow.
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
-        _count(size)
-        _count(stride)
+        _number_of_elements(torch.Size(_sizes(size)))
+        _sizes(stride)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if offset < 0 or (0 not in size and last >= buffer.numel()):
             raise ValueError("a part that is outside of the buffer")
     return reductions.load_nested(buffer, sizes, strides, offsets, _flag(grad))
 
 
-def _jagged(_: _Reader, values: Tensor, offsets: Any, lengths: Any, dim: int, grad: bool) -> Tensor:
+def _jagged(reader: _Reader, values: Tensor, offsets: Any, lengths: Any, dim: int, grad: bool) -> Tensor:
     _tensors(values)
-    offsets = _own(offsets)
+    offsets = _own(reader, offsets, torch.int64, torch.int32)
     _index(dim)
     if offsets.dim() != 1 or not 1 <= dim <= values.dim():
         raise ValueError("offsets that do not belong to these values")
     starts = offsets.tolist()
     ends = starts[1:]
     if lengths is not None:
-        lengths = _own(lengths)
+        lengths = _own(reader, lengths, offsets.dtype)
         if lengths.shape != (len(starts) - 1,) or min(lengths.tolist(), default=0) < 0:
             raise ValueError("lengths that do not belong to these offsets")
         ends = [start + length for start, length in zip(starts, lengths.tolist(), strict=False)]
@@ -267,7 +336,7 @@ def _jagged(_: _Reader, values: Tensor, offsets: Any, lengths: Any, dim: int, gr
 
 
 def _meta(_: _Reader, dtype: Any, size: list[int], strides: list[int], grad: bool) -> Tensor:
-    _count(size)
+    _number_of_elements(torch.Size(_sizes(size)))
     _count(strides)
     made = torch.empty_strided(size, strides, dtype=_exact(dtype, torch.dtype), device="meta")
     return made.requires_grad_() if _flag(grad) else made
@@ -308,7 +377,7 @@ def _ordered_dict(_: _Reader, items: dict[Any, Any], attributes: dict[str, Any])
 
 
 def _named_tuple(_: _Reader, name: str, *items: Any) -> Any:
-    return NAMED_TUPLES[name](items)
+    return NAMED_TUPLES[_exact(name, str)](items)
 
 
 def _error(_: _Reader, type_name: str, message: str, traceback: str) -> RemoteError:
@@ -325,7 +394,7 @@ def _parts(_: _Reader, name: str, parts: Any) -> Any:
 
 
 def _object(
-    _: _Reader, name: str, calls: bool, args: list[Any], names: dict[str, Any], state: Any, items: Any, pairs: Any
+    reader: _Reader, name: str, calls: bool, args: list[Any], names: dict[str, Any], state: Any, items: Any, pairs: Any
 ) -> Any:
     """An object of a registered class. See `registered.register_safe` for what of the class may run."""
     kind = registered.find_class(name)
@@ -333,11 +402,13 @@ def _object(
     if hasattr(kind, "_put_together") or issubclass(kind, Tensor) or kind.__new__ is numpy.ndarray.__new__:
         raise TypeError(f"{name} is not made like this")
     _check_making(kind, name, _flag(calls), _exact(args, list), _exact(names, dict))
+    if args and issubclass(kind, (set, frozenset)):
+        reader.tables.members(args[0])
     make = kind if calls else kind.__new__
     made = make(*([] if calls else [kind]), *args, **names)
     if items is not None:
         made.extend(_exact(items, list))
-    for key, value in pairs or ():
+    for key, value in reader.tables.mapping([(key, value) for key, value in pairs or ()]).items():
         made[key] = value
     if state is None:
         return made
@@ -383,11 +454,11 @@ def fill(made: Any, attributes: dict[str, Any]) -> None:
         if type(there) is MemberDescriptorType and there.__objclass__.__flags__ & _MADE_IN_PYTHON:  # a slot
             there.__set__(made, value)
         elif there is _MISSING and name.startswith("__") and name.endswith("__"):
-            raise TypeError(f"an attribute {name!r:.80}, which {kind.__qualname__} does not have by itself")
+            raise TypeError(f"an attribute {shown(name)}, which {kind.__qualname__} does not have by itself")
         elif there is _MISSING or name in fields or not (callable(there) or hasattr(type(there), "__get__")):
             made.__dict__[name] = value
         else:
-            raise TypeError(f"an attribute {name!r:.80} would replace what {kind.__qualname__} has under that name")
+            raise TypeError(f"an attribute {shown(name)} would replace what {kind.__qualname__} has under that name")
 
 
 def _size(_: _Reader, *sizes: int) -> torch.Size:
@@ -409,6 +480,24 @@ def _scalar(_: _Reader, text: str, data: bytes) -> Any:
 
 # The scalars without a letter: numpy has no arrays of their types, so `DTYPE` has them not either.
 _NO_TEXT: dict[str, Any] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": numpy.str_()}
+# Marks of what is made by the code of classes, or is made known to a graph.
+_ONCE = frozenset((Mark.OBJECT, Mark.PARTS, Mark.PAST))
+# Bytes of tensors that say where in memory something is, or are copied: so many times what there is, and in any case.
+_OFTEN, _ANYWAY = 64, 1 << 20
+# The whole numbers that quantised types are stored as, and the types of their scales and zero points for each channel.
+_QUANTA: dict[torch.dtype, tuple[int, int]] = {
+    torch.qint8: (-(1 << 7), (1 << 7) - 1),
+    torch.quint8: (0, (1 << 8) - 1),
+    torch.qint32: (-(1 << 31), (1 << 31) - 1),
+    torch.quint4x2: (0, (1 << 4) - 1),
+    torch.quint2x4: (0, (1 << 2) - 1),
+}
+_SCALES = frozenset(
+    [
+        *((kind, torch.float64, torch.int64) for kind in (torch.qint8, torch.quint8, torch.qint32)),
+        *((kind, torch.float32, torch.float32) for kind in (torch.qint8, torch.quint8, torch.quint4x2, torch.quint2x4)),
+    ]
+)
 _MADE_IN_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _MISSING = object()
 _MOST_DIMENSIONS = 1024
@@ -427,11 +516,11 @@ _GIVEN: dict[Any, type] = {
 
 _READERS: list[Callable[..., Any]] = [
     lambda _, *items: items,  # TUPLE; it is read without a call
-    lambda _, *items: set(items),
-    lambda _, *items: frozenset(items),
+    lambda reader, *items: reader.tables.members(items),
+    lambda reader, *items: frozenset(reader.tables.members(items)),
     lambda _, data: int.from_bytes(_exact(data, bytes), "big", signed=True),
     lambda _, real, imaginary: complex(_exact(real, float), _exact(imaginary, float)),
-    lambda _, start, stop, step: range(start, stop, step),
+    lambda _, *parts: range(*map(_int64, parts)),
     lambda _, start, stop, step: slice(start, stop, step),
     lambda _: ...,
     _ordered_dict,
@@ -442,11 +531,11 @@ _READERS: list[Callable[..., Any]] = [
     lambda _, days, seconds, micros: timedelta(_exact(days, int), _exact(seconds, int), _exact(micros, int)),
     lambda _, text: Decimal(_exact(text, str)),
     lambda _, data: uuid.UUID(bytes=_exact(data, bytes)),
-    lambda _, name: DTYPES[name],
+    lambda _, name: DTYPES[_exact(name, str)],
     _size,
     lambda _, name: torch.device(_exact(name, str)),
-    lambda _, name: LAYOUTS[name],
-    lambda _, name: FORMATS[name],
+    lambda _, name: LAYOUTS[_exact(name, str)],
+    lambda _, name: FORMATS[_exact(name, str)],
     _Reader.array,
     _scalar,
     _attributes,

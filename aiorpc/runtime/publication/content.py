@@ -18,9 +18,10 @@ from ...channels.accelerator import Accelerator, DeviceBuffer, Event
 from ...channels.arena import Span, lay_out
 from ...channels.routes import Route
 from ...errors import NotAllowed, ProtocolError, SerializationError
-from ...protocol.codec import Incoming, decode_values, names_nothing
+from ...protocol.codec import Incoming, decode_values
 from ...protocol.frames import Buffer
 from ...protocol.messages import Reply, Values, read_values, write
+from ...protocol.plain import names_nothing
 from ...protocol.reference_messages import PassedReference
 from ..calls.values import decode, encode
 from ..engine.engine import Engine

@@ -1,0 +1,246 @@
+"""Whether a pickle is made of plain values alone, and costs what its length says.
+
+The unpickler of Python does whatever a pickle says, and some bytes suffice for a key whose hash takes years, for room
+for a billion objects, or for values nested so deeply that the process ends. So a pickle is first read here, by the
+opcodes that a pickler writes for plain values, and no others. What is counted is how much there is of the values when
+each is written out as often as it is referred to: whoever walks through them does so once for each of these.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from .tables import Tables
+
+# How deeply values may be nested: what walks through them (a hash, a comparison) needs a bit of stack for each level.
+_DEEPEST = 512
+# How much may be referred to: for each byte, and in any case. Of text a piece counts as much as a number.
+_MOST, _ANYWAY, _TEXT_PIECE = 16, 1 << 16, 16
+_SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray))
+
+
+def names_nothing(data: bytes | None) -> bool:
+    """Whether a pickle can run no code, as it names nothing, and is read in a time that its length says.
+
+    None, which stands for no values at all, is one. So is what `pickle` writes with protocol 4 or 5 for None, bool, int,
+    float, str, bytes and bytearray, and for lists, tuples, dicts, sets and frozensets of these, up to a depth of 512. A
+    container may be referred to several times, but not contain itself.
+    """
+    if data is None:
+        return True
+    try:
+        _Reader(data).read()
+    except Exception:  # whatever it is, it is no such pickle
+        return False
+    return True
+
+
+class _Reader:
+    """Reads one pickle. What is on its stack has begun where that many values had been counted."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._count = 0
+        self._most = _MOST * len(data) + _ANYWAY
+        self._stack: list[Any] = []
+        self._begun: list[int] = []
+        self._marks: list[int] = []
+        self._memo: list[tuple[Any, int]] = []  # each with its place on the stack
+        # Of containers, by id: how much is in them, once that is final, and how deeply it is nested.
+        self._weights: dict[int, int] = {}
+        self._depths: dict[int, int] = {}
+        self._tables = Tables(len(data))
+
+    def read(self) -> Any:
+        """Its value. Raises some exception for what is no pickle of plain values."""
+        data, codes = self._data, _CODES
+        while True:
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                break
+            codes[code](self)
+        (value,) = self._stack
+        if self._marks or self._at != len(data):
+            raise ValueError("a pickle that does not end")
+        return value
+
+    # --- what is read -------------------------------------------------------------------------------------------------
+
+    def _push(self, value: Any, weight: int = 1) -> None:
+        self._begun.append(self._count)
+        self._stack.append(value)
+        self._count += weight
+        if self._count > self._most:
+            raise ValueError("a pickle that refers to much more than it has")
+
+    def _take(self, size: int) -> bytes:
+        data = self._data[self._at : self._at + size]
+        self._at += size
+        if len(data) != size:
+            raise EOFError
+        return data
+
+    def _number(self, form: struct.Struct) -> Any:
+        return form.unpack(self._take(form.size))[0]
+
+    def proto(self) -> None:
+        self._take(1)
+
+    def frame(self) -> None:
+        self._take(8)
+
+    # --- containers ---------------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        self._marks.append(len(self._stack))
+
+    def container(self, made: Any) -> None:
+        """An empty one is on the stack."""
+        self._weights.pop(id(made), None)  # of another one that is gone
+        self._depths[id(made)] = 1
+        self._push(made)
+
+    def joined(self, make: Callable[[list[Any]], Any], count: int | None = None) -> None:
+        """In place of its items there is a container that is made of them: of those behind the mark, or of so many."""
+        first = self._marks.pop() if count is None else len(self._stack) - count
+        if first < (self._marks[-1] if self._marks else 0):
+            raise ValueError("items that are not there")
+        depth = self._settle(first) + 1
+        begun = self._begun[first] if first < len(self._begun) else self._count
+        made = make(self._stack[first:])
+        del self._stack[first:], self._begun[first:]
+        self._weights.pop(id(made), None)
+        self._depths[id(made)] = depth
+        self._push(made)
+        self._begun[-1] = begun
+
+    def filled(self, kind: type, count: int | None = None) -> None:
+        """The container under those items gets them."""
+        first = self._marks.pop() if count is None else len(self._stack) - count
+        if first - 1 < (self._marks[-1] if self._marks else 0):
+            raise ValueError("a container that is not there")
+        target, items = self._stack[first - 1], self._stack[first:]
+        if type(target) is not kind or id(target) in self._weights:
+            raise ValueError("items for what takes none")
+        self._depths[id(target)] = max(self._depths[id(target)], self._settle(first) + 1)
+        del self._stack[first:], self._begun[first:]
+        if kind is list:
+            target += items
+        elif kind is set:
+            self._tables.add(target, items)
+        else:
+            self._tables.update(target, [*zip(items[::2], items[1::2], strict=True)])
+
+    def frozen(self, items: list[Any]) -> Any:
+        return frozenset(self._tables.members(items))
+
+    def _settle(self, first: int) -> int:
+        """From that place of the stack on, what lies there is final. Returns how deeply it is nested."""
+        depth = 0
+        if not _SCALARS.issuperset(map(type, self._stack[first:])):
+            for place in range(first, len(self._stack)):
+                if type(self._stack[place]) not in _SCALARS:
+                    depth = max(depth, self._depths[self._final(place)])
+        if depth >= _DEEPEST:
+            raise ValueError("a pickle that is nested too deeply")
+        return depth
+
+    def _final(self, place: int) -> int:
+        key = id(self._stack[place])
+        end = self._begun[place + 1] if place + 1 < len(self._begun) else self._count
+        self._weights.setdefault(key, end - self._begun[place])
+        return key
+
+    # --- what is referred to ------------------------------------------------------------------------------------------
+
+    def memoize(self) -> None:
+        self._memo.append((self._stack[-1], len(self._stack) - 1))
+
+    def get(self, number: int) -> None:
+        value, place = self._memo[number]
+        if type(value) in _SCALARS:
+            self._push(value, _weight_of(value))
+            return
+        if place < len(self._stack) and self._stack[place] is value:
+            self._final(place)  # if it is still to be filled, it contains itself: that is refused then
+        self._push(value, self._weights[id(value)])
+
+    # --- scalars ------------------------------------------------------------------------------------------------------
+
+    def text(self, size: int) -> None:
+        self._push(self._take(size).decode("utf-8", "surrogatepass"), 1 + size // _TEXT_PIECE)
+
+    def data(self, size: int) -> None:
+        self._push(self._take(size), 1 + size // _TEXT_PIECE)
+
+    def whole(self, size: int) -> None:
+        if size < 0:
+            raise ValueError("a number without bytes")
+        self._push(int.from_bytes(self._take(size), "little", signed=True), 1 + size // _TEXT_PIECE)
+
+
+def _weight_of(value: Any) -> int:
+    if type(value) is int:
+        return 1 + value.bit_length() // (8 * _TEXT_PIECE)
+    return 1 + len(value) // _TEXT_PIECE if type(value) in (str, bytes, bytearray) else 1
+
+
+_U1, _U2, _I4, _U4, _U8, _F8 = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
+_STOP = ord(".")
+
+
+def _pushes(value: Any) -> Callable[[_Reader], None]:
+    return lambda reader: reader._push(value)
+
+
+def _pushes_number(form: struct.Struct) -> Callable[[_Reader], None]:
+    return lambda reader: reader._push(reader._number(form))
+
+
+def _sized(form: struct.Struct, read: Callable[[_Reader, int], None]) -> Callable[[_Reader], None]:
+    return lambda reader: read(reader, reader._number(form))
+
+
+# By opcode, as `pickletools` describes them.
+_CODES: dict[int, Callable[[_Reader], None]] = {
+    0x80: _Reader.proto,
+    0x95: _Reader.frame,
+    ord("N"): _pushes(None),
+    0x88: _pushes(True),
+    0x89: _pushes(False),
+    ord("K"): _pushes_number(_U1),
+    ord("M"): _pushes_number(_U2),
+    ord("J"): _pushes_number(_I4),
+    ord("G"): _pushes_number(_F8),
+    0x8A: _sized(_U1, _Reader.whole),
+    0x8B: _sized(_I4, _Reader.whole),
+    0x8C: _sized(_U1, _Reader.text),
+    ord("X"): _sized(_U4, _Reader.text),
+    0x8D: _sized(_U8, _Reader.text),
+    ord("C"): _sized(_U1, _Reader.data),
+    ord("B"): _sized(_U4, _Reader.data),
+    0x8E: _sized(_U8, _Reader.data),
+    0x96: _sized(_U8, lambda reader, size: reader._push(bytearray(reader._take(size)), 1 + size // _TEXT_PIECE)),
+    ord("]"): lambda reader: reader.container([]),
+    ord("}"): lambda reader: reader.container({}),
+    0x8F: lambda reader: reader.container(set()),
+    ord(")"): lambda reader: reader.joined(tuple, 0),
+    0x85: lambda reader: reader.joined(tuple, 1),
+    0x86: lambda reader: reader.joined(tuple, 2),
+    0x87: lambda reader: reader.joined(tuple, 3),
+    ord("t"): lambda reader: reader.joined(tuple),
+    0x91: lambda reader: reader.joined(reader.frozen),
+    ord("("): _Reader.mark,
+    ord("a"): lambda reader: reader.filled(list, 1),
+    ord("e"): lambda reader: reader.filled(list),
+    ord("s"): lambda reader: reader.filled(dict, 2),
+    ord("u"): lambda reader: reader.filled(dict),
+    0x90: lambda reader: reader.filled(set),
+    0x94: _Reader.memoize,
+    ord("h"): _sized(_U1, _Reader.get),
+    ord("j"): _sized(_U4, _Reader.get),
+}

@@ -1,0 +1,76 @@
+"""Dicts and sets whose keys a peer chose.
+
+Python keys the hashes of text and bytes (PYTHONHASHSEED), and no others: so a sender can choose numbers, or tuples of
+them, that collide in a table, and a megabyte of those would keep the interpreter busy for hours. Nothing short of
+filling the table says what that takes, as the order of its places is the interpreter's own. So tables are filled in
+pieces, and the processor time that these take is bounded by the length of the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from time import thread_time
+from typing import Any
+
+from ..errors import SerializationError
+
+# Entries that take no time, whatever their hashes are.
+_FEW = 16
+# Entries between two looks at the clock: one entry takes at most as long as a table has entries.
+_PIECE = 64
+# Seconds of processor time for the tables of one message, and for each of its bytes. An honest entry has five bytes or
+# more, and takes 0.1 to 2 microseconds; so what a slow or busy machine adds to that is no matter.
+_ONCE, _PER_BYTE = 0.5, 1e-6
+_TEXT = frozenset((str, bytes))
+_KEY = itemgetter(0)
+
+
+class Tables:
+    """Makes the tables of one message. On one thread."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, size: int) -> None:
+        """size: bytes of the message."""
+        self._left = _ONCE + _PER_BYTE * size
+
+    def mapping(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+        """A dict of these pairs. Raises as `update` does."""
+        made: dict[Any, Any] = {}
+        self.update(made, pairs)
+        return made
+
+    def members(self, items: Sequence[Any]) -> set[Any]:
+        """A set of these items. Raises as `add` does."""
+        made: set[Any] = set()
+        self.add(made, items)
+        return made
+
+    def update(self, table: dict[Any, Any], pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Add pairs to a dict.
+
+        Raises SerializationError for keys that collide, and TypeError for those that have no hash.
+        """
+        if len(table) + len(pairs) <= _FEW or _TEXT.issuperset(map(type, map(_KEY, pairs))):
+            table.update(pairs)
+        else:
+            self._fill(table.update, pairs)
+
+    def add(self, table: set[Any], items: Sequence[Any]) -> None:
+        """Add items to a set. Raises as `update` does."""
+        if len(table) + len(items) <= _FEW or _TEXT.issuperset(map(type, items)):
+            table.update(items)
+        else:
+            self._fill(table.update, items)
+
+    def _fill(self, update: Callable[[Iterable[Any]], object], items: Sequence[Any]) -> None:
+        for at in range(0, len(items), _PIECE):
+            begin = thread_time()
+            update(items[at : at + _PIECE])
+            self._left -= thread_time() - begin
+            if self._left < 0:
+                raise SerializationError(
+                    "has keys whose hashes collide: a dict or a set of them would take a time that grows with the "
+                    "square of their number. Send lists, or take text for keys"
+                )
