@@ -122,7 +122,9 @@ class QueueHandle:
         the longest ago; a worker that may not shut the queue down (option ``serve``) finishes its own alone.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise RpcUsageError(f"task_done() takes the number of items that are finished, from 1, and not {count!r:.40}")
+            raise RpcUsageError(
+                f"task_done() takes the number of items that are finished, from 1, and not {count!r:.40}"
+            )
         return self._ask("finish_items", count)
 
     def join(self, *, timeout: float | None = None) -> Future[None]:

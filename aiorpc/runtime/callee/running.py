@@ -37,7 +37,6 @@ from ...errors import (
 )
 from ...futures import AnyFuture, is_future, when_done
 from ...protocol.messages import Values
-from ...protocol.plain import names_nothing
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
 from ..calls.declared import Declaration

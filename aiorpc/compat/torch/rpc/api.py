@@ -30,8 +30,9 @@ from ....errors import (
 )
 from ....futures import Future
 from ....locks import RLock
-from ....protocol.codec import Incoming, Outgoing, loads, names_nothing
+from ....protocol.codec import Incoming, Outgoing, loads
 from ....protocol.identity import WorkerInfo
+from ....protocol.plain import names_nothing
 from ....protocol.reference_messages import Role
 from ....protocol.trees import read_tree, write_tree
 from ....runtime.caller.misuse import check_arguments
