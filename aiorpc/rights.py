@@ -111,6 +111,11 @@ class Rights:
         """Whether there is anything that callers of that role may not have run."""
         return not self._of(role).everything
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether callers of all roles may have everything run."""
+        return self._others.everything and all(rule.everything for rule in self._rules.values())
+
     def allowed(self, role: str, name: str, found: object = None, within: type | None = None) -> bool:
         """Whether callers of that role may have a function of that name run.
 
@@ -143,10 +148,18 @@ class Rights:
         """Whether callers of that role may fetch a value of that class that is no result of a call of their own."""
         return self.allowed(role, f"{name_of_class(kind)}.{FETCH}", kind)
 
+    def allowed_resource(self, role: str, kind: str, name: str, verb: str) -> bool:
+        """Whether callers of that role may do that with something that has a name, as `publish` with a published one.
+
+        A pattern for it is "kind/name:verb"; `exposed` allows none.
+        """
+        rule = self._of(role)
+        return rule.everything or (len(name) <= NAME_LIMIT and rule.matches_resource(f"{kind}/{name}:{verb}"))
+
     def patterns(self) -> Iterator[str]:
-        """All patterns of all roles."""
+        """All patterns of all roles that are for functions."""
         for rule in (*self._rules.values(), self._others):
-            yield from rule.patterns
+            yield from (pattern for pattern in rule.patterns if "/" not in pattern)
 
     def describe(self, role: str) -> str:
         """The rule for that role, for error messages."""
@@ -185,6 +198,11 @@ class _Rule:
         if len(name) > NAME_LIMIT:
             return False
         return any(pattern.match(name) and _reaches(parts, name) for pattern, parts in self._wild)
+
+
+    def matches_resource(self, name: str) -> bool:
+        """Whether a pattern is for that verb of something that has a name."""
+        return any("/" in pattern and fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 def _reaches(pattern: list[str], name: str) -> bool:

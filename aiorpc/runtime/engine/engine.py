@@ -29,6 +29,9 @@ from .pool import NoThread, ThreadPool
 from .steps import Steps
 from .tasks import Tasks
 
+# Without pickles, and without rules of the program, others call what is marked for them, and use what has a name.
+_SAFE_RULE = (exposed, "published/*:*")
+
 
 class Engine:
     """Loop, threads, options, own record, counters and state of one worker.
@@ -73,7 +76,7 @@ class Engine:
         self.options = options
         self.safe = options.serialization == "safe"
         # Where nothing is unpickled, nothing is run either that nobody has named.
-        self.rights = Rights((exposed,) if self.safe and options.serve is None else options.serve)
+        self.rights = Rights(_SAFE_RULE if self.safe and options.serve is None else options.serve)
         self.record = record
         self.id = record.id  # its number in the group: the rank, if it is no replacement
         self.credentials = credentials
