@@ -260,12 +260,14 @@ class Feed:
             # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
             answer = await self._publications.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
-        except RpcError:
+        except RpcError as error:
             if released:  # it may not have heard the question
                 self._publications.tell(record, VersionsReleased(self.name, self.number, released))
             if self._leader is None:
                 raise
-            self._leader = None  # whoever publishes it says who fetches for this host now
+            if isinstance(error, (NotAllowed, ProtocolError, SerializationError)):
+                self._pass_by(record, str(error))
+            self._leader = None  # the publisher says which worker fetches for this host now
             self._late.add(record)
             await asyncio.sleep(_FIRST_PAUSE)
             return
