@@ -41,7 +41,7 @@ _MARK = "_aiorpc_exposed"
 _NOTHING = object()
 _SET = re.compile(r"\[!?\]?[^\]]*\]")  # in a pattern of fnmatch: one of these characters
 # What the names of workers, objects, queues and published values consist of (`protocol.identity.check_name`).
-_NAMED = re.compile(r"[A-Za-z0-9\-_:]*")
+_NAMED = re.compile(r"[A-Za-z0-9\-_:./]*")
 _OF_QUEUES = re.compile(r"aiorpc\.queues\b|\bServedQueue\b")
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def _check_resource(pattern: str, where: str) -> None:
     elif not any(map(re.compile(fnmatch.translate(verb)).match, RESOURCES[kind])):
         wrong = f"what may be done with it is: {', '.join(RESOURCES[kind])}"
     if not wrong and kind != "barrier" and not _NAMED.fullmatch(re.sub(r"[*?]", "", _SET.sub("", name))):
-        wrong = f"{name!r:.80} can be no name: names have letters, digits, '-', '_' and ':'"
+        wrong = f"{name!r:.80} can be no name: names have letters, digits and -_:./"
     if wrong:
         raise RpcUsageError(f"{where} has {pattern!r:.160}, which matches nothing: {wrong}")
 
@@ -154,6 +154,11 @@ class Rights:
     def limited(self, role: str) -> bool:
         """Whether there is anything that callers of that role may not have run."""
         return not self._of(role).everything
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether callers of all roles may have everything run."""
+        return self._others.everything and all(rule.everything for rule in self._rules.values())
 
     def allowed(self, role: str, name: str, found: object = None, within: type | None = None) -> bool:
         """Whether callers of that role may have a function of that name run.
@@ -203,7 +208,7 @@ class Rights:
     def patterns(self) -> Iterator[str]:
         """The patterns for functions and methods, of all roles."""
         for rule in (*self._rules.values(), self._others):
-            yield from rule.patterns
+            yield from (pattern for pattern in rule.patterns if "/" not in pattern)
 
     def describe(self, role: str) -> str:
         """The rule for that role, for error messages."""

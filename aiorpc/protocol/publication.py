@@ -67,6 +67,8 @@ class AskLeader(NamedTuple):
     name: str
     #: Its id.
     leader: int
+    #: The newest version that there is; 0 for none.
+    newest: int
 
 
 class PieceWanted(NamedTuple):
@@ -79,12 +81,18 @@ class PieceWanted(NamedTuple):
     length: int
 
 
-class ReadersOfHost(NamedTuple):
-    """What the readers of the host have that I fetch for."""
+class VersionArrived(NamedTuple):
+    """I have that version whole. It has come from the worker that fetches for my host, which does not say so for me."""
 
     name: str
-    #: The id of each, and the newest version that it has whole.
-    readers: list[list[int]]
+    subscription: int
+    version: int
+
+
+class StillFetching(NamedTuple):
+    """I go on fetching for the readers of my host."""
+
+    name: str
 
 
 class VersionsReleased(NamedTuple):
@@ -148,6 +156,19 @@ class LatestWanted(NamedTuple):
     name: str
 
 
+class LeaveWanted(NamedTuple):
+    """May I publish that name, as far as you would read it?"""
+
+    name: str
+
+
+class DigestWanted(NamedTuple):
+    """What is the digest of that version that you have published?"""
+
+    name: str
+    version: int
+
+
 class Latest(NamedTuple):
     """What the worker has of that name."""
 
@@ -160,13 +181,16 @@ class Latest(NamedTuple):
 
 Message = (
     LatestWanted
+    | LeaveWanted
+    | DigestWanted
     | Latest
     | Claim
     | Unpublished
     | Want
     | AskLeader
     | PieceWanted
-    | ReadersOfHost
+    | VersionArrived
+    | StillFetching
     | VersionsReleased
     | SubscriptionClosed
     | Edition
@@ -176,13 +200,16 @@ MESSAGES: Family[Message] = Family(
     "published values",
     {
         "latest wanted": LatestWanted,
+        "leave wanted": LeaveWanted,
+        "digest wanted": DigestWanted,
         "latest": Latest,
         "claim": Claim,
         "unpublished": Unpublished,
         "want": Want,
         "ask": AskLeader,
         "piece": PieceWanted,
-        "readers": ReadersOfHost,
+        "arrived": VersionArrived,
+        "fetching": StillFetching,
         "released": VersionsReleased,
         "closed": SubscriptionClosed,
         "edition": Edition,
@@ -206,25 +233,20 @@ def read(declared: type[M], said: object) -> M:
 def read_any(said: object) -> Message:
     """The message that somebody has sent. Raises ProtocolError for what is none."""
     if type(said) is not bytes:
-        raise ProtocolError(f"a message about published values that is none: {said!r:.100}")
+        raise ProtocolError(f"a message about published values that is none: {type(said).__name__}")
     message = MESSAGES.read(unpack(said))
     fields: Any = message
     if isinstance(fields, Edition):
         _check_edition(fields)
     else:
         if not is_name(fields.name):
-            raise ProtocolError(f"no name of something published: {fields.name!r:.100}")
+            raise ProtocolError("a message about published values without a name that can be")
         numbers: list[int] = []
         for field in fields:
             if type(field) is int:
                 numbers.append(field)
-            elif type(field) is list and not isinstance(message, ReadersOfHost):
+            elif type(field) is list:
                 numbers += field
-        if isinstance(message, ReadersOfHost):
-            for pair in message.readers:
-                if len(pair) != 2:
-                    raise ProtocolError(f"no reader and what it has: {pair!r:.100}")
-                numbers += pair
         _check_numbers(numbers)
     return message
 
@@ -235,7 +257,7 @@ def _check_edition(edition: Edition) -> None:
         raise ProtocolError(f"a version of {len(edition.spans)} buffers")
     for span in edition.spans:
         if len(span) != 2 or not 0 <= span[0] <= span[0] + span[1] <= edition.size:
-            raise ProtocolError(f"a buffer outside of the version that it is part of: {span!r:.100}")
+            raise ProtocolError("a buffer outside of the version that it is part of")
     if edition.source is not None:
         _check_numbers([edition.source])
     if edition.offer is not None:
@@ -244,7 +266,7 @@ def _check_edition(edition: Edition) -> None:
 
 def _check_numbers(numbers: list[int]) -> None:
     if numbers and not 0 <= min(numbers) <= max(numbers) <= LAST_VERSION:
-        raise ProtocolError(f"a number in a message about published values that cannot be: {numbers!r:.100}")
+        raise ProtocolError("a number in a message about published values that cannot be")
 
 
 def is_name(name: object) -> bool:

@@ -818,7 +818,7 @@ async def test_safe_groups_publish_too() -> None:
 
 async def test_a_publisher_with_few_rights_runs_no_pickle() -> None:
     """A reader whose rule is for the publisher's role reads plain tensors of it, and nothing that names a function."""
-    options = RpcBackendOptions(serve={"learner": [rpc.exposed]})
+    options = RpcBackendOptions(serve={"learner": ["published/policy:publish"], "actor": ["published/policy:read"]})
     async with cluster(2, options=options, roles=["learner", "actor"]) as workers:
         versions = workers[1].subscribe("policy")
         await workers[0].publish("policy", torch.ones(LARGE))
@@ -831,7 +831,7 @@ async def test_a_publisher_with_few_rights_runs_no_pickle() -> None:
 @pytest.mark.parametrize("role", ["actor", "learner"])
 async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_had(role: str) -> None:
     """Also by who comes after it had gone, and never knew it: whoever hands the version on says what role it had."""
-    store, options = HashStore(), RpcBackendOptions(serve={"actor": [rpc.exposed], "*": "*"})
+    store, options = HashStore(), RpcBackendOptions(serve={"actor": ["published/*:publish"], "*": "*"})
     async with Worker("reader", store=store, options=options) as reader:
         versions = reader.subscribe("policy")
         async with Worker("publisher", store=store, role=role) as publisher:
@@ -867,7 +867,7 @@ async def test_what_this_worker_has_of_a_publisher_is_read_by_the_rights_of_that
 
 async def test_what_was_left_behind_comes_from_one_whose_pickles_are_read() -> None:
     """Where several have it, whatever their order."""
-    store, options = HashStore(), RpcBackendOptions(serve={"actor": [rpc.exposed], "*": "*"})
+    store, options = HashStore(), RpcBackendOptions(serve={"actor": ["published/*:publish"], "*": "*"})
     async with contextlib.AsyncExitStack() as stack:
         publisher = await Worker("publisher", store=store)
         readers: list[Worker] = []
@@ -1040,7 +1040,7 @@ async def test_a_name_is_not_taken_over_by_what_was_said_before_its_publisher_wa
     async with three_of_a_free_group() as (first, second, reader):
         assert (await first.publish("policy", weights(1))).version == 1
         publications = second.node.publications
-        ask_all = publications._ask_all
+        ask_all = publications.names.ask_all
 
         async def ask_and_be_late(name: str) -> Any:
             found = await ask_all(name)
@@ -1050,9 +1050,9 @@ async def test_a_name_is_not_taken_over_by_what_was_said_before_its_publisher_wa
             await first.shutdown()
             return found
 
-        await until(lambda: publications._claims.get("policy"))
-        monkeypatch.setattr(publications._claims, "get", lambda _: None)
-        monkeypatch.setattr(publications, "_ask_all", ask_and_be_late)
+        await until(lambda: publications.names.get("policy"))
+        monkeypatch.setattr(publications.names, "get", lambda _: None)
+        monkeypatch.setattr(publications.names, "ask_all", ask_and_be_late)
         with pytest.raises(rpc.RpcUsageError, match="published by worker 'first'"):
             await second.publish("policy", weights(3))
 
@@ -1108,7 +1108,7 @@ async def test_a_reader_hears_of_a_publisher_however_many_names_there_are(
     with caplog.at_level(logging.WARNING, "aiorpc"):
         last = await pair[0].publish("last", weights(2))
         await until(lambda: "worker1 keeps who publishes 3 names, and no more" in caplog.text)
-    assert pair[1].node.publications.claim("last") is None
+    assert pair[1].node.publications.names.get("last") is None
     assert (await last.delivered()).reached
     async with pair[1].subscribe("last") as versions:
         assert number_of((await anext(versions)).value) == 2
@@ -1124,11 +1124,11 @@ async def test_who_published_what_nobody_reads_is_forgotten_once_it_is_gone(monk
             for number, name in enumerate(names):
                 async with Worker(f"guest{number}", store=store) as guest:
                     await guest.publish(name, {"step": number})
-                    await until(partial(there.claim, name))
+                    await until(partial(there.names.get, name))
                     if number == 0:
                         assert (await anext(versions)).value == {"step": 0}
                 await until(lambda: len(first.worker_infos()) == 1)
-            kept = [name for name in names if there.claim(name) is not None]
+            kept = [name for name in names if there.names.get(name) is not None]
             assert "of0" in kept and len(kept) <= 6
 
         async def says_whose() -> bool:
@@ -1136,7 +1136,7 @@ async def test_who_published_what_nobody_reads_is_forgotten_once_it_is_gone(monk
                 await anext(late)
             return "worker 'guest1' (id 2) published it, and has left or was lost" in str(raised.value)
 
-        assert there.claim("of1") is None
+        assert there.names.get("of1") is None
         async with first.subscribe("of1", timeout=0.05) as late:
             await until(says_whose)
 
@@ -1217,14 +1217,16 @@ async def test_the_blocking_form_of_unpublishing(pair: list[Worker]) -> None:
 async def test_publishing_and_unpublishing_take_turns(pair: list[Worker]) -> None:
     """What was published before is published still, and what is published behind it begins the name anew."""
     async with pair[1].subscribe("policy") as versions:
-        first = pair[0].publish("policy", weights(1))
+        await pair[0].publish("policy", weights(1))
+        assert (await anext(versions)).version == 1
+        first = pair[0].publish("policy", weights(2))
         ended = pair[0].unpublish("policy")
-        second = await pair[0].publish("policy", weights(2))
+        second = await pair[0].publish("policy", weights(3))
         assert first.done() and ended.done()
-        assert ((await first).version, second.version) == (1, 2)
-        assert [each.version async for each in versions] in ([], [1])
+        assert ((await first).version, second.version) == (2, 3)
+        assert [each.version async for each in versions] in ([], [2])
     async with pair[1].subscribe("policy") as versions:
-        assert number_of((await anext(versions)).value) == 2
+        assert number_of((await anext(versions)).value) == 3
 
 
 async def test_the_memory_of_a_name_that_was_unpublished_goes_with_its_readers(pair: list[Worker]) -> None:
@@ -1243,7 +1245,7 @@ async def test_the_memory_of_a_name_that_was_unpublished_goes_with_its_readers(p
         await until(lambda: slots_of(pair[0]) == 1)
         await pair[0].unpublish("of1")
     await until(lambda: slots_of(pair[0]) == 0)
-    assert not pair[0].node.publications.publishers and pair[1].node.publications.claim("of1") is None
+    assert not pair[0].node.publications.publishers and pair[1].node.publications.names.get("of1") is None
 
 
 async def test_a_delivery_of_a_name_that_was_unpublished_settles(pair: list[Worker]) -> None:
@@ -1265,7 +1267,7 @@ async def test_only_its_publisher_may_unpublish_a_name(pair: list[Worker]) -> No
     with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*nobody publishes it"):
         await pair[0].unpublish("policy")
     await pair[1].publish("policy", weights(1))
-    await until(lambda: pair[0].node.publications.claim("policy"))
+    await until(lambda: pair[0].node.publications.names.get("policy"))
     with pytest.raises(rpc.RpcUsageError, match=r"it does not publish it: worker 'worker1' .* publishes it"):
         await pair[0].unpublish("policy")
     with pytest.raises(rpc.RpcUsageError, match="what is published has a name"):
@@ -1313,7 +1315,7 @@ async def test_who_has_not_heard_that_a_name_was_unpublished_may_publish_it(
         await trio[0].publish("policy", weights(1))
         assert (await anext(versions)).version == 1
         await trio[0].unpublish("policy")
-        assert all(each.claim("policy") is not None for each in late)
+        assert all(each.names.get("policy") is not None for each in late)
         published = await trio[1].publish("policy", weights(2))
         assert published.version == 2
         got = await anext(versions)
@@ -1329,9 +1331,8 @@ async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatc
     ):
         await first.publish("policy", weights(1))
         assert (await anext(versions)).version == 1
-        record, rendezvous = first.node.engine.record, first.node.rendezvous
-        claim = first.node.publications.publishers["policy"].claim
-        await first.node.engine.steps.run(partial(release_claim, rendezvous, claim, record, 1))
+        stands = first.node.publications.publishers["policy"].stands
+        await first.node.engine.steps.run(partial(release_claim, first.node.rendezvous, stands, 1))
         await first.drop()
         published = await second.publish("policy", weights(2))
         got = await anext(versions)

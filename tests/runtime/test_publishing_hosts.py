@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Message, PieceWanted, ReadersOfHost, VersionsReleased, Want
+from aiorpc.protocol.publication import Message, PieceWanted, VersionArrived, VersionsReleased, Want
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
 from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf
@@ -90,7 +90,7 @@ async def test_who_fetches_for_a_host_takes_no_rights_from_the_publisher(
 ) -> None:
     """A pickle that may be read is, whoever of the host fetches it: the reader itself, or one whose pickles are not."""
     names = {"learner": "a", **({leads: "b"} if leads else {}), "reader": "b"}
-    serve = {"learner": "*", "actor": [exposed]}
+    serve = {"learner": "*", "actor": [exposed, "published/policy:read"], "reader": "published/*:read"}
     async with hosts(monkeypatch, serve=serve, **names) as workers:
         learner, subscriptions = workers["learner"], []
         await learner.publish("policy", weights(1, SIZE))
@@ -258,51 +258,47 @@ async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.
             await waits
 
 
-async def test_what_the_readers_of_a_host_have_is_told_again_if_it_was_not_heard(
+async def test_what_a_reader_has_by_way_of_another_is_told_again_if_it_was_not_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Deliveries would wait for them, although they have the version."""
-    on_readers_of_host, refused = Publisher.on_readers_of_host, 0
+    """Deliveries would wait for it, although it has the version."""
+    arrived, refused = Publisher.arrived, 0
 
-    def refuse(self: Publisher, reader: WorkerRecord, readers: dict[WorkerRecord, int]) -> None:
+    def refuse(self: Publisher, reader: WorkerRecord, said: VersionArrived) -> None:
         nonlocal refused
         refused += 1
         if refused < 4:
             raise Overloaded("too many calls")
-        on_readers_of_host(self, reader, readers)
+        arrived(self, reader, said)
 
-    monkeypatch.setattr(Publisher, "on_readers_of_host", refuse)
+    monkeypatch.setattr(Publisher, "arrived", refuse)
     async with hosts(monkeypatch, learner="a", b="b") as workers, workers["b"].subscribe("policy") as versions:
         published = await workers["learner"].publish("policy", weights(1, SIZE))
         await turn([versions], 1)
         assert (await published.delivered(quorum=1)).has == (workers["b"].info,)
 
 
-async def test_a_reader_that_ends_before_it_was_told_of_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The publisher has told it who fetches for its host, which has no time to say that somebody reads there."""
+async def test_a_reader_that_ends_while_it_waits_for_its_leader_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The publisher has told it who fetches for its host, and hears of the end from the reader itself."""
     async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
         learner, b1, b2 = workers.values()
         published = await learner.publish("policy", weights(1, SIZE))
         async with b1.subscribe("policy") as stays:
             await turn([stays], 1)
             assert (await published.delivered(quorum=1)).has == (b1.info,)
-            relay, tell = b1.node.publications.relays["policy"], b1.node.publications.tell
-
-            def tell_other_things(record: WorkerRecord, message: Message) -> None:
-                if not isinstance(message, ReadersOfHost):
-                    tell(record, message)
-
-            monkeypatch.setattr(b1.node.publications, "tell", tell_other_things)
+            relay = b1.node.publications.relays["policy"]
+            monkeypatch.setattr(relay, "want", lambda *_: asyncio.get_running_loop().create_future())
             ends = b2.subscribe("policy")
-            await until(lambda: len(relay.subscribers) == 2)
+            await until(lambda: len(learner.node.publications.publishers["policy"].subscribers) == 3)
             assert (await published.delivered(timeout=0.01)).missing == (b2.info,)
             ends.close()
-            await until(lambda: len(relay.subscribers) == 1)
-            monkeypatch.setattr(b1.node.publications, "tell", tell)
+            delivery = await published.delivered(timeout=30)
+            assert delivery.reached and delivery.has == (b1.info,)
+            monkeypatch.undo()
             published = await learner.publish("policy", weights(2, SIZE))
             await turn([stays], 2)
-            delivery = await published.delivered(timeout=10)
-            assert delivery.reached and delivery.has == (b1.info,)
 
 
 async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,18 +325,3 @@ async def test_without_leave_to_map_bytes_come_from_a_slot(monkeypatch: pytest.M
                 await turn([versions], version)
             await until(lambda: workers["learner"].node.memory.slots.used == 1)
             assert len(workers["learner"].node.memory.slots.numbers()) <= 3
-
-
-async def test_lost_readers_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of other hosts, of whom who fetches there has told."""
-    async with hosts(monkeypatch, learner="a", b="b") as workers:
-        learner, reader = workers["learner"], workers["b"]
-        published = await learner.publish("policy", weights(1))
-        async with reader.subscribe("policy") as versions:
-            await turn([versions], 1)
-            publisher, record = learner.node.publications.publishers["policy"], reader.node.engine.record
-            guests = [replace(record, name=f"guest{number}", id=100 + number) for number in range(1000)]
-            publisher.on_readers_of_host(record, dict.fromkeys(guests, 0))
-            publisher.forget_gone(guests)
-            delivery = await published.delivered(quorum=2, timeout=0.01)
-            assert len(delivery.lost) == 256 and delivery.lost[-1] == guests[-1].info

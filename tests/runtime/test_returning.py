@@ -261,7 +261,10 @@ async def test_the_place_of_one_that_lives_is_refused() -> None:
         with pytest.raises(RendezvousError, match=r"worker1 \(rank 1.*lives: process \d+ of this host runs"):
             await here.come_back(1)
         await lose(workers[2], *workers[:2])
-        with pytest.raises(RendezvousError, match=r"says worker0 .*which leads the group: rank 2 is the place of 'worker2', and not of 'x'"):
+        with pytest.raises(
+            RendezvousError,
+            match=r"says worker0 .*which leads the group: rank 2 is the place of 'worker2', and not of 'x'",
+        ):
             await here.come_back(2, "x")
         await here.come_back(2)
         assert await workers[0].call("worker1", abs, -3) == 3

@@ -3,52 +3,81 @@
 A claim is made once for each name and publisher. It is changed by compare and set, so two that claim a name at once are
 told apart. A claim is taken over only when its worker is known to be gone, or has released it; the later claim has more
 turns. One that was released stands in the store without an incarnation, and with the last version in place of the
-first, so that whoever claims the name next counts on behind it.
+first, so that the next publisher of the name counts on behind it.
+
+The store also has a limit of each claim: its publisher raises it before its versions get there. So a worker that takes
+a name over knows without asking any member that no version above the limit exists, and what members say of the newest
+version counts up to the limit alone.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import RpcUsageError
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import LAST_VERSION, Claim
 from ..meeting.rendezvous import Rendezvous
 
+#: How many versions a publisher may be ahead of what the store knows.
+RESERVED = 1 << 16
+
 _TRIES = 8
 _RELEASED = ""  # in place of the incarnation of a worker
 
 
-def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: int, gone: set[int]) -> Claim:
+class Standing(NamedTuple):
+    """What the store has of a name. limit: no version of that claim, or of one before, is higher."""
+
+    claim: Claim
+    incarnation: str
+    limit: int
+
+
+def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: int, gone: set[int]) -> Standing:
     """Claim a name for a worker. Blocking, in bounds.
 
-    newest: the newest version of that name that any member is known to have. gone: the ids of members that are. Raises
-    RpcUsageError if another worker has the name; RendezvousError if the store cannot be asked.
+    newest: the newest version of that name that any member says it has, which counts up to the limit that stands in the
+    store. gone: the ids of members whose claims do not count, as they are gone. Raises RpcUsageError if another worker
+    has the name; RendezvousError if the store cannot be asked.
     """
-    expected, turn, first = "", 1, newest + 1
+    expected, turn, first = "", 1, 1
     for _ in range(_TRIES):
-        mine = json.dumps([turn, record.id, record.name, record.incarnation, first])
-        found = rendezvous.swap(f"published/{name}", expected, mine)
-        if found == mine:
-            return Claim(name, turn, record.id, record.name, first)
-        turn, holder, worker, incarnation, begun = _parse(rendezvous, name, found)
-        if incarnation == record.incarnation:
-            return Claim(name, turn, record.id, record.name, begun)
-        if not _is_gone(rendezvous, holder, incarnation, gone):
-            raise taken(name, worker, holder)
-        expected, turn, first = found, turn + 1, max(newest, begun) + 1
+        mine = Standing(Claim(name, turn, record.id, record.name, first), record.incarnation, first + RESERVED)
+        found = rendezvous.swap(f"published/{name}", expected, _text(mine))
+        stands = _parse(rendezvous, name, found)
+        if stands.incarnation == record.incarnation:
+            return stands
+        if not _is_gone(rendezvous, stands, gone):
+            raise taken(name, stands.claim.worker, stands.claim.publisher)
+        expected, turn = found, stands.claim.turn + 1
+        first = min(max(newest, stands.claim.first), stands.limit) + 1
     raise RpcUsageError(f"{name!r} was claimed by other workers {_TRIES} times in a row")
 
 
-def release_claim(rendezvous: Rendezvous, claim: Claim, record: WorkerRecord, last: int) -> None:
+def raise_limit(rendezvous: Rendezvous, stands: Standing, limit: int) -> Standing:
+    """The claim of this worker with a higher limit; as it was if the store holds another one by now. Blocking, in
+    bounds. RendezvousError if the store cannot be asked."""
+    higher = stands._replace(limit=limit)
+    held = rendezvous.swap(f"published/{stands.claim.name}", _text(stands), _text(higher))
+    return higher if held == _text(higher) else stands
+
+
+def release_claim(rendezvous: Rendezvous, stands: Standing, last: int) -> None:
     """Make a name free that this worker has claimed. last: its last version, 0 for none. Blocking, in bounds.
 
     Nothing if the store holds another claim by now. RendezvousError if the store cannot be asked.
     """
-    mine = json.dumps([claim.turn, record.id, record.name, record.incarnation, claim.first])
-    free = json.dumps([claim.turn, record.id, record.name, _RELEASED, max(last, 1)])
-    rendezvous.swap(f"published/{claim.name}", mine, free, lasting=False)
+    last = max(last, 1)
+    free = Standing(stands.claim._replace(first=last), _RELEASED, last)
+    expected = _text(stands)
+    for _ in range(_TRIES):
+        held = rendezvous.swap(f"published/{stands.claim.name}", expected, _text(free), lasting=False)
+        found = _parse(rendezvous, stands.claim.name, held) if held else free
+        if found.incarnation != stands.incarnation:
+            return
+        expected = held  # its limit was raised, and the answer of the store was lost
 
 
 def taken(name: str, worker: str, holder: int) -> RpcUsageError:
@@ -59,34 +88,40 @@ def taken(name: str, worker: str, holder: int) -> RpcUsageError:
     )
 
 
-def find_claim(rendezvous: Rendezvous, name: str) -> Claim | None:
+def find_claim(rendezvous: Rendezvous, name: str) -> Standing | None:
     """The claim to a name that stands in the store, whether its worker lives or not. Blocking, in bounds.
 
-    None if nobody has ever had the name, or if the last one who had it has released it.
+    None if no worker has ever had the name, or if the last one has released it. RendezvousError if the store cannot be
+    asked, or holds what is no claim.
     """
     found = rendezvous.look_up(f"published/{name}")
     if found is None:
         return None
-    turn, holder, worker, incarnation, first = _parse(rendezvous, name, found)
-    if incarnation == _RELEASED:
-        return None
-    return Claim(name, turn, holder, worker, first)
+    stands = _parse(rendezvous, name, found)
+    return None if stands.incarnation == _RELEASED else stands
 
 
-def _parse(rendezvous: Rendezvous, name: str, text: str) -> tuple[int, int, str, str, int]:
-    def shape(value: Any) -> tuple[int, int, str, str, int]:
-        turn, holder, worker, incarnation, first = value
-        if not type(turn) is type(holder) is type(first) is int or not type(worker) is type(incarnation) is str:
+def _text(stands: Standing) -> str:
+    claim = stands.claim
+    return json.dumps([claim.turn, claim.publisher, claim.worker, stands.incarnation, claim.first, stands.limit])
+
+
+def _parse(rendezvous: Rendezvous, name: str, text: str) -> Standing:
+    def shape(value: Any) -> Standing:
+        turn, holder, worker, incarnation, first, limit = value
+        if not type(turn) is type(holder) is type(first) is type(limit) is int:
             raise ValueError("no claim")
-        if not (0 < turn < LAST_VERSION and 0 < first < LAST_VERSION):
+        if not type(worker) is type(incarnation) is str:
+            raise ValueError("no claim")
+        if not (0 < turn < LAST_VERSION and 0 <= holder <= LAST_VERSION and 0 < first <= limit < LAST_VERSION):
             raise ValueError("no numbers of a claim")
-        return turn, holder, worker, incarnation, first
+        return Standing(Claim(name, turn, holder, worker, first), incarnation, limit)
 
     return rendezvous.load(f"published/{name}", text, shape)
 
 
-def _is_gone(rendezvous: Rendezvous, holder: int, incarnation: str, gone: set[int]) -> bool:
-    if holder in gone or incarnation == _RELEASED:
+def _is_gone(rendezvous: Rendezvous, stands: Standing, gone: set[int]) -> bool:
+    if stands.claim.publisher in gone or stands.incarnation == _RELEASED:
         return True
     # Of a free group the store knows who is in it; a member may have gone before this worker came.
-    return rendezvous.dynamic and all(each.incarnation != incarnation for each in rendezvous.members())
+    return rendezvous.dynamic and all(each.incarnation != stands.incarnation for each in rendezvous.members())

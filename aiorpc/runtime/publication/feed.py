@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +29,11 @@ from ...locks import Lock
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import (
     AskLeader,
-    Claim,
     Edition,
     Message,
     SlotOffer,
     SubscriptionClosed,
+    VersionArrived,
     VersionsReleased,
     Want,
     read_any,
@@ -40,6 +41,8 @@ from ...protocol.publication import (
 from ..calls.failures import without_frames
 from ..calls.values import Results
 from ..engine.engine import Engine
+from .digests import changed, is_digest
+from .names import Names
 from .shelf import in_background
 
 logger = logging.getLogger("aiorpc")
@@ -48,12 +51,16 @@ logger = logging.getLogger("aiorpc")
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 # What is released of versions up to so many bytes waits for so many seconds to go along with the next question.
 _LARGE, _PATIENCE = 64 << 20, 0.2
+# So many times as long as who fetches for its host may say nothing, its readers wait for a version that there is.
+_MOST_STALLS = 6
 # Views of slots that nobody uses, and that are kept for the next version.
 _MOST_IDLE = 4
 
 
 class PublicationsForFeed(Protocol):
-    """Who publishes what, as a feed needs to know it."""
+    """Who publishes what, as a feed needs to know it. names: the claims that are known."""
+
+    names: Names
 
     async def source(self, name: str, newest: int) -> WorkerRecord:
         """The worker that publishes a name, once there is one; or one that has a version which it left behind.
@@ -73,17 +80,8 @@ class PublicationsForFeed(Protocol):
     def known(self, worker_id: int) -> WorkerRecord | None:
         """The record of a member, which may have gone; None if it is not known any more."""
 
-    def claim(self, name: str) -> Claim | None:
-        """The latest claim to a name that is known here."""
-
-    def publishes(self, record: WorkerRecord, name: str) -> bool:
-        """Whether that worker is known as the one that publishes a name, and lives."""
-
-    def reads(self, name: str) -> bool:
-        """Whether a subscription to the name fetches versions here."""
-
-    def describe(self, name: str) -> str:
-        """Who publishes it, for errors."""
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[Any]:
+        """Ask the publisher of a name for the digest of a version."""
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
@@ -127,6 +125,8 @@ class Feed:
         self._views: dict[int, SlotView] = {}
         self._source: WorkerRecord | None = None  # the worker whose slots these are
         self._leader: WorkerRecord | None = None  # who fetches for this host
+        self._passed_by: set[WorkerRecord] = set()  # who fetch for this host, and have handed on nothing, or else
+        self._behind_since = 0.0  # when this one was sent to them first, and nothing has come since (monotonic seconds)
         self._late: set[WorkerRecord] = set()  # who did so, and may have answered when this one waited no more
         self._trouble = ""  # why nothing has come
         # What is lent, and by whom. By view, as two publishers may have versions of the same number.
@@ -196,7 +196,7 @@ class Feed:
     def describe(self) -> str:
         """What is waited for, for errors."""
         newer = f" newer than {self.newest}" if self.newest else ""
-        reason = self._trouble or self._publications.describe(self.name)
+        reason = self._trouble or self._publications.names.describe(self.name)
         return f"no version of {self.name!r}{newer} has come to worker {self.engine.name!r}: {reason}"
 
     # --- fetching -----------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Feed:
 
     def _goes_on(self, record: WorkerRecord) -> bool:
         """Whether that worker is to be asked for the next version."""
-        return self.reads and (self._publications.publishes(record, self.name) or not self.newest)
+        return self.reads and (self._publications.names.publishes(record, self.name) or not self.newest)
 
     async def _fetch(self, record: WorkerRecord) -> None:
         self._follow(record)
@@ -260,28 +260,32 @@ class Feed:
             # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
             answer = await self._publications.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
-        except RpcError:
+        except RpcError as error:
             if released:  # it may not have heard the question
                 self._publications.tell(record, VersionsReleased(self.name, self.number, released))
             if self._leader is None:
                 raise
-            self._leader = None  # whoever publishes it says who fetches for this host now
+            if isinstance(error, (NotAllowed, ProtocolError, SerializationError)):
+                self._pass_by(record, str(error))
+            self._leader = None  # the publisher says which worker fetches for this host now
             self._late.add(record)
             await asyncio.sleep(_FIRST_PAUSE)
             return
+        try:
+            await self._read(answer, record, publisher)
+        except ProtocolError as error:
+            if record == publisher:
+                raise
+            self._pass_by(record, str(error))
+
+    async def _read(self, answer: object, record: WorkerRecord, publisher: WorkerRecord) -> None:
+        """What a worker has answered, which is the publisher itself or fetches for this host. Raises ProtocolError."""
         if type(answer) is not Results:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         said, *rest = answer
         edition = read_any(said)
-        if isinstance(edition, AskLeader):
-            late, self._late = self._late, set()
-            for each in late:
-                if each.id != edition.leader:
-                    self._end_at(each)
-            if self._reads_less_of(edition.leader, publisher):
-                self._maps = False  # as one that cannot map: the publisher itself sends it the bytes
-                return
-            self._leader = self._publications.leader(self.name, edition.leader, publisher)
+        if isinstance(edition, AskLeader) and record == publisher:
+            self._lead_by(edition, publisher)
             return
         if not isinstance(edition, Edition):
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
@@ -290,6 +294,12 @@ class Feed:
             raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
         if edition.version <= self.newest:
             raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
+        own = edition.publisher == publisher.id  # else it is handed on, as its publisher has gone
+        if not own and (record != publisher or self._publications.names.publishes(publisher, self.name)):
+            raise ProtocolError(f"{record.describe()} has sent a version of another worker")
+        # What comes by way of another worker is compared, but where any member may have anything run here.
+        others = record not in (publisher, self.engine.record)
+        compares = others and not self.engine.rights.unlimited
         view: SlotView | None = None
         mapped: Bytes | None = None
         if edition.offer is None:
@@ -300,22 +310,50 @@ class Feed:
                 self._maps = False
                 return
             view, mapped = found
-            data = await in_background(self.engine, mapped.copy) if edition.copy else mapped
+            data = mapped
+            if edition.copy or compares:  # who has lent it could change it after it was compared
+                data = await in_background(self.engine, mapped.copy)
+        if compares:
+            view, mapped = None, None
+            wanted = await self._publications.digest(publisher, self.name, edition.version)
+            if not await is_digest(self.engine, wanted, self.name, edition, bodies, data):
+                self._pass_by(record, changed(self.engine.name, record, edition.version, self.name, publisher))
+                return
+            edition = edition._replace(roles=[publisher.role])
         maker = self._publications.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
         # Who has published it may have gone before this worker came: whoever hands it on says what role that had.
-        others = [each for each in (publisher, record, maker) if each is not None and each.id != self.engine.id]
-        roles = {*edition.roles, *(each.role for each in others)}
+        named = [each for each in (publisher, None if compares else record, maker) if each is not None]
+        roles = {*edition.roles, *(each.role for each in named if each.id != self.engine.id)}
         edition = edition._replace(roles=sorted(roles))  # for those to whom this worker hands it on
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
+        if record != publisher:
+            self._publications.tell(publisher, VersionArrived(self.name, self.number, edition.version))
 
-    def _reads_less_of(self, leader: int, publisher: WorkerRecord) -> bool:
-        """Whether pickles of that worker, which fetches for this host, are not read here, and the publisher's are."""
-        record, limited = self._publications.known(leader), self.engine.rights.limited
-        if self.engine.safe or record is None or record.id == self.engine.id:
-            return False
-        return limited(record.role) and not limited(publisher.role)
+    def _lead_by(self, said: AskLeader, publisher: WorkerRecord) -> None:
+        """The publisher says who fetches for this host. One that hands on nothing for long is passed by."""
+        late, self._late = self._late, set()
+        for each in late:
+            if each.id != said.leader:
+                self._end_at(each)
+        leader, now = self._publications.leader(self.name, said.leader, publisher), time.monotonic()
+        if said.newest <= self.newest or not self._behind_since:
+            self._behind_since = now
+        elif now - self._behind_since > _MOST_STALLS * self.engine.bounds.stalled and leader.id != self.engine.id:
+            self._pass_by(leader, f"{leader.describe()} hands on no version of {self.name!r} for its host")
+        if leader in self._passed_by:
+            self._maps = False  # as one that cannot map: the publisher itself sends it the bytes
+        else:
+            self._leader = leader
+
+    def _pass_by(self, leader: WorkerRecord, reason: str) -> None:
+        """Take nothing of what that worker hands on any more."""
+        if leader not in self._passed_by:
+            self._passed_by.add(leader)
+            logger.warning("worker %s: %s", self.engine.name, reason)
+        self._late.add(leader)
+        self._leader = None
 
     def _follow(self, publisher: WorkerRecord) -> None:
         """Take all versions of a publisher for newer than those of the ones before, whatever numbers they have.
@@ -323,7 +361,7 @@ class Feed:
         Whoever takes a name over asks for the newest version that anybody has; but one that was under way to this
         worker just then has nobody, and whoever waited for more than its number would wait for long.
         """
-        claim = self._publications.claim(self.name)
+        claim = self._publications.names.get(self.name)
         if claim is not None and claim.publisher == publisher.id != self._made_by:
             self.newest = min(self.newest, claim.first - 1)
 
@@ -358,6 +396,7 @@ class Feed:
         # The bytes of a version without a slot are the reader's own, which may have written to them. A version that has
         # no bytes of that kind stands in its message, which nobody changes.
         self.kept = arrival if arrival.view is not None or not edition.size else None
+        self._behind_since = 0.0
         with self._lock:
             self._ready = arrival
         self._wake()
@@ -451,10 +490,10 @@ class Feed:
             self._end_at(self._source)
         for late in self._late:
             self._end_at(late)
-        claim = self._publications.claim(self.name)
+        claim = self._publications.names.get(self.name)
         publisher = None if claim is None else self._publications.known(claim.publisher)
-        if publisher is not None and publisher != self._source and not self._publications.reads(self.name):
-            # It may expect this worker to ask it, or whoever fetches for this host, and deliveries wait for that.
+        if publisher is not None and publisher != self._source:
+            # It counts this one among the readers, though another worker fetches for this host, or waits for it to ask.
             self._publications.tell(publisher, SubscriptionClosed(self.name, self.number, []))
         self._look_whether_over()
 

@@ -12,21 +12,25 @@ from ...errors import RpcUsageError
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
     Claim,
+    DigestWanted,
     Latest,
     LatestWanted,
+    LeaveWanted,
     Message,
     PieceWanted,
-    ReadersOfHost,
+    StillFetching,
     SubscriptionClosed,
     Unpublished,
+    VersionArrived,
     VersionsReleased,
     Want,
     read,
     write,
 )
-from ..calls.current import caller, current_call
+from ..calls.current import current_call
 from ..calls.functions import inline, system
 from ..calls.values import Results
+from .access import Access
 from .publisher import Publisher
 from .shelf import Shelf
 
@@ -38,7 +42,11 @@ class PublicationsForOthers(Protocol):
     def publishers(self) -> Mapping[str, Publisher]:
         """Of the names that this worker publishes."""
 
-    def on_claim(self, claim: Claim, caller_id: int) -> int:
+    @property
+    def access(self) -> Access:
+        """Who may publish a name, and who may read it."""
+
+    def on_claim(self, claim: Claim, record: WorkerRecord) -> int:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
@@ -59,110 +67,142 @@ class PublicationsForOthers(Protocol):
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
 
-    def member(self, worker_id: int) -> WorkerRecord | None:
-        """The member of that id, if there is one that lives."""
-
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
 
 
-def _current() -> tuple[PublicationsForOthers, int]:
-    """In a handler: the published values of this worker, and the id of the caller."""
+def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
+    """In a handler: the published values of this worker, and the caller. RpcUsageError if that is no member any more."""
     call = current_call.get()
     assert call is not None, "these functions are handlers"
     node: Any = call.node  # a Node: there is nothing else
-    return node.publications, call.caller_id
+    return node.publications, node.publications.record_of(call.caller_id)
 
 
 @system
 @inline
 def claimed(said: bytes) -> int:
     """Handler: the caller publishes a name. How many subscriptions to it there are here."""
-    publications, caller_id = _current()
-    return publications.on_claim(read(Claim, said), caller_id)
+    publications, caller = _current()
+    return publications.on_claim(read(Claim, said), caller)
+
+
+@system
+@inline
+def leave(said: bytes) -> None:
+    """Handler: NotAllowed if the caller may not publish a name, as far as this worker reads it."""
+    publications, caller = _current()
+    publications.access.check_publish(caller, read(LeaveWanted, said).name)
 
 
 @system
 @inline
 def unpublished(said: bytes) -> None:
     """Handler: the caller does not publish a name any more."""
-    publications, caller_id = _current()
-    publications.on_unpublished(read(Unpublished, said), caller_id)
+    publications, caller = _current()
+    publications.on_unpublished(read(Unpublished, said), caller.id)
 
 
 @system
 @inline
 def wanted(said: bytes) -> Results | asyncio.Future[Results]:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
-    publications, caller_id = _current()
+    publications, caller = _current()
     message = read(Want, said)
+    publications.access.check_read(caller, message.name)
     shelf = publications.shelf_of(message.name)
     before = [version for version in message.released if shelf is None or not shelf.has(version)]
     if before:  # of before the name was unpublished, and published anew
         release = VersionsReleased(message.name, message.subscription, before)
         for other in publications.shelves_of(message.name):
             if other is not shelf:
-                other.released(publications.record_of(caller_id), release)
+                other.released(caller, release)
     if shelf is None:
         return publications.hand_on(message)
-    return shelf.want(publications.record_of(caller_id), message)
+    return shelf.want(caller, message)
 
 
 @system
 async def pieced(said: bytes) -> torch.Tensor:
     """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
-    publications, caller_id = _current()
+    publications, caller = _current()
     message = read(PieceWanted, said)
+    publications.access.check_read(caller, message.name)
     shelf = publications.shelf_with(message.name, message.version)
     if shelf is None:
-        raise RpcUsageError(f"worker {caller().name!r} asks for a version of {message.name!r} that is not here")
-    return await shelf.piece(publications.record_of(caller_id), message)
+        raise RpcUsageError(f"worker {caller.name!r} asks for a version of {message.name!r} that is not here")
+    return await shelf.piece(caller, message)
 
 
 @system
 @inline
-def readers(said: bytes) -> None:
-    """Handler: what the readers of another host have, for which the caller fetches."""
-    publications, caller_id = _current()
-    message = read(ReadersOfHost, said)
-    publisher = publications.publishers.get(message.name)
-    if publisher is not None:
-        have = {publications.member(worker): version for worker, version in message.readers}
-        known = {record: version for record, version in have.items() if record is not None}
-        publisher.on_readers_of_host(publications.record_of(caller_id), known)
+def digest(said: bytes) -> asyncio.Future[bytes]:
+    """Handler: the digest of a version that this worker publishes."""
+    publications, caller = _current()
+    message = read(DigestWanted, said)
+    publications.access.check_read(caller, message.name)
+    return _publisher(publications, message.name).digest(message.version)
+
+
+@system
+@inline
+def arrived(said: bytes) -> None:
+    """Handler: a subscription of the caller has a version whole that has come by way of another worker."""
+    publications, caller = _current()
+    message = read(VersionArrived, said)
+    _publisher(publications, message.name).arrived(caller, message)
+
+
+@system
+@inline
+def fetching(said: bytes) -> None:
+    """Handler: the caller goes on fetching for its host."""
+    publications, caller = _current()
+    _publisher(publications, read(StillFetching, said).name).goes_on(caller)
 
 
 @system
 @inline
 def latest(said: bytes) -> bytes:
-    """Handler: what this worker has of a name."""
-    publications, _ = _current()
-    return write(publications.latest(read(LatestWanted, said).name))
+    """Handler: what this worker has of a name, for who may read it, or publish it next."""
+    publications, caller = _current()
+    name = read(LatestWanted, said).name
+    if not publications.access.may_publish(caller, name):
+        publications.access.check_read(caller, name)
+    return write(publications.latest(name))
 
 
 @system
 @inline
 def released(said: bytes) -> None:
     """Handler: the caller does not use some versions any more."""
-    publications, caller_id = _current()
+    publications, caller = _current()
     message = read(VersionsReleased, said)
     for shelf in publications.shelves_of(message.name):
-        shelf.released(publications.record_of(caller_id), message)
+        shelf.released(caller, message)
 
 
 @system
 @inline
 def ended(said: bytes) -> None:
     """Handler: a subscription of the caller has ended."""
-    publications, caller_id = _current()
+    publications, caller = _current()
     message = read(SubscriptionClosed, said)
     for shelf in publications.shelves_of(message.name):
-        shelf.closed(publications.record_of(caller_id), message)
+        shelf.closed(caller, message)
+
+
+def _publisher(publications: PublicationsForOthers, name: str) -> Publisher:
+    publisher = publications.publishers.get(name)
+    if publisher is None:
+        raise RpcUsageError(f"this worker does not publish {name!r}")
+    return publisher
 
 
 #: Of what needs no answer: which function it is said by.
 SAID: dict[type[Message], Callable[[bytes], None]] = {
     VersionsReleased: released,
     SubscriptionClosed: ended,
-    ReadersOfHost: readers,
+    VersionArrived: arrived,
+    StillFetching: fetching,
 }

@@ -16,7 +16,7 @@ _MOST_NAMES, _MANY_NAMES = 65_536, 64
 
 
 class KnownClaims:
-    """The latest claim to each name that is known. On the loop.
+    """The claim to each name that is known: as it stands in the store of the group (`told.py`). On the loop.
 
     worker: the name of this worker, for the log. read_here: gives the names that are read here, whose claims are kept
     in any case; has_gone: whether the worker of that id is gone. Whoever needs a claim that is not here finds it in the
@@ -31,26 +31,27 @@ class KnownClaims:
         self._claims: dict[str, Claim] = {}
         self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
         self._full = False  # whether it was said that there is no room for more
-        self._over: dict[str, tuple[int, int]] = {}  # turn and publisher of claims that have ended, the latest ones
+        self._over: dict[
+            tuple[str, int], int
+        ] = {}  # by name and publisher: turns of claims that have ended, the latest
 
     def get(self, name: str) -> Claim | None:
         """The claim to that name, None if none is known."""
         return self._claims.get(name)
 
     def hear(self, claim: Claim) -> None:
-        """A claim that this worker needs, or has room for; nothing if it has ended, or if a later one is known."""
+        """A claim that this worker needs, or has room for; nothing if it has ended."""
         known = self._claims.get(claim.name)
-        turn, publisher = self._over.get(claim.name, (0, -1))
-        if claim.publisher == publisher and claim.turn <= turn:  # it was read in the store before it ended
+        if claim.turn <= self._over.get((claim.name, claim.publisher), 0):  # it was read in the store before it ended
             return
-        if known is None or known.turn < claim.turn:
+        if known != claim:
             if known is None:
                 self._look()
             self._claims[claim.name] = claim
             self.wake()
 
     def offer(self, claim: Claim) -> None:
-        """A claim of which another worker tells: it is kept if the name is read here, or if there is room."""
+        """A claim of which another worker has told: it is kept if the name is read here, or if there is room."""
         if claim.name in self._claims or len(self._claims) < _MOST_NAMES or claim.name in self._read_here():
             self.hear(claim)
             return
@@ -65,8 +66,8 @@ class KnownClaims:
 
     def end(self, name: str, turn: int, publisher: int) -> bool:
         """That claim of that worker has ended, as it says itself. Whether it was the one that was known."""
-        self._over.pop(name, None)
-        self._over[name] = turn, publisher
+        self._over.pop((name, publisher), None)
+        self._over[name, publisher] = turn
         if len(self._over) > _MANY_NAMES:
             del self._over[next(iter(self._over))]
         claim = self._claims.get(name)

@@ -19,22 +19,21 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ...callbacks import Again
-from ...errors import Overloaded, RendezvousError, RpcError, RpcUsageError
+from ...errors import NotAllowed, Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
     Claim,
+    DigestWanted,
     Latest,
-    LatestWanted,
     Message,
     PieceWanted,
-    ReadersOfHost,
+    StillFetching,
     Unpublished,
     Want,
     check_name,
     needed,
-    read,
     write,
 )
 from ...sites import call_site, outside
@@ -48,11 +47,12 @@ from ..group.events import Events, Listener
 from ..group.group import Group
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
-from .claims import find_claim, make_claim, release_claim, taken
+from .access import Access
+from .claims import RESERVED, raise_limit, release_claim
 from .content import Content, take_apart
 from .feed import Feed
-from .handlers import SAID, claimed, latest, pieced, unpublished, wanted
-from .known import KnownClaims
+from .handlers import SAID, claimed, digest, pieced, unpublished, wanted
+from .names import Names
 from .publisher import Delivery, Publisher
 from .relay import Relay
 from .shelf import Shelf, in_background
@@ -66,9 +66,6 @@ T = TypeVar("T")
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 # Seconds until a worker is told again what it did not take.
 _TOLD_PAUSE = 0.1
-# So many versions are skipped by who takes a name over while a member says nothing, which may have newer ones than all
-# others: more than anybody publishes in that time. Versions shall go up, and nobody waits until it answers.
-_SKIPPED = 1_000_000_000
 # Names that are not read any more, of which a worker knows how far it has read them.
 _MOST_READ = 65_536
 
@@ -99,7 +96,7 @@ class Publications:
         self._were_read: dict[str, int] = {}  # newest versions of ended subscriptions by name, those that ended last
         self._home = home
         self._engine = home.engine
-        self._claims = KnownClaims(home.engine.name, self._read_here, home.group.has_gone)
+        self.names = Names(home, self._read_here, self._on_lost)
         self._claiming: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._pending: set[Future[Any]] = set()
@@ -195,10 +192,24 @@ class Publications:
     async def _publish(self, name: str, content: Content, future: Future[Publication]) -> None:
         publisher = await self._publisher(name)
         version = await publisher.put(content)
+        if version > publisher.stands.limit - RESERVED // 2 and not publisher.raising:
+            publisher.raising = True
+            self._engine.tasks.spawn(self._raise_limit(publisher, version + RESERVED))
         future.settle(Publication(name, version, partial(self.delivered, name, version)))
 
+    async def _raise_limit(self, publisher: Publisher, limit: int) -> None:
+        """Let the store know that versions go further. Nothing waits for it: without the store nobody takes over."""
+        async with self._claiming.setdefault(publisher.name, asyncio.Lock()):
+            try:
+                step = partial(raise_limit, self._home.rendezvous, publisher.stands, limit)
+                publisher.stands = await self.names.at_store(step)
+            except RendezvousError as error:
+                logger.debug("worker %s: %s", self._engine.name, error)
+            finally:
+                publisher.raising = False
+
     async def _publisher(self, name: str) -> Publisher:
-        """The publisher of a name, for which it is claimed the first time. Raises what `make_claim` raises."""
+        """The publisher of a name, for which it is claimed the first time. Raises what `Names.claim` raises."""
         publisher = self.publishers.get(name)
         if publisher is not None and not publisher.ending and not publisher.unsure:
             return publisher
@@ -206,59 +217,20 @@ class Publications:
             publisher = self.publishers.get(name)
             if publisher is None or publisher.unsure:
                 try:
-                    claim = await self._claim(name)
-                except RpcUsageError:  # another worker has it
+                    stands = await self.names.claim(name)
+                except (RpcUsageError, NotAllowed):  # another worker has it
                     if publisher is not None:
                         self._retire(publisher)
                     raise
-                if publisher is not None and claim == publisher.claim:
-                    publisher.unsure = False
+                if publisher is not None and stands.claim == publisher.claim:
+                    publisher.stands, publisher.unsure = stands, False
                     return publisher
                 if publisher is not None:  # the store has released it, although it could not say so
                     self._retire(publisher)
-                publisher = self.publishers[name] = Publisher(self._home, claim)
-                self._claims.hear(claim)
+                publisher = self.publishers[name] = Publisher(self._home, stands)
                 self._follow_group()
                 self._look()
         return publisher
-
-    async def _claim(self, name: str) -> Claim:
-        home, record = self._home, self._engine.record
-        known = self._claims.get(name)
-        try:  # also where a claim is known: it may have ended, and somebody else may have made one since
-            stands = await self._at_store(partial(find_claim, home.rendezvous, name))
-        except RendezvousError:
-            if known is None or known.publisher == record.id or self._living(known) is None:
-                raise
-            stands = known
-        newest = 0
-        if stands is not None:
-            if stands.publisher != record.id and self._living(stands) is not None:
-                # Not asked for what there is: it may publish more, and be gone before all have answered.
-                raise taken(name, stands.worker, stands.publisher)
-            found = await self._ask_all(name)
-            newest = max((latest.newest for _, latest in found if latest is not None), default=0)
-            silent = [record for record, latest in found if latest is None and not home.group.is_gone(record)]
-            if silent:
-                newest += _SKIPPED
-                logger.warning(
-                    "worker %s takes over %r and skips %d versions, as it has not heard which ones there were from %s",
-                    self._engine.name,
-                    name,
-                    _SKIPPED,
-                    ", ".join(record.describe() for record in silent),
-                )
-        gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
-        return await self._at_store(partial(make_claim, home.rendezvous, name, record, newest, gone))
-
-    async def _at_store(self, step: Callable[[], T]) -> T:
-        """What the store of the group says. RendezvousError if it says nothing for as long as a call may take."""
-        limit = self._engine.default_timeout
-        try:
-            async with asyncio.timeout(limit or None):
-                return await self._engine.steps.run(step)
-        except TimeoutError:
-            raise RendezvousError(f"the store of the group has not answered for {limit:g} s") from None
 
     async def _unpublish(self, name: str, future: Future[None]) -> None:
         async with self._claiming.setdefault(name, asyncio.Lock()):
@@ -266,13 +238,14 @@ class Publications:
             if publisher is None:
                 raise RpcUsageError(
                     f"worker {self._engine.name!r} cannot unpublish {name!r}, as it does not publish it: "
-                    f"{self.describe(name)}"
+                    f"{self.names.describe(name)}"
                 )
             publisher.ending = True  # who publishes a version from here on waits for the lock, and claims the name anew
             try:
                 await publisher.idle.wait()
-                claim, record, last = publisher.claim, self._engine.record, publisher.last
-                await self._at_store(partial(release_claim, self._home.rendezvous, claim, record, last))
+                claim, last = publisher.claim, publisher.last
+                release = partial(release_claim, self._home.rendezvous, publisher.stands, last)
+                await self.names.at_store(release)
             except BaseException:
                 publisher.ending, publisher.unsure = False, True  # the answer of the store may have been lost alone
                 self._look()  # newcomers have not been told meanwhile
@@ -304,7 +277,7 @@ class Publications:
             for record in shelf.on_gone(group.is_gone):
                 if record.pid != os.getpid() and record.host == self._engine.record.host:
                     self._watch.add(record)
-        self._claims.wake()  # whoever follows a worker that is gone looks for another one
+        self.names.wake()  # whoever follows a worker that is gone looks for another one
         self._on_dead()
 
     async def _tell_claim(self, publisher: Publisher, record: WorkerRecord) -> None:
@@ -405,9 +378,9 @@ class Publications:
         looked, look = bool(newest), None
         try:
             while True:
-                changed = self._claims.changed
-                claim = self._claims.get(name)
-                record = None if claim is None else self._living(claim)
+                changed = self.names.changed
+                claim = self.names.get(name)
+                record = None if claim is None else self.names.holder(claim)
                 if record is None and not looked:
                     looked, look = True, self._engine.tasks.spawn(self._look_for(name, claim))
                 if record is None and look is not None:  # the store may not answer for long, and who publishes say so
@@ -425,37 +398,22 @@ class Publications:
     async def _look_for(self, name: str, claim: Claim | None) -> WorkerRecord | None:
         """Whoever has a version of a name whose publisher is not known, or has gone; None if there is none."""
         if claim is None:
-            try:
-                claim = await self._engine.steps.run(partial(find_claim, self._home.rendezvous, name))
-            except RendezvousError as error:
-                logger.debug("worker %s cannot see who publishes %r: %s", self._engine.name, name, error)
-            else:
-                if claim is None:
-                    return None  # whoever publishes it first says so
-                self._claims.hear(claim)
-                record = self._living(claim)
-                if record is not None:
-                    return record
-        kept = [(latest.kept, record) for record, latest in await self._ask_all(name) if latest is not None]
-        newest, record = max(kept, key=lambda each: (each[0], self._is_read(each[1])))
+            claim = await self.names.look_up(name)
+            record = None if claim is None else self.names.holder(claim)
+            if claim is None or record is not None:
+                return record  # a worker that publishes it first says so
+        # What a member hands on is its own word: its role has to be one that may publish the name.
+        kept = [
+            (said.kept, record)
+            for record, said in await self.names.ask_all(name)
+            if said is not None and self.names.access.may_publish(record, name)
+        ]
+        newest, record = max(kept, key=lambda each: (each[0], self._is_read(each[1])), default=(0, None))
         return record if newest else None
 
     def _is_read(self, record: WorkerRecord) -> bool:
         """Whether pickles that this worker, or another one, hands on are read here, as far as that goes by which."""
         return record.id == self._engine.id or not self._engine.rights.limited(record.role)
-
-    async def _ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest | None]]:
-        """What each member that lives has of a name, this one as well; None of who does not say."""
-
-        async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest | None]:
-            try:
-                said, limit = write(LatestWanted(name)), self._engine.bounds.vouch
-                answer = await self._home.peers.of(record).call(latest, (said,), None, limit, system=True)
-                return record, read(Latest, answer)
-            except RpcError:
-                return record, None
-
-        return await asyncio.gather(*map(ask, self._home.group.live()))
 
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
         """The member of that id, which fetches for this host what another one publishes; this worker begins to.
@@ -493,6 +451,16 @@ class Publications:
         """Ask a worker for some bytes of a version, without a limit."""
         return self._home.peers.of(record).call(pieced, (write(message),), None, 0.0, system=True)
 
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[Any]:
+        """Ask the publisher of a name for the digest of a version."""
+        said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
+        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
+
+    @property
+    def access(self) -> Access:
+        """Who may publish a name, and who may read it."""
+        return self.names.access
+
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
         shelf = self.shelf_of(name)
@@ -501,15 +469,6 @@ class Publications:
         seen = self._were_read.get(name, 0)
         newest = max([seen, 0 if shelf is None else shelf.newest, *(feed.newest for feed in feeds)])
         return Latest(name, newest, max((feed.kept.edition.version for feed in feeds if feed.kept), default=0))
-
-    def claim(self, name: str) -> Claim | None:
-        """The latest claim to a name that is known here."""
-        return self._claims.get(name)
-
-    def publishes(self, record: WorkerRecord, name: str) -> bool:
-        """Whether that worker is known as the one that publishes a name, and lives."""
-        claim = self._claims.get(name)
-        return claim is not None and claim.publisher == record.id and self._living(claim) is not None
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
         """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
@@ -527,17 +486,6 @@ class Publications:
         if newest.view is not None:  # else all of it is in the bodies
             data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
         return Results((write(edition), *newest.bodies, *data))
-
-    def _living(self, claim: Claim) -> WorkerRecord | None:
-        return self.member(claim.publisher)
-
-    def describe(self, name: str) -> str:
-        """Who publishes a name, for errors."""
-        claim = self._claims.get(name)
-        if claim is None:
-            return "nobody publishes it at present"
-        what = "publishes it" if self._living(claim) is not None else "published it, and has left or was lost"
-        return f"worker {claim.worker!r} (id {claim.publisher}) {what}"
 
     def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[Any]:
         """Ask a worker for its newest version. limit: seconds, 0 for none."""
@@ -558,25 +506,29 @@ class Publications:
             self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
 
     def _tell_again(self, record: WorkerRecord, message: Message) -> None:
-        if not isinstance(message, ReadersOfHost):
+        if not isinstance(message, StillFetching):  # it says so again by itself
             self.tell(record, message)
-        elif message.name in self.relays:  # what they have by now
-            self.relays[message.name].on_readers()
 
     # --- what others say ----------------------------------------------------------------------------------------------
 
-    def on_claim(self, claim: Claim, caller_id: int) -> int:
+    def on_claim(self, claim: Claim, record: WorkerRecord) -> int:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
-        if claim.publisher != caller_id:
-            raise RpcUsageError(f"the worker with id {caller_id} speaks for itself alone, and not for {claim.worker!r}")
-        self._claims.offer(claim)
+        if claim.publisher != record.id:
+            raise RpcUsageError(f"{record.describe()} tells of a claim to {claim.name!r} that is not its own")
+        self.names.tell(claim, record)
         return len(self._readers(claim.name))
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
         """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a claim before."""
-        if self._claims.end(message.name, message.turn, caller_id):
+        if self.names.tell_end(message, caller_id):
             for feed in self._readers(message.name):
                 feed.finish()
+
+    def _on_lost(self, name: str) -> None:
+        """Another worker has the name in the store: whether this one has it is seen with the next version."""
+        publisher = self.publishers.get(name)
+        if publisher is not None:
+            publisher.unsure = True
 
     def reads(self, name: str) -> bool:
         """Whether a subscription to the name fetches versions here."""

@@ -12,53 +12,37 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...channels.accelerator import Event
 from ...channels.slots import copy_all
 from ...errors import RpcUsageError
 from ...futures import Future
-from ...protocol.identity import WorkerInfo, WorkerRecord
-from ...protocol.publication import AskLeader, Claim, SubscriptionClosed, Want, needed, write
+from ...protocol.identity import WorkerRecord
+from ...protocol.publication import AskLeader, SubscriptionClosed, VersionArrived, Want, write
 from ..calls.values import Results
+from .claims import Standing
 from .content import Content
-from .shelf import Home, Key, Origin, Shelf, Stored, Subscriber, in_background
+from .digests import Digests, digest_of
+from .readers import Awaited, Delivery, Readers
+from .shelf import IN_PIECES, Home, Key, Origin, Shelf, Stored, Subscriber, in_background
 
-# Lost readers that are remembered.
-_MOST_LOST = 256
 # From so many bytes on a copy does not belong on the loop.
 _LONG_COPY = 1 << 20
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """How far a version has come: the readers that have it or a newer one whole, and those that do not.
-
-    has, missing: workers that subscribe to the name. lost: those that left or were lost before they had it. reached:
-    whether as many have it as were asked for.
-    """
-
-    version: int
-    has: tuple[WorkerInfo, ...]
-    missing: tuple[WorkerInfo, ...]
-    lost: tuple[WorkerInfo, ...]
-    reached: bool
-
-
 @dataclass(eq=False)
-class _Awaited:
-    """Somebody waits until a version is delivered. many: to how many readers, None for all of them."""
+class _Waiter(Awaited):
+    """A delivery that a program waits for. bound: ends the wait."""
 
-    version: int
-    quorum: float | None
-    future: Future[Delivery]
+    future: Future[Delivery] = field(default_factory=Future)
     bound: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False)
 class _Leader:
     """Who fetches for a host. seen: when it was heard of last (monotonic seconds). key: its subscription, once it has
-    asked. waiting: whether it asks for a newer version now. given: the one that it was told of last. readers: those of
-    its host, and what they have, by id.
+    asked. waiting: whether it asks for a newer version now. given: the one that it was told of last.
     """
 
     record: WorkerRecord
@@ -66,15 +50,16 @@ class _Leader:
     key: Key | None = None
     waiting: bool = False
     given: int = 0
-    readers: dict[int, tuple[WorkerInfo, int]] = field(default_factory=dict)
 
 
 class Publisher(Shelf):
     """See the module. On the loop."""
 
-    def __init__(self, home: Home, claim: Claim) -> None:
-        super().__init__(home, claim.name)
-        self.claim = claim
+    def __init__(self, home: Home, stands: Standing) -> None:
+        super().__init__(home, stands.claim.name)
+        self.claim = stands.claim
+        self.stands = stands  # what the store has of it
+        self.raising = False  # whether the store is being told that versions go further
         self.told: set[str] = set()  # the incarnations of the workers that were told of the claim
         self.ending = False  # whether the name is being unpublished: no version is begun
         self.unsure = False  # whether that has failed, so that it is to be seen first whether the claim still stands
@@ -83,12 +68,12 @@ class Publisher(Shelf):
         self._copying = 0
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
-        self._next = claim.first
+        self._next = self.claim.first
         self._put_at = 0.0  # when the newest version was there
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
-        self._expected: dict[int, WorkerInfo] = {}  # of workers that may subscribe, and have not asked yet
-        self._lost: dict[WorkerInfo, tuple[int, int]] = {}  # what they had, and what was the newest one then
-        self._awaited: set[_Awaited] = set()
+        self._readers = Readers()
+        self._waiters: set[_Waiter] = set()
+        self._digests = Digests()
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
@@ -142,23 +127,35 @@ class Publisher(Shelf):
             leader = self._leaders.get(reader.host)
             if leader is None or (leader.record != reader and self._is_stalled(leader)):
                 leader = self._lead(reader)
-            if reader.id not in leader.readers:
-                self._expected[reader.id] = reader.info
-            return Results((write(AskLeader(self.name, leader.record.id)), b""))
+            key = (reader.id, said.subscription)
+            subscriber = self.subscriber(key, reader)  # from here on it says by itself what it has (`arrived`)
+            subscriber.have = max(subscriber.have, said.have)
+            self.on_has(key, subscriber)
+            self.on_readers()
+            return Results((write(AskLeader(self.name, leader.record.id, self.newest)), b""))
         if said.leads:
             leader = self._leaders.get(reader.host) or self._lead(reader)
             if leader.record != reader:
                 raise RpcUsageError(f"{leader.record.describe()} fetches {self.name!r} for {reader.hostname} now")
             leader.key, leader.seen, leader.waiting = (reader.id, said.subscription), time.monotonic(), True
-        else:
-            self._expected.pop(reader.id, None)
         return super().want(reader, said)
+
+    def on_has(self, key: Key, subscriber: Subscriber) -> None:
+        """What a reader has is counted; but not what one has that fetches for its host, and whose host reads."""
+        leader = self._leaders.get(subscriber.record.host)
+        if leader is None or leader.key != key:
+            self._readers.has(subscriber.record.info, key[1], subscriber.have)
+
+    def arrived(self, reader: WorkerRecord, said: VersionArrived) -> None:
+        """A reader has a version whole that has come from the worker that fetches for its host."""
+        subscriber = self.subscribers.get((reader.id, said.subscription))
+        if subscriber is not None and subscriber.have < said.version <= self.newest:
+            subscriber.have = said.version
+            self.on_has((reader.id, said.subscription), subscriber)
+            self.on_readers()
 
     def _lead(self, reader: WorkerRecord) -> _Leader:
         """That reader fetches for its host from now on; one that did so before is passed by."""
-        before = self._leaders.get(reader.host)
-        if before is not None:
-            self._forget_leader(reader.host, before)
         leader = self._leaders[reader.host] = _Leader(reader)
         return leader
 
@@ -176,6 +173,8 @@ class Publisher(Shelf):
             self._release(key, subscriber, version)
         stored.holders.add(key)
         subscriber.held.add(stored.version)
+        if self._digests.wanted and self._digests.get(stored.version) is None:
+            self._begin_digest(stored)  # its readers will ask, and may be slower than the next version
         source = self._before(key, stored.version)
         return Results((write(self.edition(stored, None, False, [], source)), *stored.bodies))
 
@@ -198,112 +197,111 @@ class Publisher(Shelf):
 
         Who has ended its subscription before it was heard of is not waited for.
         """
-        self._end_leader((reader.id, said.subscription))
-        if self._expected.pop(reader.id, None) is not None:
-            self.on_readers()
+        key = (reader.id, said.subscription)
+        self._end_leader(key)
+        self._readers.ended(reader.info, said.subscription)
+        self._readers.expect_no_more(reader.info)
         super().closed(reader, said)
+        self.on_readers()
 
-    def _end_leader(self, key: Key) -> None:
-        for host, leader in list(self._leaders.items()):
-            if leader.key == key:
-                self._forget_leader(host, leader)
+    def _end_leader(self, key: Key) -> bool:
+        """Nobody fetches for the host of that subscription, if it did so. Whether it did."""
+        ended = [host for host, leader in self._leaders.items() if leader.key == key]
+        for host in ended:
+            del self._leaders[host]
+        return bool(ended)
 
-    def _forget_leader(self, host: str, leader: _Leader) -> None:
-        del self._leaders[host]
-        for worker, (info, _) in leader.readers.items():
-            if worker != leader.record.id:
-                self._expected[worker] = info  # it will ask again
-
-    def on_readers_of_host(self, reader: WorkerRecord, readers: dict[WorkerRecord, int]) -> None:
-        """A leader says what the readers of its host have."""
+    def goes_on(self, reader: WorkerRecord) -> None:
+        """A leader says that it goes on."""
         leader = self._leaders.get(reader.host)
         if leader is not None and leader.record == reader:
             leader.seen = time.monotonic()
-            leader.readers = {record.id: (record.info, have) for record, have in readers.items()}
-            for record in readers:
-                self._expected.pop(record.id, None)
-            self.on_readers()
 
     def expect(self, record: WorkerRecord, subscriptions: int) -> None:
         """A worker that was told of the claim has answered how many subscriptions it has to the name."""
         if not subscriptions:
-            self._expected.pop(record.id, None)
+            self._readers.expect_no_more(record.info)
             self.on_readers()
 
     def tell(self, record: WorkerRecord) -> None:
         """A worker is told of the claim: it may subscribe."""
         self.told.add(record.incarnation)
-        if all(worker != record.id for worker, _ in self.subscribers):
-            self._expected[record.id] = record.info
+        self._readers.expect(record.info)
 
     def on_reader_gone(self, key: Key, subscriber: Subscriber) -> None:
         """A reader has left or was lost; if it was a leader, another one of its host will ask."""
-        self._end_leader(key)
-        self._remember_lost(subscriber.record.info, subscriber.have)
-
-    def _remember_lost(self, info: WorkerInfo, had: int) -> None:
-        self._lost[info] = had, self.newest
-        while len(self._lost) > _MOST_LOST:
-            del self._lost[next(iter(self._lost))]
+        if not self._end_leader(key):
+            self._readers.lost(subscriber.record.info, key[1], subscriber.have, self.newest)
 
     def forget_gone(self, gone: list[WorkerRecord]) -> None:
         """Of members that have gone nobody expects anything, also where they have never asked."""
         for record in gone:
-            self._expected.pop(record.id, None)
-            for host, leader in list(self._leaders.items()):
-                if leader.record == record:
-                    del self._leaders[host]
-                elif record.id in leader.readers:
-                    self._remember_lost(*leader.readers.pop(record.id))
+            self._readers.expect_no_more(record.info)
+            leader = self._leaders.get(record.host)
+            if leader is not None and leader.record == record:
+                del self._leaders[record.host]
         self.on_readers()
+
+    # --- digests ------------------------------------------------------------------------------------------------------
+
+    def digest(self, version: int) -> asyncio.Future[bytes]:
+        """The digest of a version that is whole. RpcUsageError for one that is not here (any more)."""
+        self._digests.wanted = True
+        task = self._digests.get(version) or self._begin_digest(self._stored.get(version))
+        if task is None:
+            raise RpcUsageError(f"worker {self._engine.name!r} has version {version} of {self.name!r} no more")
+        return asyncio.shield(task)
+
+    def _begin_digest(self, stored: Stored | None) -> asyncio.Task[bytes] | None:
+        if stored is None or stored.abandoned or stored.filled < len(stored.data):
+            return None
+        task = self._engine.tasks.spawn(self._digest(stored))
+        self._digests.put(stored.version, task)
+        return task
+
+    async def _digest(self, stored: Stored) -> bytes:
+        key = (self._engine.id, IN_PIECES)
+        stored.holders.add(key)
+        try:
+            edition = self.edition(stored, None, False, [])
+            compute = partial(digest_of, self.name, edition, stored.bodies, stored.data)
+            found: bytes = await in_background(self._engine, compute)
+            return found
+        finally:
+            self._release(key, None, stored.version)
 
     # --- delivery -----------------------------------------------------------------------------------------------------
 
     def delivered(self, version: int, quorum: float | None, timeout: float, future: Future[Delivery]) -> None:
         """Settle the Future when so many readers have the version, or after so many seconds; 0 for no limit."""
-        awaited = _Awaited(version, quorum, future)
-        self._awaited.add(awaited)
+        waiter = _Waiter(version, quorum, future=future)
+        self._waiters.add(waiter)
+        self._readers.await_version(waiter)
         if timeout:
-            awaited.bound = self._engine.loop.call_later(timeout, self._settle, awaited)
+            waiter.bound = self._engine.loop.call_later(timeout, self._settle, waiter)
         self.on_readers()
 
     def on_readers(self) -> None:
         """Look which deliveries have come so far as was asked for."""
-        for awaited in tuple(self._awaited):
-            if awaited.future.done() or self._delivery(awaited).reached:
-                self._settle(awaited)
+        for waiter in tuple(self._waiters):
+            if waiter.future.done() or self._readers.reached(waiter):
+                self._settle(waiter)
 
-    def _settle(self, awaited: _Awaited, error: Exception | None = None) -> None:
-        self._awaited.discard(awaited)
-        if awaited.bound is not None:
-            awaited.bound.cancel()
-        awaited.future.settle(self._delivery(awaited), error)
-
-    def _delivery(self, awaited: _Awaited) -> Delivery:
-        have: dict[WorkerInfo, int] = {}
-        leading = {leader.key for leader in self._leaders.values()}
-        for key, subscriber in self.subscribers.items():
-            if key not in leading:
-                info = subscriber.record.info
-                have[info] = min(subscriber.have, have.get(info, subscriber.have))
-        for leader in self._leaders.values():
-            have |= dict(leader.readers.values())
-        for info in self._expected.values():
-            have.setdefault(info, 0)
-        has = tuple(sorted(info for info, version in have.items() if version >= awaited.version))
-        missing = tuple(sorted(info for info, version in have.items() if version < awaited.version))
-        lost = tuple(info for info, (had, newest) in self._lost.items() if had < awaited.version <= newest)
-        wanted = needed(awaited.quorum, len(have))
-        return Delivery(awaited.version, has, missing, lost, len(has) >= wanted)
+    def _settle(self, waiter: _Waiter, error: Exception | None = None) -> None:
+        self._waiters.discard(waiter)
+        self._readers.leave(waiter)
+        if waiter.bound is not None:
+            waiter.bound.cancel()
+        waiter.future.settle(self._readers.delivery(waiter), error)
 
     def retire(self, reason: str) -> None:
         """The name is unpublished: deliveries have come as far as they will, and what readers hold stays with them."""
-        for awaited in tuple(self._awaited):
-            self._settle(awaited)
+        for waiter in tuple(self._waiters):
+            self._settle(waiter)
         self.end(reason)
 
     def close(self, error: Exception) -> None:
         """The worker ends."""
-        for awaited in tuple(self._awaited):
-            self._settle(awaited, error)
+        for waiter in tuple(self._waiters):
+            self._settle(waiter, error)
         self.clear()

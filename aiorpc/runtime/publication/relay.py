@@ -15,20 +15,21 @@ from typing import Any, Protocol
 import torch
 
 from ...channels.bulk import CHUNK_SIZE
-from ...errors import PeerClosed, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
+from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
     Edition,
     Message,
     PieceWanted,
-    ReadersOfHost,
+    StillFetching,
     SubscriptionClosed,
     VersionsReleased,
     Want,
     read,
 )
 from ..calls.values import Results
+from .digests import changed, is_digest
 from .shelf import IN_PIECES, Home, Origin, Shelf, Stored
 
 logger = logging.getLogger("aiorpc")
@@ -36,8 +37,8 @@ logger = logging.getLogger("aiorpc")
 # Bytes of a piece, and how many are under way at a time. Not more than a chunk: chunks of several transfers take turns,
 # so that all pieces under way would come late, and each host could hand on the first one only when it has them all.
 PIECE_SIZE, UNDER_WAY = CHUNK_SIZE, 8
-# Seconds in which what readers have is gathered before the publisher is told.
-_REPORT_PAUSE = 0.01
+# Seconds after the last reader has gone until a relay ends: another one of its host may come.
+_END_PAUSE = 0.01
 # Seconds after which a relay that fetches says something to the publisher.
 _REPORT_LATEST = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
@@ -51,6 +52,9 @@ class PublicationsForRelay(Protocol):
 
     def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
         """Ask a worker for some bytes of a version."""
+
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[Any]:
+        """Ask the publisher of a name for the digest of a version."""
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
@@ -72,8 +76,9 @@ class Relay(Shelf):
         self.publisher = publisher
         self.number = number
         self._publications = publications
-        self._reporting = False
-        self._reported_at = 0.0
+        self._passed_by: set[WorkerRecord] = set()  # who have handed on something else than was published
+        self._ending = False
+        self._said_at = 0.0  # when the publisher has heard last that this goes on
         self._task = self._engine.tasks.spawn(self._run())
 
     async def _run(self) -> None:
@@ -84,7 +89,7 @@ class Relay(Shelf):
                 try:
                     have = await self._fetch(have)
                     pause = _FIRST_PAUSE
-                except (PeerLost, PeerClosed, ProtocolError, RpcUsageError):  # the last: another one fetches now
+                except (PeerLost, PeerClosed, NotAllowed, ProtocolError, RpcUsageError):  # another one fetches now
                     raise
                 except RpcError as error:
                     logger.debug("worker %s: fetching %r again: %s", self._engine.name, self.name, error)
@@ -105,25 +110,45 @@ class Relay(Shelf):
         if type(answer) is not Results:
             raise ProtocolError(f"{self.publisher.describe()} has answered with no version of {self.name!r}")
         edition, bodies = read(Edition, answer[0]), tuple(answer[1:])
+        if edition.publisher != self.publisher.id:
+            raise ProtocolError(f"{self.publisher.describe()} has sent a version of another worker")
         if edition.version <= have or edition.source is None or not 1 <= len(bodies) <= 2:
             raise ProtocolError(f"{self.publisher.describe()} has sent version {edition.version} after {have}")
         if not all(type(body) is bytes for body in bodies):
             raise ProtocolError(f"{self.publisher.describe()} has sent a version without what it says of its value")
-        roles = sorted({*edition.roles, self.publisher.role})
-        origin = Origin(edition.publisher, edition.worker, edition.main, roles)
+        origin = Origin(edition.publisher, edition.worker, edition.main, [self.publisher.role])
         spans = [(start, length) for start, length in edition.spans]
         if edition.size > self._engine.options.max_tensor_bytes:
             raise ProtocolError(f"a version of {edition.size} bytes, which is more than max_tensor_bytes")
         stored = self.begin(edition.version, origin, bodies, spans, edition.size)
+        source = self._publications.member(edition.source)
+        if source is None or source in self._passed_by:
+            source = self.publisher
         try:
-            await self._fill(stored, self._publications.member(edition.source) or self.publisher)
+            if not await self._fill(stored, source):
+                await self._check(stored, edition, source)
         except BaseException:
             self.give_up(stored)
             raise
         self.finish(stored)
+        self.on_readers()
         return edition.version
 
-    async def _fill(self, stored: Stored, source: WorkerRecord) -> None:
+    async def _check(self, stored: Stored, edition: Edition, source: WorkerRecord) -> None:
+        """Compare what has come by way of another worker with what the publisher has published, if need be."""
+        if self._engine.rights.unlimited:  # any member may have anything run here
+            return
+        wanted = await self._publications.digest(self.publisher, self.name, stored.version)
+        if await is_digest(self._engine, wanted, self.name, edition, stored.bodies, stored.data):
+            return
+        self._passed_by.add(source)
+        reason = changed(self._engine.name, source, stored.version, self.name, self.publisher)
+        logger.warning("%s", reason)
+        raise RpcError(reason)
+
+    async def _fill(self, stored: Stored, source: WorkerRecord) -> bool:
+        """Fetch all bytes of a version. Whether all of them have come from its publisher."""
+        pure = source == self.publisher
         while stored.filled < len(stored.data):
             try:
                 await self._fill_from(stored, source)
@@ -137,7 +162,10 @@ class Relay(Shelf):
                     self.name,
                     error,
                 )
+                if not stored.filled:
+                    pure = True
                 source = self.publisher
+        return pure
 
     async def _fill_from(self, stored: Stored, source: WorkerRecord) -> None:
         """Fetch what is missing, in order, some pieces at a time."""
@@ -159,8 +187,9 @@ class Relay(Shelf):
                     raise ProtocolError(f"{source.describe()} has sent a piece of {self.name!r} that is none")
                 stored.data[stored.filled : stored.filled + length] = piece.numpy()
                 self.filled_to(stored, stored.filled + length)
-                if time.monotonic() - self._reported_at > _REPORT_LATEST:
-                    self.on_readers()  # the publisher is to see that it goes on
+                if time.monotonic() - self._said_at > _REPORT_LATEST:
+                    self._said_at = time.monotonic()
+                    self._publications.tell(self.publisher, StillFetching(self.name))
         finally:
             for _, future in under_way:
                 future.cancel()
@@ -179,23 +208,15 @@ class Relay(Shelf):
     # --- readers ------------------------------------------------------------------------------------------------------
 
     def on_readers(self) -> None:
-        """Tell the publisher, soon; or end, if nobody reads any more."""
-        if not self._reporting:
-            self._reporting = True
-            self._engine.loop.call_later(_REPORT_PAUSE, self._report)
+        """End soon, if no worker reads any more."""
+        if not self.subscribers and not self._ending:
+            self._ending = True
+            self._engine.loop.call_later(_END_PAUSE, self._end_if_idle)
 
-    def _report(self) -> None:
-        self._reporting = False
-        self._reported_at = time.monotonic()
-        if self._over is not None:
-            return
-        if not self.subscribers:
+    def _end_if_idle(self) -> None:
+        self._ending = False
+        if self._over is None and not self.subscribers:
             self.stop()
-            return
-        have: dict[int, int] = {}
-        for (worker, _), subscriber in self.subscribers.items():
-            have[worker] = min(subscriber.have, have.get(worker, subscriber.have))
-        self._publications.tell(self.publisher, ReadersOfHost(self.name, [[*item] for item in have.items()]))
 
     def stop(self) -> None:
         """Fetch no more: nobody reads, or this worker ends."""

@@ -122,6 +122,7 @@ class Shelf:
     def __init__(self, home: Home, name: str) -> None:
         self.name = name
         self.subscribers: dict[Key, Subscriber] = {}
+        self._subscriptions: dict[int, int] = {}  # how many of them each worker has
         self._engine = home.engine
         self._slots: SharedSlots = home.links.memory.slots
         self._newest: Stored | None = None
@@ -207,11 +208,12 @@ class Shelf:
     def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
         """The newest version for a subscription that has not got it; a Future of it as long as there is none."""
         key = (reader.id, said.subscription)
-        subscriber = self.subscribers.get(key) or self._subscribe(key, reader)
+        subscriber = self.subscriber(key, reader)
         unheard = filter(said.have.__lt__, subscriber.held)  # of an answer that it never got
         for version in [*unheard, *said.released]:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
+        self.on_has(key, subscriber)
         self.on_readers()
         newest = self._newest
         if newest is not None and newest.version > said.have:
@@ -224,10 +226,25 @@ class Shelf:
         subscriber.asked = said, answer
         return answer
 
-    def _subscribe(self, key: Key, reader: WorkerRecord) -> Subscriber:
-        if sum(worker == reader.id for worker, _ in self.subscribers) >= _MOST_SUBSCRIPTIONS:
-            raise Overloaded(f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}")
-        subscriber = self.subscribers[key] = Subscriber(reader)
+    def subscriber(self, key: Key, reader: WorkerRecord) -> Subscriber:
+        """The subscription of that number, which begins if it is new."""
+        subscriber = self.subscribers.get(key)
+        if subscriber is None:
+            count = self._subscriptions.get(reader.id, 0)
+            if count >= _MOST_SUBSCRIPTIONS:
+                raise Overloaded(f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}")
+            self._subscriptions[reader.id] = count + 1
+            subscriber = self.subscribers[key] = Subscriber(reader)
+            self.on_has(key, subscriber)
+        return subscriber
+
+    def _unsubscribe(self, key: Key) -> Subscriber | None:
+        """That subscription has ended: what it was, if it was there."""
+        subscriber = self.subscribers.pop(key, None)
+        if subscriber is not None:
+            self._subscriptions[key[0]] -= 1
+            if not self._subscriptions[key[0]]:
+                del self._subscriptions[key[0]]
         return subscriber
 
     def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
@@ -332,7 +349,7 @@ class Shelf:
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
         """A subscription has ended; what it still holds it releases later."""
         key = (reader.id, said.subscription)
-        subscriber = self.subscribers.pop(key, None)
+        subscriber = self._unsubscribe(key)
         if subscriber is not None:
             subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has ended"))
             for version in subscriber.held - {*said.held}:
@@ -340,6 +357,9 @@ class Shelf:
             if subscriber.held:
                 self._gone[key] = subscriber
             self.on_readers()
+
+    def on_has(self, key: Key, subscriber: Subscriber) -> None:
+        """A reader has said what it has."""
 
     def on_readers(self) -> None:
         """What readers have, or who reads, has changed."""
@@ -350,7 +370,7 @@ class Shelf:
         """Members have left or were lost: no version waits for them. Returns those that may still read some."""
         for key, subscriber in list(self.subscribers.items()):
             if is_gone(subscriber.record):
-                del self.subscribers[key]
+                self._unsubscribe(key)
                 self.on_reader_gone(key, subscriber)
                 if subscriber.held:
                     self._gone[key] = subscriber

@@ -1,0 +1,230 @@
+"""Who publishes which name, as one worker knows it: from the store of the group, and as far as its own rules go.
+
+Claims are made, kept and given back in the store (`claims.py`). What other workers tell of theirs is looked up there
+(`told.py`). What is known is kept here (`known.py`), and a claim of a member whose role may not publish the name here
+(`access.py`) is as none: this worker neither follows it nor is kept by it from publishing the name itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from ...errors import NotAllowed, PeerClosed, PeerLost, RendezvousError, RpcError
+from ...protocol.identity import WorkerRecord
+from ...protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, LeaveWanted, Unpublished, read, write
+from ..caller.peers import Peers
+from ..engine.engine import Engine
+from ..group.group import Group
+from ..meeting.rendezvous import Rendezvous
+from .access import Access
+from .claims import Standing, find_claim, make_claim, taken
+from .handlers import latest, leave
+from .known import KnownClaims
+from .told import ToldClaims
+
+logger = logging.getLogger("aiorpc")
+
+T = TypeVar("T")
+
+
+class Home(Protocol):
+    """What knowing who publishes needs of the worker."""
+
+    engine: Engine
+    rendezvous: Rendezvous
+    peers: Peers
+    group: Group
+
+
+class Names:
+    """See the module. On the loop.
+
+    read_here: gives the names that are read here. lost: called with a name that this worker publishes and that another
+    one has in the store.
+    """
+
+    def __init__(self, home: Home, read_here: Callable[[], Collection[str]], lost: Callable[[str], None]) -> None:
+        self.access = Access(home.engine.rights, home.engine.record)
+        self._home = home
+        self._engine = home.engine
+        self._lost = lost
+        self._claims = KnownClaims(home.engine.name, read_here, home.group.has_gone)
+        self._stood_in: dict[str, Claim] = {}  # what was told and not found in the store yet, as that does not answer
+        self._told = ToldClaims(home.engine, home.rendezvous, self._take, self._stand_in)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Is set, and another one is put in its place, when a claim has come, or the group has changed."""
+        return self._claims.changed
+
+    def wake(self) -> None:
+        """The group has changed: who waits for a publisher looks again."""
+        self._claims.wake()
+
+    def get(self, name: str) -> Claim | None:
+        """The claim to a name that is known here."""
+        return self._claims.get(name)
+
+    def holder(self, claim: Claim) -> WorkerRecord | None:
+        """The member that has made a claim, if it lives and may publish the name as far as this worker goes."""
+        record = self._home.group.members.get(claim.publisher)
+        if record is None or self._home.group.is_gone(record) or not self.access.may_publish(record, claim.name):
+            return None
+        return record
+
+    def publishes(self, record: WorkerRecord, name: str) -> bool:
+        """Whether that worker is known as the one that publishes a name, and lives."""
+        claim = self._claims.get(name)
+        return claim is not None and claim.publisher == record.id and self.holder(claim) is not None
+
+    def describe(self, name: str) -> str:
+        """Who publishes a name, for errors."""
+        claim = self._claims.get(name)
+        if claim is None:
+            return "nobody publishes it at present"
+        record = self._home.group.members.get(claim.publisher)
+        what = "published it, and has left or was lost"
+        if record is not None and not self._home.group.is_gone(record):
+            what = "publishes it"
+            if self.holder(claim) is None:
+                what = f"claims it, and is not followed: {self.access.why_not(record, name)}"
+        return f"worker {claim.worker!r} (id {claim.publisher}) {what}"
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    def tell(self, claim: Claim, record: WorkerRecord) -> None:
+        """A worker tells of a claim of its own. Raises NotAllowed if it may not publish the name here."""
+        self.access.check_publish(record, claim.name)
+        if self._claims.get(claim.name) != claim:
+            self._told.tell(claim)
+
+    def tell_end(self, message: Unpublished, worker_id: int) -> bool:
+        """A worker tells that a claim of its own has ended. Whether it was the one that was known."""
+        self._told.end(message.name, worker_id)
+        return self._claims.end(message.name, message.turn, worker_id)
+
+    def _take(self, name: str, claim: Claim | None) -> None:
+        """What stands in the store under a name of which a worker has told."""
+        stood_in = self._stood_in.pop(name, None)
+        if claim is None:
+            if stood_in is not None:
+                self._claims.end(name, stood_in.turn, stood_in.publisher)
+            return
+        known, holder = self._claims.get(name), self.holder(claim)
+        if holder is None and known is not None and self.holder(known) is not None:
+            return
+        self._claims.offer(claim)
+        if holder is not None and holder.id != self._engine.id:
+            self._lost(name)
+
+    def _stand_in(self, claim: Claim) -> None:
+        """The store does not answer: a claim that was told counts where no other one is known to."""
+        known = self._claims.get(claim.name)
+        if (known is None or self.holder(known) is None) and self.holder(claim) is not None:
+            self._stood_in[claim.name] = claim
+            self._claims.offer(claim)
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    async def at_store(self, step: Callable[[], T]) -> T:
+        """What the store of the group says. RendezvousError if it says nothing for as long as a call may take."""
+        limit = self._engine.default_timeout
+        try:
+            async with asyncio.timeout(limit or None):
+                return await self._engine.steps.run(step)
+        except TimeoutError:
+            raise RendezvousError(f"the store of the group has not answered for {limit:g} s") from None
+
+    async def look_up(self, name: str) -> Claim | None:
+        """The claim to a name that stands in the store; None if there is none, or if the store does not say."""
+        try:
+            stands = await self._engine.steps.run(partial(find_claim, self._home.rendezvous, name))
+        except RendezvousError as error:
+            logger.debug("worker %s cannot see who publishes %r: %s", self._engine.name, name, error)
+            return None
+        claim = None if stands is None else stands.claim
+        self._take(name, claim)
+        return claim
+
+    async def claim(self, name: str) -> Standing:
+        """Claim a name for this worker. Raises what `make_claim` raises, and NotAllowed if no member would read it."""
+        home, record = self._home, self._engine.record
+        try:  # also where a claim is known: it may have ended, and another worker may have made one since
+            stands = await self.at_store(partial(find_claim, home.rendezvous, name))
+        except RendezvousError:
+            known = self.get(name)
+            holder = None if known is None else self.holder(known)
+            if known is None or holder is None or holder.id == record.id:
+                raise
+            raise taken(name, known.worker, known.publisher) from None
+        newest = 0
+        if stands is not None and stands.claim.publisher != record.id and self.holder(stands.claim) is not None:
+            # Not asked for what there is: it may publish more, and be gone before all have answered.
+            raise taken(name, stands.claim.worker, stands.claim.publisher)
+        await self._ask_leave(name)
+        if stands is not None:
+            newest = await self._newest(name, stands)
+        members = home.group.members.values()
+        gone = {each.id for each in members if home.group.is_gone(each) or not self.access.may_publish(each, name)}
+        made = await self.at_store(partial(make_claim, home.rendezvous, name, record, newest, gone))
+        self._claims.hear(made.claim)
+        return made
+
+    async def _newest(self, name: str, stands: Standing) -> int:
+        """The newest version of a name that is taken over: what members say of it, up to what the store knows."""
+        found = await self.ask_all(name)
+        silent = [record for record, said in found if said is None and not self._home.group.is_gone(record)]
+        if not silent:
+            return max((said.newest for _, said in found if said is not None), default=0)
+        logger.warning(
+            "worker %s takes over %r and skips versions up to %d, as it has not heard which ones there were from %s",
+            self._engine.name,
+            name,
+            stands.limit,
+            ", ".join(record.describe() for record in silent),
+        )
+        return LAST_VERSION
+
+    # --- the members --------------------------------------------------------------------------------------------------
+
+    async def ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest | None]]:
+        """What each member that lives has of a name, this one as well; None of who does not say."""
+
+        async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest | None]:
+            try:
+                return record, read(Latest, await self._ask(record, latest, write(LatestWanted(name))))
+            except RpcError:
+                return record, None
+
+        return await asyncio.gather(*map(ask, self._home.group.live()))
+
+    async def _ask_leave(self, name: str) -> None:
+        """Raise NotAllowed if each other member refuses to take that name from this worker.
+
+        One that accepts, or that does not say in time, is enough: what one member refuses concerns that one alone.
+        """
+        said = write(LeaveWanted(name))
+        others = [record for record in self._home.group.live() if record.id != self._engine.id]
+        asked = {self._engine.tasks.spawn(self._ask(record, leave, said)) for record in others}
+        refusal: NotAllowed | None = None
+        try:
+            while asked:
+                done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                for error in [task.exception() for task in done]:
+                    if isinstance(error, NotAllowed):
+                        refusal = error
+                    elif not isinstance(error, (PeerLost, PeerClosed)):
+                        return
+        finally:
+            for task in asked:
+                task.cancel()
+        if refusal is not None:
+            raise refusal
+
+    async def _ask(self, record: WorkerRecord, function: Any, said: bytes) -> Any:
+        limit = self._engine.bounds.vouch
+        return await self._home.peers.of(record).call(function, (said,), None, limit, system=True)

@@ -1,0 +1,128 @@
+"""How far the readers of one name are, and the deliveries that wait for them. Without I/O.
+
+What each reader has is counted as it changes: a delivery costs one step for each reader that gets its version, and not
+one for each reader whenever any of them says something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...protocol.identity import WorkerInfo
+from ...protocol.publication import needed
+
+# Stands for the number of a subscription where a worker may subscribe, and has not asked yet.
+_EXPECTED = 0
+# Lost readers that are remembered.
+_MOST_LOST = 256
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How far a version has come: the readers that have it or a newer one whole, and those that do not.
+
+    has, missing: workers that subscribe to the name. lost: those that left or were lost before they had it. reached:
+    whether as many have it as were asked for.
+    """
+
+    version: int
+    has: tuple[WorkerInfo, ...]
+    missing: tuple[WorkerInfo, ...]
+    lost: tuple[WorkerInfo, ...]
+    reached: bool
+
+
+@dataclass(eq=False)
+class Awaited:
+    """A version whose delivery is waited for. quorum: as of `needed`. has: how many readers have it."""
+
+    version: int
+    quorum: float | None
+    has: int = 0
+
+
+@dataclass(eq=False)
+class _Reader:
+    """One worker. has: what each of its subscriptions has, by number. least: what all of them have."""
+
+    has: dict[int, int] = field(default_factory=dict)
+    least: int = 0
+
+
+class Readers:
+    """See the module. On one thread."""
+
+    def __init__(self) -> None:
+        self._readers: dict[WorkerInfo, _Reader] = {}
+        self._lost: dict[WorkerInfo, tuple[int, int]] = {}  # what they had, and what was the newest one then
+        self._awaited: set[Awaited] = set()
+
+    # --- readers ------------------------------------------------------------------------------------------------------
+
+    def expect(self, info: WorkerInfo) -> None:
+        """That worker may subscribe, and has not asked yet."""
+        if info not in self._readers:
+            self._put(info, _EXPECTED, 0)
+
+    def expect_no_more(self, info: WorkerInfo) -> None:
+        """That worker need not be waited for, unless it has asked meanwhile."""
+        self._drop(info, _EXPECTED)
+
+    def has(self, info: WorkerInfo, subscription: int, version: int) -> None:
+        """A subscription of that worker has that version whole, or none if it is 0."""
+        self._put(info, subscription, version)
+        self._drop(info, _EXPECTED)
+
+    def ended(self, info: WorkerInfo, subscription: int) -> None:
+        """A subscription of that worker has ended, or has become one that fetches for its host."""
+        self._drop(info, subscription)
+
+    def lost(self, info: WorkerInfo, subscription: int, version: int, newest: int) -> None:
+        """The worker of that subscription has left or was lost. version: what it had; newest: what there was."""
+        self._drop(info, subscription)
+        self._lost[info] = version, newest
+        while len(self._lost) > _MOST_LOST:
+            del self._lost[next(iter(self._lost))]
+
+    def _put(self, info: WorkerInfo, subscription: int, version: int) -> None:
+        reader = self._readers.get(info)
+        if reader is None:
+            reader = self._readers[info] = _Reader()
+        if reader.has.get(subscription) != version:
+            reader.has[subscription] = version
+            self._count(reader)
+
+    def _drop(self, info: WorkerInfo, subscription: int) -> None:
+        reader = self._readers.get(info)
+        if reader is not None and reader.has.pop(subscription, None) is not None:
+            self._count(reader)
+            if not reader.has:
+                del self._readers[info]
+
+    def _count(self, reader: _Reader) -> None:
+        before, reader.least = reader.least, min(reader.has.values(), default=0)
+        for awaited in self._awaited if before != reader.least else ():
+            awaited.has += (reader.least >= awaited.version) - (before >= awaited.version)
+
+    # --- deliveries ---------------------------------------------------------------------------------------------------
+
+    def await_version(self, awaited: Awaited) -> None:
+        """Count who has that version, until it is left."""
+        awaited.has = sum(reader.least >= awaited.version for reader in self._readers.values())
+        self._awaited.add(awaited)
+
+    def leave(self, awaited: Awaited) -> None:
+        """Its delivery is waited for no more."""
+        self._awaited.discard(awaited)
+
+    def reached(self, awaited: Awaited) -> bool:
+        """Whether as many readers have that version as were asked for."""
+        return awaited.has >= needed(awaited.quorum, len(self._readers))
+
+    def delivery(self, awaited: Awaited) -> Delivery:
+        """How far that version has come, with all readers by name."""
+        version = awaited.version
+        has = sorted(info for info, reader in self._readers.items() if reader.least >= version)
+        missing = sorted(info for info, reader in self._readers.items() if reader.least < version)
+        lost = tuple(info for info, (had, newest) in self._lost.items() if had < version <= newest)
+        return Delivery(version, tuple(has), tuple(missing), lost, self.reached(awaited))

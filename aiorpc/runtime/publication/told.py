@@ -1,0 +1,102 @@
+"""Claims that other workers have told of: none is believed before the store of the group has it.
+
+A worker that publishes a name tells so to all members. That is a reason to look in the store, and no more: what stands
+there is taken, whatever was told. Only where the store does not answer is the word of a worker taken for the time being,
+and only for a name that no member that lives is known to publish; the store is asked again until it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from ...errors import RendezvousError, StoreGone
+from ...protocol.publication import Claim
+from ..engine.engine import Engine
+from ..meeting.rendezvous import Rendezvous
+from .claims import find_claim
+
+logger = logging.getLogger("aiorpc")
+
+# Names that wait for the store. A worker that reads one of further ones asks the store itself.
+_MOST_TOLD = 65_536
+
+
+class ToldClaims:
+    """See the module. On the loop.
+
+    take: is given a name and the claim that stands in the store, None if none does. stand_in: is given one that was told, as the store does not answer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rendezvous: Rendezvous,
+        take: Callable[[str, Claim | None], None],
+        stand_in: Callable[[Claim], None],
+    ) -> None:
+        self._engine = engine
+        self._rendezvous = rendezvous
+        self._take = take
+        self._stand_in = stand_in
+        self._told: dict[str, Claim] = {}  # by name, the one that was told first
+        self._running = False
+
+    def tell(self, claim: Claim) -> None:
+        """A worker has told of a claim of its own."""
+        if len(self._told) < _MOST_TOLD or claim.name in self._told:
+            self._told.setdefault(claim.name, claim)
+            self._run()
+
+    def end(self, name: str, publisher: int) -> None:
+        """A worker has told that its claim has ended."""
+        if name in self._told and self._told[name].publisher == publisher:
+            del self._told[name]
+
+    def _run(self) -> None:
+        if not self._running:
+            self._running = True
+            self._engine.tasks.spawn(self._look())
+
+    async def _look(self) -> None:
+        patience, look, asked = self._engine.bounds.vouch, None, self._told
+        try:
+            while self._told or look is not None:
+                if look is None:
+                    asked, self._told = self._told, {}
+                    look = self._engine.tasks.spawn(self._find([*asked]))
+                await asyncio.wait((look,), timeout=patience)
+                if not look.done():  # one thread waits for the store at a time
+                    unsure = self._told | asked
+                else:
+                    found, look = look.result(), None
+                    for name, claim in found.items():
+                        self._take(name, claim)
+                    unsure = {name: claim for name, claim in asked.items() if name not in found}
+                    self._told |= unsure
+                for claim in unsure.values():
+                    self._stand_in(claim)
+                if unsure and look is None:
+                    await asyncio.sleep(patience)
+        finally:
+            self._running = False
+
+    async def _find(self, names: Sequence[str]) -> dict[str, Claim | None]:
+        """The claims that stand in the store; without those that it does not say."""
+
+        def look() -> dict[str, Claim | None]:
+            found: dict[str, Claim | None] = {}
+            for name in names:
+                try:
+                    stands = find_claim(self._rendezvous, name)
+                except StoreGone as error:
+                    logger.debug("worker %s cannot see who publishes %r: %s", self._engine.name, name, error)
+                    break
+                except RendezvousError as error:  # what stands there is no claim
+                    logger.info("worker %s: %s", self._engine.name, error)
+                    stands = None
+                found[name] = None if stands is None else stands.claim
+            return found
+
+        return await self._engine.steps.run(look)
