@@ -108,6 +108,9 @@ class Runner:
         if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
             self.refuse(call, _not_run(call))
             return
+        if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
+            self.refuse(call, refusal)
+            return
         streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
         if streamed != (call.credit is not None):
             if not (streamed and handler.wrapper):
