@@ -1,4 +1,4 @@
-"""Gradients that other workers bring to a part of a backward pass: who may give which, and what they take until used."""
+"""Gradients that other workers bring to a part of a backward pass: who may give which, and what they take till then."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def brought_by(
             raise _not_its_own(node, context, peer, "for a tensor that it was not sent from here")
         if gradient is not None:
             # torch's engine looks as well, but does not run for what is added up first (`Resent`).
-            if gradient.shape != edge.node._input_metadata[edge.output_nr].shape:
+            if gradient.shape != tuple(edge.node._input_metadata[edge.output_nr].shape):
                 raise _not_its_own(node, context, peer, "of another shape than the tensor has that it was sent")
             strided = gradient.layout is torch.strided
             sizes[name] = min(gradient.nbytes, gradient.untyped_storage().nbytes()) if strided else bytes_of(gradient)

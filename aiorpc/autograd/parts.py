@@ -25,7 +25,7 @@ import operator
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -36,10 +36,10 @@ from torch.autograd.graph import GradientEdge
 from .. import foreign
 from ..callbacks import Again
 from ..channels.landing import Arrival
-from ..errors import NotAllowed, RpcError, RpcUsageError
+from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
-from ..runtime.calls.current import current_call, permits
+from ..runtime.calls.current import permits
 from ..runtime.calls.functions import async_execution, brief, intrinsic
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd, opener_of
 from ..runtime.gradients.kept import PeerForContexts
@@ -496,6 +496,14 @@ class Part:
             asked.settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else LAST))
 
 
+def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
+    """What users of these wait for, if any are on a device. kept: it has them, and keeps them for who joins it."""
+    if node.accelerators.accelerator is None:
+        return None
+    on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
+    return node.accelerators.arrival(gradients if kept else None) if on_device else None
+
+
 # --- calls between workers --------------------------------------------------------------------------------------------
 
 
@@ -521,7 +529,10 @@ def part_of(
     runs: RunsPass | None = None,
     maker: PeerForContexts | None = None,
 ) -> Part:
-    """The part of a pass, made by whichever of its messages comes first. runs, maker: as of `Part`. Raises Overloaded."""
+    """The part of a pass, made by whichever of its messages comes first. runs, maker: as of `Part`.
+
+    Raises RpcError if the pass has ended; Overloaded.
+    """
     with context.lock:
         part: Part | None = context.parts.get(number)
         if part is not None:
@@ -543,7 +554,7 @@ class _Asked(NamedTuple):
 
 
 def _asked(context_id: int, number: int | None = None, name: SentName | None = None) -> _Asked:
-    """In a handler. RpcUsageError if that context is not open here, or if the caller takes no part in it: both look alike.
+    """In a handler. RpcUsageError if that context is not open here, or its caller takes no part in it: both look alike.
 
     number: of a pass, which the caller says that it runs; RpcError if another worker does. name: of a tensor of this
     worker, by which the caller shows that it takes part (`AutogradContext.takes_part`).
@@ -574,7 +585,7 @@ Id = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 @intrinsic
 def gather(context_id: Id, name: bytes) -> bytes:
-    """Handler: for each entry of this worker the tensors it leads to; a packed `Table`. name: of one of them, packed."""
+    """Handler: for each entry of this worker the tensors it leads to, a packed `Table`. name: of an entry, packed."""
     _, context, _ = _asked(context_id, None, _first(name))
     reach, entries, every = context.reach, [], 0
     for each, edge in list(context.sent.items()):

@@ -1,8 +1,8 @@
 """What workers say to each other of contexts and backward passes: plain values of calls, and how they are read.
 
-Gradients travel as dense tensors, those of sparse ones as their parts. `Given` says which tensors belong to what, and is
-read from its declaration: nothing is built of a message that does not fit. Everything here raises ProtocolError for what
-cannot be, and shows nothing of it.
+Gradients travel as dense tensors, those of sparse ones as their parts. `Given` says which tensors belong to what, and
+is read from its declaration: nothing is built of a message that does not fit. Everything here raises ProtocolError for
+what cannot be, and shows nothing of it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def to_wire(gradients: Gradients, said: int = LAST) -> Wire:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """As it can be sent. Of a short gradient that was expanded, as that of a sum is, a dense copy: strides cost more than
-    its elements."""
+    """As it can be sent. Of a short gradient that was expanded, as that of a sum is, a dense copy: strides cost more
+    than its elements."""
     if type(gradient) is not Tensor or gradient.requires_grad:
         gradient = gradient.detach().as_subclass(Tensor)
     if gradient.is_cpu and not gradient.is_contiguous() and gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride():

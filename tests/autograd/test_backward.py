@@ -28,7 +28,7 @@ from aiorpc.autograd import passes
 from aiorpc.autograd.contexts import make_pass
 from aiorpc.autograd.parts import abort, gather, go_on, part_of
 from aiorpc.autograd.passes import Pass
-from aiorpc.autograd.wire import to_wire
+from aiorpc.autograd.wire import from_wire, to_wire
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine import engine
 from aiorpc.runtime.gradients.reach import SentName
@@ -50,9 +50,10 @@ def test_short_gradients_that_were_expanded_are_sent_dense() -> None:
     """As that of a sum is; a long one goes as the one element that it has, and others go as they are."""
     short, long, turned = torch.ones(()).expand(2, 2), torch.ones(()).expand(100, 100), vector().view(2, -1).t()
     gradients = {SentName(1, place): each for place, each in enumerate((short, long, turned, None))}
-    _, *sent = to_wire(gradients)
+    packed, *sent = to_wire(gradients)
     assert torch.equal(sent[0], short) and sent[0].stride() == (2, 1)
-    assert sent[1] is long and sent[2] is turned and sent[3] is None
+    assert len(sent) == 3 and sent[1] is long and sent[2] is turned
+    assert [each is None for each in from_wire(packed, sent)[0].values()] == [False, False, False, True]
 
 
 async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:

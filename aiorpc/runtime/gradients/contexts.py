@@ -10,10 +10,10 @@ Entries are made when a message is encoded, and taken back if it is not sent. A 
 part in it (`AutogradContext.known`) when the worker that opened it leaves it or is gone.
 
 Who takes part in a context, as one worker sees it: the worker that opened it, those whose calls in it were allowed
-here, and those that were called in it from here. A worker of which none of this is known can still run a backward pass,
-over what came of tensors that others passed on to it: it shows that by the name of such a tensor, which is as hard to
-guess as the id of the context and travels with what came of the tensor alone. What any other worker says of a context is
-refused (`AutogradContext.takes_part`).
+here, and those that were called in it from here. A worker of which none of this is known can still run a backward
+pass, over what came of tensors that others passed on to it: it shows that by the name of such a tensor, which is as
+hard to guess as the id of the context and travels with what came of the tensor alone. What any other worker says of a
+context is refused (`AutogradContext.takes_part`).
 
 Everything here may be used from any thread where it does not say otherwise.
 """
@@ -37,7 +37,6 @@ from ...channels.landing import Arrival
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
 from ...locks import Lock
 from ...protocol.codec import Past
-from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
 from .kept import Kept, PeerForContexts
@@ -54,10 +53,10 @@ _REMEMBERED = 4096
 MOST_BEHIND = 512
 # Names of tensors behind another one that take about as much memory as one recorded tensor does.
 _NAMES_IN_ONE = 8
-# Ids of contexts and of passes are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the id
-# of a worker and a number in 48 bits, here a random one. Where the worker's id takes more than 14 bits, as after many
-# joins of a free group, fewer are left for the number. A form is the bits that mark it, those of the number, and those
-# of the worker's id.
+# Ids of contexts and of passes are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the
+# id of a worker and a number in 48 bits, here a random one. Where the worker's id takes more than 14 bits, as after
+# many joins of a free group, fewer are left for the number. A form is the bits that mark it, those of the number, and
+# those of the worker's id.
 _FORMS = ((0, 48, 14), (1 << 62, 40, 21), (3 << 61, 30, 31))
 _SECOND, _THIRD = _FORMS[1][0], _FORMS[2][0]
 
@@ -505,7 +504,7 @@ class Gradients:
         return tape
 
     def called(self, id: int, peer: PeerForContexts) -> int | None:
-        """A call from that peer in context `id` is about to run, as the peer may have it run: it takes part from now on.
+        """A call from that peer in context `id`, which it may have run, is about to: the peer takes part from now on.
 
         Returns the id, or None if the context was left by now, or never was. Raises Overloaded.
         """
