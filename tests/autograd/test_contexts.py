@@ -18,7 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
 from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
@@ -27,7 +27,7 @@ from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.gradients import contexts
-from aiorpc.runtime.gradients.contexts import current_autograd
+from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener_of
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from tests.autograd import parts
@@ -968,7 +968,7 @@ async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None
         for name in ("worker0", "worker1"):
             assert unpack_ids(await _outside(workers[2].call, name, forget, int(ctx))) == []
         assert not workers[1].node.gradients.doubted
-        await workers[2].call("worker1", parts.echo, None)  # and so it takes part
+        await workers[0].call("worker2", parts.via, vector(), "worker1")  # and so it takes part
         for name in ("worker0", "worker1"):
             assert unpack_ids(await _outside(workers[2].call, name, forget, int(ctx))) == []
         await until(lambda: not workers[1].node.gradients.doubted)
