@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import struct
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from ..callbacks import Again
-from ..errors import RpcError, RpcUsageError
+from ..errors import ProtocolError, RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.registered import register_safe
 from ..runtime.calls.current import current_call, deadline
@@ -28,7 +27,9 @@ from ..runtime.calls.functions import brief
 from ..runtime.gradients.contexts import current_autograd, opener_of
 from ..runtime.node import Node, registry, serving
 from ..sites import call_site
+from .parts import Id
 from .passes import Last, Pass
+from .wire import pack_ids, unpack_ids
 
 Tensor = torch.Tensor
 
@@ -52,7 +53,7 @@ class Context(int):
         """What `_take_apart` was asked of, as a plain int. Raises RpcUsageError for anything else."""
         number = parts.get("id")
         if type(number) is not int:
-            raise RpcUsageError(f"an autograd context that is {number!r:.80}")
+            raise RpcUsageError(f"an autograd context that is a {type(number).__name__}")
         return number
 
     def backward(self, roots: Sequence[Tensor], retain_graph: bool = False) -> Future[None]:
@@ -229,9 +230,12 @@ class _Farewell:
         last = self._node.gradients.farewells
         if last.get(worker_id) is call:
             last.pop(worker_id, None)
-        said = call.value() if call.exception() is None else None
-        if type(said) is bytes and not len(said) % 8:
-            new = {each for (each,) in struct.iter_unpack("<q", said)} - self._told
+        try:
+            told = None if call.exception() is not None else unpack_ids(call.value())
+        except ProtocolError:
+            told = None
+        if told is not None:
+            new = set(told) - self._told
             # In place: several threads may. Members alone: whoever invents others must not have them all called.
             self._todo.update(new and new.intersection(self._everybody()))
         else:  # it is gone, and with it what it knew of others
@@ -241,27 +245,29 @@ class _Farewell:
 
 
 @brief
-def forget(context_id: int) -> bytes:
+def forget(context_id: Id) -> bytes:
     """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids.
 
-    Of the one who has opened it that is believed. Others say so as well, of what they had called before that worker was
-    told of them: then it is asked, so that nobody ends the contexts of others.
+    Of the one who has opened it that is believed. Others that take part say so as well, of what they had called before
+    that worker was told of them: then it is asked, so that nobody ends the contexts of others.
     """
     node, call = serving()
     opener = opener_of(context_id)
     if call.caller_id != opener:
-        _doubt(node, context_id, opener)
-        return b""
+        context = node.gradients.find(context_id)
+        if context is not None and context.takes_part(call.caller_id):
+            _doubt(node, context_id, opener)
+        return pack_ids(())
     newcomers, known = _apart(node.gradients.leave(context_id))
     if newcomers:  # which others cannot tell
         _Farewell(node, context_id, newcomers).tell()
-    return struct.pack(f"<{len(known)}q", *known)
+    return pack_ids(known)
 
 
 def _doubt(node: Node, context_id: int, opener: int) -> None:
     """Somebody else says of that context that it has ended: it has if the worker that has opened it says so."""
     doubted = node.gradients.doubted
-    if opener == node.engine.id or context_id in doubted or node.gradients.find(context_id) is None:
+    if opener == node.engine.id or context_id in doubted:
         return
     doubted.add(context_id)
     serving = current_call.set(None)  # as in `_Farewell`
@@ -282,8 +288,8 @@ def _doubt(node: Node, context_id: int, opener: int) -> None:
 
 
 @brief
-def has_ended(context_id: int) -> bool:
-    """Handler: whether a context of this worker was left. One that was not opened yet may be soon."""
+def has_ended(context_id: Id) -> bool:
+    """Handler: whether a context of this worker was left, or is none. It says no more of one than the caller knows."""
     node, _ = serving()
     return node.gradients.has_ended(context_id)
 

@@ -12,6 +12,10 @@ its way until the part is over. PLAN is the first; each later one brings the gra
     READY     a question is open                             DONE      is answered with what came out last
               (what the plan wants done at the end is done before that: see `Closing`)
     any       an error, a lost worker, the end of a context  FAILED    is answered with the error
+
+Another worker has a say as far as its own tensors go. It gives gradients along the edges that were recorded with it:
+of tensors that this worker has sent to it. It asks for a part of the passes alone that it runs, whose ids have its own,
+and only if it takes part in the context (`AutogradContext.takes_part`). All this is looked at before anything is kept.
 """
 
 from __future__ import annotations
@@ -19,32 +23,52 @@ from __future__ import annotations
 import itertools
 import operator
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch.autograd.graph import GradientEdge
 
+from .. import foreign
 from ..callbacks import Again
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
-from ..runtime.caller.peer import Try
-from ..runtime.calls.current import current_call, permits
+from ..runtime.calls.current import permits
 from ..runtime.calls.functions import async_execution, brief, intrinsic
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd, opener_of
+from ..runtime.gradients.kept import PeerForContexts
 from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
 from ..runtime.node import Node, serving
 from .awaited import Awaited
+from .brought import Brought, Waiting, brought_by
 from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_what_changed, say_where, unshared
 from .resent import Entry, Resent, mask_of
-from .wire import MORE, NOT_CLOSED, Gradients, Wire, from_wire, to_wire, unpack_names, unpack_reference
+from .wire import (
+    LAST,
+    MORE,
+    NOT_CLOSED,
+    Gradients,
+    Wire,
+    bytes_of,
+    pack_table,
+    to_wire,
+    unpack_names,
+    unpack_reference,
+)
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
+Given = dict[SentName, Tensor | None]
+# Passes of a context that have ended and are remembered, so that a message that comes late opens none again.
+_REMEMBERED = 1024
+# Characters of the reason for which a pass has failed elsewhere.
+LONGEST_REASON = 10_000
 _LEAF, _GRADIENT = operator.itemgetter(0), operator.itemgetter(1)
 
 
@@ -94,13 +118,21 @@ class Part:
     `id` of each leaf of this worker that has got a gradient in this pass.
     """
 
-    def __init__(self, node: Node, context: AutogradContext, number: int, runs: RunsPass | None) -> None:
-        """runs: what runs the pass, if that is this worker."""
+    def __init__(
+        self,
+        node: Node,
+        context: AutogradContext,
+        number: int,
+        runs: RunsPass | None,
+        maker: PeerForContexts | None = None,
+    ) -> None:
+        """runs: what runs the pass, if that is this worker. maker: the worker whose message has made it, if another."""
         self.over = False
         self.error: BaseException | None = None
         self.closed = False
         self.reached: set[int] = set()
-        self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
+        self.held: dict[int, Given] | None = None  # gradients for others, while they are not to be sent
+        self._maker = maker
         self._runs = runs
         self._node = node
         self._context = context
@@ -108,7 +140,8 @@ class Part:
         self._lock = Lock()
         self._entries: dict[SentName, Entry] = {}
         self._awaited: Awaited | None = None  # None: the plan has not come
-        self._gradients: Gradients = {}  # that have come
+        self._gradients: Given = {}  # that have come
+        self._waiting = Waiting(node.gradients.kept)
         self._arrivals: list[Arrival] = []
         self._left = 0  # bits of targets that were not evaluated
         self._resent = Resent()
@@ -122,7 +155,7 @@ class Part:
         self._sink: LeafSink | None = None  # that has taken gradients of leaves
         self._delivering: dict[int, None] = {}  # the numbers of calls that bring gradients to others, unanswered
         self._deliveries = itertools.count()
-        self._home: Gradients = {}  # that came out for who runs the pass, and were not told yet
+        self._home: Given = {}  # that came out for who runs the pass, and were not told yet
         self._question: Future[Wire] | None = None  # of who runs the pass, which is open
 
     def begin(
@@ -138,6 +171,16 @@ class Part:
             if self._node.accelerators.accelerator is None:  # else sums would have to wait for streams
                 self._resent = Resent.of(entries, self._context.received)
                 self._resent.came(self._gradients)
+
+    def take_brought(self, brought: Brought) -> None:
+        """Gradients of another worker; they count as its own until they are used. Raises Overloaded."""
+        peer, gradients, tensors, sizes, _ = brought
+        if not gradients:
+            return
+        self._waiting.add(peer, sizes)
+        self.take(gradients, arrival_of(self._node, tensors, kept=True))
+        if self.over:
+            self._waiting.end()
 
     def take(self, gradients: Mapping[SentName, Tensor | None], arrival: Arrival | None = None) -> None:
         """Gradients of some entries. arrival: of those on devices."""
@@ -190,12 +233,26 @@ class Part:
             if self.over:
                 return False
             self.error = error
-            self._context.passed[self._number] = error
+            self._context.passed[self._number] = error, self._maker
             self._context.parts.pop(self._number, None)
             self.over = True  # the last of these: who is interrupted before it does them again
+        if self._waiting.sizes:
+            self._waiting.end()
+        if len(self._context.passed) > _REMEMBERED:
+            self._forget_oldest()
         if self._runs is not None:
             self._runs.part_over(self)
         return True
+
+    def _forget_oldest(self) -> None:
+        passed = self._context.passed
+        while len(passed) > _REMEMBERED:
+            try:
+                _, (_, maker) = passed.popitem(last=False)
+            except KeyError:  # other threads do the same
+                return
+            if maker is not None:
+                self._node.gradients.kept.keep(self._context, maker, -1)
 
     def advance(self) -> None:
         """Run what is ready, here and now; whatever then is ready, too."""
@@ -210,7 +267,8 @@ class Part:
                 if not (ready or begin):
                     break
                 self._running = True
-                complete = resent.summed(done, self._gradients) if (done := ready & resent.begun) else []
+                summed = list[SentName]()
+                complete = resent.summed(done, self._gradients, summed) if (done := ready & resent.begun) else []
                 resent.ready &= ~begin
                 resent.begun |= begin
                 targets = begin | (ready & ~resent.begun)
@@ -231,12 +289,16 @@ class Part:
                     deliveries.setdefault(received.sender, {})[received.name] = gradient
             except BaseException as error:
                 say_where(error, self._node.engine.name)
+                if self._runs is None:  # remembered with the pass, its frames would keep the gradients
+                    used.clear()
+                    complete.clear()
+                    traceback.clear_frames(foreign.field(error, "__traceback__"))
                 self._running = False
                 self.fail(error)
                 return
             used.clear()
             complete.clear()
-            self._hand_on(ready, spent, deliveries)
+            self._hand_on(ready, spent + summed, deliveries)
             deliveries.clear()
         self._finish()
 
@@ -247,7 +309,7 @@ class Part:
         begin: int,
         retain: bool,
         arrivals: Sequence[Arrival],
-    ) -> dict[int, Gradients]:
+    ) -> dict[int, Given]:
         """Evaluate some targets: gradients for tensors that other workers have sent, by worker.
 
         bits: of the targets. begin: of those among them whose gradients `Resent` is to complete.
@@ -273,7 +335,7 @@ class Part:
             say_what_changed(error, targets)
             raise
         holders = references_to(results)
-        deliveries: dict[int, Gradients] = {}
+        deliveries: dict[int, Given] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
         for bit, target, gradient in zip(numbers, targets, results, strict=True):
             if isinstance(target, ReceivedTensor):
@@ -306,11 +368,18 @@ class Part:
             with torch.no_grad():  # as in torch's engine: what hooks make of gradients has no graph of its own
                 leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
             pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
-        self._context.accumulate(pairs, partial(arrival_of, self._node, gradients))
+        self._give(pairs, gradients)
         if hooked:
             with torch.no_grad():
                 for leaf, gradient in leaves:
                     leaf.after(gradient)
+
+    def _give(self, pairs: Sequence[tuple[Tensor, Tensor]], gradients: Sequence[Tensor]) -> None:
+        """Add to the gradients of leaves. gradients: all that were made for that."""
+        context = self._context
+        if context.brought_by is not None and (new := context.without_gradient(pairs)):
+            self._node.gradients.kept.make_room(context, sum(map(bytes_of, new)))
+        context.accumulate(pairs, partial(arrival_of, self._node, gradients))
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
@@ -323,7 +392,7 @@ class Part:
         self._context.accumulate(())  # this thread's streams wait for what `take` has begun on devices
         return sink.finish(self._context, failed)
 
-    def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Gradients]) -> None:
+    def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Given]) -> None:
         """Some targets are done: their gradients go to whoever has sent them. spent: entries that lead to no others."""
         with self._lock:
             assert self._awaited is not None, "it runs"
@@ -339,10 +408,12 @@ class Part:
             if self.held is not None:
                 for worker_id, gradients in deliveries.items():
                     self.held.setdefault(worker_id, {}).update(gradients)
-                return
+                deliveries = {}
             numbers = list(itertools.islice(self._deliveries, len(deliveries)))
             if self._runs is None:
                 self._delivering.update(dict.fromkeys(numbers))
+        if self._waiting.sizes:
+            self._waiting.used(spent)
         for number, (worker_id, gradients) in zip(numbers, deliveries.items(), strict=True):
             self._deliver(number, worker_id, gradients)
 
@@ -385,8 +456,7 @@ class Part:
                 self._ended = True
         if first:
             if kept := self._kept(failed=False):
-                gradients = [gradient for _, gradient in kept]
-                self._context.accumulate(kept, partial(arrival_of, self._node, gradients))
+                self._give(kept, [gradient for _, gradient in kept])
             if self._closing is not None and self._node.engine.on_loop:  # an answer has come there
                 self._node.engine.pool.submit(self._close, self._closing)
                 return
@@ -423,7 +493,7 @@ class Part:
             asked.settle(None, self.error)
         elif asked is not None:
             nothing_done = self._closing is not None and not self.closed
-            asked.settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else b""))
+            asked.settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else LAST))
 
 
 def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
@@ -447,86 +517,115 @@ def ask(
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
     try:
-        # Part of a pass that was begun: a worker that leaves since does not refuse it.
-        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system, one_try=Try(None, None))
+        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system)
     finally:
         current_autograd.reset(token)
 
 
-def _here(context_id: int) -> tuple[Node, AutogradContext]:
-    node, _ = serving()
-    return node, node.gradients.get(context_id)
+def part_of(
+    node: Node,
+    context: AutogradContext,
+    number: int,
+    runs: RunsPass | None = None,
+    maker: PeerForContexts | None = None,
+) -> Part:
+    """The part of a pass, made by whichever of its messages comes first. runs, maker: as of `Part`.
 
-
-def part_of(node: Node, context: AutogradContext, number: int, runs: RunsPass | None = None) -> Part:
-    """The part of a pass, made by whichever of its messages comes first. runs: as of `Part`."""
+    Raises RpcError if the pass has ended; Overloaded.
+    """
     with context.lock:
-        if number in context.passed:
-            raise RpcError(f"this backward pass of context {context.id} has ended on worker {node.engine.name!r}")
         part: Part | None = context.parts.get(number)
-        if part is None:
-            part = context.parts[number] = Part(node, context, number, runs)
+        if part is not None:
+            return part
+        if number in context.passed or (maker is not None and opener_of(number) == node.engine.id):
+            raise RpcError(f"this backward pass of context {context.id} has ended on worker {node.engine.name!r}")
+        if maker is not None:
+            node.gradients.kept.keep(context, maker, 1)
+        part = context.parts[number] = Part(node, context, number, runs, maker)
         return part
 
 
-def _runs(number: int) -> int:
-    """In a handler: the id of its caller, which runs that pass. RpcError if another worker does."""
-    call = current_call.get()
-    assert call is not None, "it is served"
-    if opener_of(number) != call.caller_id:
-        raise RpcError(f"worker {call.caller_id} does not run this backward pass: worker {opener_of(number)} does")
-    return call.caller_id
+class _Asked(NamedTuple):
+    """What a handler is asked about. peer: by which worker."""
+
+    node: Node
+    context: AutogradContext
+    peer: Any
 
 
-# The tensors that entries of a worker lead to, as (bit, worker, message, place), and of each entry, as (message,
-# place), the bits of those: where each leads to all that came before it, to name them for each would be too much.
-Table = tuple[list[tuple[int, int, int, int]], list[tuple[int, int, bytes]]]
+def _asked(context_id: int, number: int | None = None, name: SentName | None = None) -> _Asked:
+    """In a handler. RpcUsageError if that context is not open here, or its caller takes no part in it: both look alike.
+
+    number: of a pass, which the caller says that it runs; RpcError if another worker does. name: of a tensor of this
+    worker, by which the caller shows that it takes part (`AutogradContext.takes_part`).
+    """
+    node, call = serving()
+    context, caller = node.gradients.get(context_id), call.caller_id
+    peer = node.peers.by_id(caller)
+    if number is not None and opener_of(number) != caller:
+        raise RpcError(f"worker {caller} does not run this backward pass: worker {opener_of(number)} does")
+    if (
+        peer not in context.known
+        and (number is None or (number not in context.parts and number not in context.passed))
+        and not context.takes_part(caller, name)
+    ):
+        raise node.gradients.not_here(context_id)
+    asked: _Asked = _new(_Asked, (node, context, peer))
+    return asked
+
+
+def _first(packed: bytes) -> SentName | None:
+    names = unpack_names(packed)
+    return names[0] if names else None
+
+
+# Ids of contexts and of passes, as they come.
+Id = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 @intrinsic
-def gather(context_id: int) -> Table:
-    """Handler: for each entry of this worker the tensors it leads to."""
-    _, context = _here(context_id)
+def gather(context_id: Id, name: bytes) -> bytes:
+    """Handler: for each entry of this worker the tensors it leads to, a packed `Table`. name: of an entry, packed."""
+    _, context, _ = _asked(context_id, None, _first(name))
     reach, entries, every = context.reach, [], 0
-    for name, edge in list(context.sent.items()):
+    for each, edge in list(context.sent.items()):
         mask = reach.received_in(reach.of(edge.node))
         every |= mask
-        entries.append((*name, mask.to_bytes(mask.bit_length() // 8 + 1, "little")))
+        entries.append((*each, mask.to_bytes(mask.bit_length() // 8 + 1, "little")))
     received = zip(bits_of(every), reach.received_of(every), strict=True)
-    return [(bit, each.sender, *each.name) for bit, each in received], entries
+    return pack_table([(bit, each.sender, *each.name) for bit, each in received], entries)
 
 
 @intrinsic
 @async_execution
 def plan(
-    context_id: int,
-    number: int,
+    context_id: Id,
+    number: Id,
     names: bytes,
     retain: bool,
-    seconds: float,
+    seconds: Annotated[float, msgspec.Meta(ge=0)],
     last: bytes,
     given: bytes,
-    *gradients: Tensor | None,
+    *gradients: Tensor,
 ) -> Future[Wire]:
     """Handler: these entries get gradients in that pass, of which some are given. It is the first question.
 
     last: the reference to a `Closing` of this worker, packed; empty: nothing is to be done at the end.
     """
-    node, context = _here(context_id)
-    root = _runs(number)
-    part = part_of(node, context, number)
-    asked = part.question(root)
+    wanted = unpack_names(names)
+    node, context, peer = _asked(context_id, number, wanted[0] if wanted else None)
+    edges = list(map(context.sent.get, wanted))
+    if None in edges:
+        raise RpcError(f"worker {node.engine.name!r} knows nothing of a tensor that it is said to have sent")
+    brought = brought_by(node, context, peer, given, gradients)
+    part = part_of(node, context, number, maker=peer)
+    asked = part.question(opener_of(number))
     try:
         entries = {}
-        for name in unpack_names(names):
-            edge = context.sent.get(name)
-            if edge is None:
-                raise RpcError(
-                    f"worker {node.engine.name!r} knows nothing of tensor {tuple(name)} that it is said to have sent"
-                )
-            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
+        for name, edge in zip(wanted, edges, strict=True):
+            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))  # type: ignore[union-attr]  # not None
         until = time.monotonic() + seconds if seconds else None
-        part.take(from_wire(given, *gradients), arrival_of(node, gradients, kept=True))
+        part.take_brought(brought)
         part.begin(entries, retain=retain, until=until, closing=_closing(node, last, until) if last else None)
         part.advance()
     except BaseException as error:
@@ -548,36 +647,40 @@ def _closing(node: Node, packed: bytes, until: float | None) -> Closing:
 
 @intrinsic
 @async_execution
-def go_on(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> Future[Wire]:
+def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Future[Wire]:
     """Handler: gradients of entries of this worker, from the one that runs the pass, with its next question."""
-    node, context = _here(context_id)
-    root = _runs(number)
-    given = from_wire(names, *gradients)
+    node, context, peer = _asked(context_id, number)
+    brought = brought_by(node, context, peer, given, gradients)
     part = context.parts.get(number)
     if part is None and number in context.passed:  # a later question has overtaken it, or none was open at a failure
         over: Future[Wire] = Future()
-        over.settle(to_wire({}, MORE), context.passed[number])
+        over.settle(to_wire({}, MORE), context.passed[number][0])
         return over
-    part = part or part_of(node, context, number)
-    asked = part.question(root)
-    part.take(given, arrival_of(node, gradients, kept=True))
-    part.advance()
+    part = part or part_of(node, context, number, maker=peer)
+    asked = part.question(opener_of(number))
+    try:
+        part.take_brought(brought)
+        part.advance()
+    except BaseException as error:
+        part.fail(error)
     return asked
 
 
 @intrinsic
-def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> None:
+def take(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> None:
     """Handler: gradients of entries of this worker, from another one that has a part in the pass."""
-    node, context = _here(context_id)
-    part = part_of(node, context, number)
-    part.take(from_wire(names, *gradients), arrival_of(node, gradients, kept=True))
+    node, context, peer = _asked(context_id)
+    brought = brought_by(node, context, peer, given, gradients)
+    part = part_of(node, context, number, maker=peer)
+    part.take_brought(brought)
     part.advance()
 
 
 @brief
-def abort(context_id: int, number: int, reason: str) -> None:
-    """Handler: that pass has failed elsewhere."""
-    node, context = _here(context_id)
-    _runs(number)
+def abort(
+    context_id: Id, number: Id, name: bytes, reason: Annotated[str, msgspec.Meta(max_length=LONGEST_REASON)]
+) -> None:
+    """Handler: that pass has failed elsewhere. name: of a tensor of this worker that it goes through, packed."""
+    node, context, peer = _asked(context_id, number, _first(name))
     if number not in context.passed:
-        part_of(node, context, number).fail(RpcError(f"the backward pass has failed: {reason}"))
+        part_of(node, context, number, maker=peer).fail(RpcError(f"the backward pass has failed: {reason}"))

@@ -48,14 +48,14 @@ from ..callbacks import Again
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
-from ..runtime.calls.declared import TEXT_LIMIT
 from ..runtime.calls.failures import without_frames
 from ..runtime.gradients.contexts import AutogradContext
 from ..runtime.gradients.reach import SentName, bits_of
 from ..runtime.node import Node
-from .parts import Closing, Part, abort, arrival_of, ask, gather, go_on, part_of, plan
+from .brought import brought_by
+from .parts import LONGEST_REASON, Closing, Part, abort, arrival_of, ask, gather, go_on, part_of, plan
 from .resent import Entry
-from .wire import MORE, NOT_CLOSED, Gradients, Wire, from_wire, pack_names, said_of_part, to_wire
+from .wire import MORE, NOT_CLOSED, Gradients, Wire, pack_names, to_wire, unpack_table
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
@@ -94,11 +94,13 @@ class Last(NamedTuple):
 class _Table:
     """What a worker has said of its entries (`gather`)."""
 
-    def __init__(
-        self, received: Sequence[tuple[int, int, int, int]], entries: Iterable[tuple[int, int, bytes]]
-    ) -> None:
-        self._received = {bit: (sender, SentName(message, place)) for bit, sender, message, place in received}
-        self._masks = {SentName(message, place): int.from_bytes(mask, "little") for message, place, mask in entries}
+    def __init__(self, packed: object) -> None:
+        """Raises ProtocolError."""
+        table = unpack_table(packed)
+        self._received = {bit: (sender, SentName(message, place)) for bit, sender, message, place in table.received}
+        self._masks = {
+            SentName(message, place): int.from_bytes(mask, "little") for message, place, mask in table.entries
+        }
         self._told = 0  # bits
 
     def behind(self, names: Iterable[SentName]) -> list[tuple[int, SentName]]:
@@ -107,7 +109,7 @@ class _Table:
         for name in names:
             mask |= self._masks.get(name, 0)
         new, self._told = mask & ~self._told, self._told | mask
-        return [self._received[bit] for bit in bits_of(new)]
+        return [self._received[bit] for bit in bits_of(new) if bit in self._received]
 
 
 class Done(Future[None]):
@@ -146,7 +148,7 @@ class Pass:
         self._retain = retain
         self._last = last
         self._closed = False  # whether a worker had anything to do at the end
-        self._number = node.gradients.next_number()
+        self._number = node.gradients.new_id()
         self._roots = check_roots(roots)
         self._gradients = list(map(torch.ones_like, roots))
         self._arrival = arrival_of(node, self._gradients, kept=True)
@@ -226,9 +228,12 @@ class Pass:
                 todo.setdefault(each.sender, set()).add(each.name)
         while todo:
             unknown = todo.keys() - tables.keys()
-            calls = {each: ask(self._node, each, gather, self._context.id, until=self._until) for each in unknown}
+            calls = {}
+            for worker_id in unknown:
+                name = pack_names([next(iter(todo[worker_id]))])
+                calls[worker_id] = ask(self._node, worker_id, gather, self._context.id, name, until=self._until)
             for worker_id, call in calls.items():
-                tables[worker_id] = _Table(*call.wait())
+                tables[worker_id] = _Table(call.wait())
             current, todo = todo, {}
             for worker_id, names in current.items():
                 known = plans.setdefault(worker_id, {})
@@ -269,11 +274,12 @@ class Pass:
         except KeyError:  # the second time
             return
         answer = call.value()
-        names, *gradients = (answer,) if isinstance(answer, bytes) else answer
-        if gradients:
-            self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients, kept=True))
+        packed, *gradients = answer if type(answer) is Wire else (answer,)
+        brought = brought_by(self._node, self._context, self._node.peers.by_id(worker_id), packed, gradients)
+        if brought.gradients:
+            self._part.take_brought(brought)
             self._part.advance()
-        said = said_of_part(names)
+        said = brought.said
         with self._lock:
             self._open[worker_id] -= 1
             if said != MORE:
@@ -285,7 +291,7 @@ class Pass:
             else:
                 self._answers -= 1
         if again:
-            self._ask(worker_id, go_on, b"")
+            self._ask(worker_id, go_on, *to_wire({}))
         else:
             self._finish()
 
@@ -334,10 +340,10 @@ class Pass:
         self._abort(error)
 
     def _abort(self, error: BaseException) -> None:
-        reason = foreign.said(error)[:TEXT_LIMIT]
-        for worker_id in self._plans:
+        reason = foreign.said(error)[:LONGEST_REASON]
+        for worker_id, names in self._plans.items():
             try:
-                said = (self._context.id, self._number, reason)
+                said = (self._context.id, self._number, pack_names(names[:1]), reason)
                 until = time.monotonic() + _ABORT_PATIENCE
                 call = ask(self._node, worker_id, abort, *said, until=until, system=True)
             except RpcError:  # we leave

@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge
 from ..runtime.gradients.contexts import is_watched, sum_of
 from ..runtime.gradients.reach import ReceivedTensor, SentName, bits_of
 from .awaited import Awaited
-from .wire import Gradients
 
 Tensor = torch.Tensor
 mask_of = operator.attrgetter("mask")
@@ -75,12 +74,18 @@ class Resent:
             self._others.came(names)
             self.ready = self._bits & ~self._others.blocked & ~self.begun
 
-    def summed(self, done: int, gradients: Gradients) -> list[tuple[ReceivedTensor, Tensor | None]]:
-        """The gradients of some targets that have begun, and for which no other is missing; nothing of them is kept."""
+    def summed(
+        self, done: int, gradients: dict[SentName, Tensor | None], used: list[SentName]
+    ) -> list[tuple[ReceivedTensor, Tensor | None]]:
+        """The gradients of some targets that have begun, and for which no other is missing; nothing of them is kept.
+
+        used: gets the names of the entries whose gradients are in them.
+        """
         found: list[tuple[ReceivedTensor, Tensor | None]] = []
         for bit in bits_of(done):
             tensor, names = self._by_bit[bit]
             total = self.parts.pop(bit, None)
+            used += names
             for name in names:
                 gradient, gradients[name] = gradients[name], None
                 if gradient is not None:

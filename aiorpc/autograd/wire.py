@@ -1,12 +1,17 @@
-"""What workers say to each other in a backward pass, as values of calls."""
+"""What workers say to each other of contexts and backward passes: plain values of calls, and how they are read.
+
+Gradients travel as dense tensors, those of sparse ones as their parts. `Given` says which tensors belong to what, and
+is read from its declaration: nothing is built of a message that does not fit. Everything here raises ProtocolError for
+what cannot be, and shows nothing of it.
+"""
 
 from __future__ import annotations
 
 import itertools
-import struct
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from ..channels.layout import EMBEDDED_SIZE
@@ -16,99 +21,206 @@ from ..runtime.calls.values import Results
 from ..runtime.gradients.reach import SentName
 
 Tensor = torch.Tensor
-Gradients = dict[SentName, Tensor | None]
-# The names of entries, packed, and then the gradient of each; None: nothing flows there.
+Gradients = Mapping[SentName, Tensor | None]
+# A packed `Given`, and then the tensors that it tells of.
 Wire = Results
 _new: Any = tuple.__new__  # what SentName(...) does, without its call into Python
-_REFERENCE = struct.Struct("<qqQ")
-_MOST_SIZES = 64  # dimensions, as torch has them
-# What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
-MORE = b"+"  # others will follow it
-NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last had nothing to do
+# What an answer says of the part. LAST: that was all, and the part is done.
+LAST, MORE, NOT_CLOSED = range(3)  # MORE: others will follow; NOT_CLOSED: LAST, and there was nothing to do at the end
+# In this order they have numbers on the wire.
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_LAYOUTS = (torch.sparse_coo, *_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
-    """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`.
+class Sparse(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """A sparse gradient. Its parts are, of COO, indices and values, and of others two lists of indices and values.
 
-    A sparse gradient goes as three dense tensors: its indices, its values and its size. The place in its name is
-    written as -1 less that place.
+    at: which of the gradients it is. layout: number in `_LAYOUTS`. coalesced: of COO.
     """
-    if not any(map(_is_sparse, gradients.values())):
-        return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
-    names: list[SentName] = []
-    parts: list[Tensor | None] = []
-    for name, gradient in gradients.items():
-        if gradient is None or not _is_sparse(gradient):
-            names.append(name)
-            parts.append(_short(gradient))
+
+    at: _Number
+    layout: Annotated[int, msgspec.Meta(ge=0, le=len(_LAYOUTS) - 1)]
+    coalesced: bool
+    size: list[_Number]
+
+
+class Given(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What a message with gradients says of them: message and place of each, one after the other.
+
+    said: of an answer, see `MORE`. absent: which of the gradients are None, and have no tensor. sparse: which of them
+    are.
+    """
+
+    names: list[_Number]
+    said: Annotated[int, msgspec.Meta(ge=0, le=NOT_CLOSED)] = LAST
+    absent: list[_Number] = []
+    sparse: list[Sparse] = []
+
+
+class Table(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What a worker has sent in a context, and where the gradients of that go on to.
+
+    received: the tensors that it has received and that its entries lead to, as bit, worker, message and place. entries:
+    message and place of each, and the bits of those. Where each leads to all that came before it, to name them for each
+    would be too much.
+    """
+
+    received: list[tuple[_Number, _Number, _Number, _Number]]
+    entries: list[tuple[_Number, _Number, bytes]]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_given = msgspec.msgpack.Decoder(Given).decode
+_read_table = msgspec.msgpack.Decoder(Table).decode
+_read_numbers = msgspec.msgpack.Decoder(list[_Number]).decode
+_read_reference = msgspec.msgpack.Decoder(tuple[int, int, int]).decode
+
+
+def to_wire(gradients: Gradients, said: int = LAST) -> Wire:
+    """Values side by side, for a call or an answer. said: of an answer, see `MORE`."""
+    tensors: list[Tensor] = []
+    absent, sparse = [], []
+    for at, gradient in enumerate(gradients.values()):
+        if gradient is None:
+            absent.append(at)
+        elif gradient.layout is torch.strided:
+            tensors.append(_plain(gradient))
         else:
-            message, place = name
-            names.append(_new(SentName, (message, -1 - place)))
-            sparse = gradient.detach().to_sparse()  # of any layout
-            parts += (sparse._indices(), sparse._values(), torch.tensor(sparse.shape, dtype=torch.int64))
-    return Results((pack_names(names) + said, *parts))
+            sparse.append(_taken_apart(at, gradient, tensors))
+    names = list(itertools.chain.from_iterable(gradients))
+    return Results((_encode(Given(names, said, absent, sparse)), *tensors))
 
 
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
+def _plain(gradient: Tensor) -> Tensor:
+    """As it can be sent. Of a short gradient that was expanded, as that of a sum is, a dense copy: strides cost more
+    than its elements."""
+    if type(gradient) is not Tensor or gradient.requires_grad:
+        gradient = gradient.detach().as_subclass(Tensor)
+    if gradient.is_cpu and not gradient.is_contiguous() and gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride():
+        return gradient.contiguous()
+    return gradient
 
 
-def _short(gradient: Tensor | None) -> Tensor | None:
-    """A dense copy of a short gradient that was expanded, as that of a sum is: strides cost more than its elements."""
-    if gradient is None or not gradient.is_cpu or gradient.layout is not torch.strided or gradient.is_contiguous():
-        return gradient
-    return gradient.contiguous() if gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride() else gradient
+def _taken_apart(at: int, gradient: Tensor, tensors: list[Tensor]) -> Sparse:
+    layout = gradient.layout
+    if layout not in _LAYOUTS:
+        raise ProtocolError(f"a gradient has the layout {layout}, which no worker can be given; make it dense")
+    if layout is torch.sparse_coo:
+        tensors += gradient._indices(), _plain(gradient._values())
+    elif layout in _BY_ROW:
+        tensors += gradient.crow_indices(), gradient.col_indices(), _plain(gradient.values())
+    else:
+        tensors += gradient.ccol_indices(), gradient.row_indices(), _plain(gradient.values())
+    coalesced = layout is torch.sparse_coo and gradient.is_coalesced()
+    return Sparse(at, _LAYOUTS.index(layout), coalesced, list(gradient.shape))
 
 
-def said_of_part(names: bytes) -> bytes:
-    """What an answer with these packed names says of the part: MORE, NOT_CLOSED or nothing."""
-    return names[len(names) // 8 * 8 :]
-
-
-def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
-    """What `to_wire` was given. ProtocolError for what it cannot have made."""
-    unpacked = unpack_names(names)
-    if not any(place < 0 for _, place in unpacked):
-        return dict(zip(unpacked, gradients, strict=True))
-    given: Gradients = {}
-    parts = iter(gradients)
-    for name in unpacked:
-        message, place = name
-        if place < 0:
-            given[_new(SentName, (message, -1 - place))] = _sparse(
-                next(parts, None), next(parts, None), next(parts, None)
-            )
-        else:
-            given[name] = next(parts, None)
-    return given
-
-
-def _sparse(indices: Tensor | None, values: Tensor | None, size: Tensor | None) -> Tensor:
-    if indices is None or values is None or size is None or size.dtype is not torch.int64 or size.numel() > _MOST_SIZES:
-        raise ProtocolError("a sparse gradient without indices, values or a size")
+def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName, Tensor | None], int]:
+    """What `to_wire` was given. tensors: behind what it has packed. Whose they are is not known yet."""
+    given: Given = _read(_read_given, packed)
+    numbers = iter(given.names)
+    if len(given.names) % 2:
+        raise ProtocolError("the names of gradients are pairs of numbers")
+    names: list[SentName] = [_new(SentName, pair) for pair in zip(numbers, numbers, strict=True)]
+    for each in tensors:
+        if type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized or each.is_nested:
+            raise ProtocolError("a gradient travels as plain dense tensors")
+    if not (given.absent or given.sparse):
+        if len(names) != len(tensors):
+            raise ProtocolError(f"{len(names)} gradients came with {len(tensors)} tensors")
+        return dict(zip(names, tensors, strict=True)), given.said  # type: ignore[arg-type]  # looked at above
+    absent, sparse = set(given.absent), {each.at: each for each in given.sparse}
+    rest: Any = iter(tensors)
+    gradients: dict[SentName, Tensor | None] = {}
     try:
-        # Copied: the memory in which they arrive may be shared with their sender.
-        return torch.sparse_coo_tensor(indices.clone(), values, size.tolist(), check_invariants=True)
-    except (RuntimeError, TypeError, ValueError):  # whose text would show what was sent
-        raise ProtocolError("a sparse gradient whose indices, values and size do not fit") from None
+        for at, name in enumerate(names):
+            form = sparse.get(at)
+            gradients[name] = None if at in absent else next(rest) if form is None else _put_together(form, rest)
+    except (StopIteration, RuntimeError, TypeError, ValueError):
+        raise ProtocolError("a sparse gradient came in parts that do not fit") from None
+    if next(rest, None) is not None:
+        raise ProtocolError(f"{len(names)} gradients came with too many tensors")
+    return gradients, given.said
+
+
+def _put_together(form: Sparse, parts: Any) -> Tensor:
+    """torch looks whether all indices are below the size, and what else each layout asks for.
+
+    What says where the values are is copied first: the memory in which it arrives may be shared with its sender.
+    """
+    layout = _LAYOUTS[form.layout]
+    with torch.no_grad():
+        if layout is torch.sparse_coo:
+            indices, values = next(parts).clone(), next(parts)
+            return torch.sparse_coo_tensor(
+                indices, values, form.size, is_coalesced=form.coalesced or None, check_invariants=True
+            )
+        firsts, seconds, values = next(parts).clone(), next(parts).clone(), next(parts)
+        return torch.sparse_compressed_tensor(firsts, seconds, values, form.size, layout=layout, check_invariants=True)
+
+
+def bytes_of(gradient: Tensor | None) -> int:
+    """The memory that a gradient takes; of one that was expanded, of what is there."""
+    if gradient is None:
+        return 0
+    if gradient.layout is torch.strided:
+        return min(gradient.nbytes, gradient.untyped_storage().nbytes())
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.values().nbytes * 3  # and what says where they are
 
 
 def pack_names(names: Collection[SentName]) -> bytes:
     """Names of entries, in their order."""
-    return struct.pack(f"<{2 * len(names)}q", *itertools.chain.from_iterable(names))
+    return _encode(list(itertools.chain.from_iterable(names)))
 
 
-def unpack_names(packed: bytes) -> list[SentName]:
+def unpack_names(packed: object) -> list[SentName]:
     """What `pack_names` was given."""
-    numbers = iter(struct.unpack_from(f"<{len(packed) // 8}q", packed))
-    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
+    found: list[int] = _read(_read_numbers, packed)
+    if len(found) % 2:
+        raise ProtocolError("the names of entries are pairs of numbers")
+    numbers = iter(found)
+    return [_new(SentName, pair) for pair in zip(numbers, numbers, strict=True)]
+
+
+def pack_table(received: list[tuple[int, int, int, int]], entries: list[tuple[int, int, bytes]]) -> bytes:
+    """What `gather` answers."""
+    return _encode(Table(received, entries))
+
+
+def unpack_table(packed: object) -> Table:
+    """What `pack_table` was given."""
+    table: Table = _read(_read_table, packed)
+    return table
+
+
+def pack_ids(ids: Collection[int]) -> bytes:
+    """Ids of workers."""
+    return _encode(list(ids))
+
+
+def unpack_ids(packed: object) -> list[int]:
+    """What `pack_ids` was given."""
+    ids: list[int] = _read(_read_numbers, packed)
+    return ids
 
 
 def pack_reference(rref: ReferenceId) -> bytes:
-    """The reference to a `Closing`, for a plan."""
-    return _REFERENCE.pack(*rref)
+    """A reference, for a handler of the runtime."""
+    return _encode(tuple(rref))
 
 
-def unpack_reference(packed: bytes) -> ReferenceId:
+def unpack_reference(packed: object) -> ReferenceId:
     """What `pack_reference` was given."""
-    return ReferenceId(*_REFERENCE.unpack(packed))
+    return ReferenceId(*_read(_read_reference, packed))
+
+
+def _read(read: Any, packed: object) -> Any:
+    if type(packed) is not bytes:
+        raise ProtocolError("what is said of gradients stands in bytes")
+    try:
+        return read(packed)
+    except (msgspec.DecodeError, RecursionError):
+        raise ProtocolError("what is said of gradients is not what is declared") from None

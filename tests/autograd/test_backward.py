@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import pickle
 import re
 import threading
 import weakref
@@ -28,7 +27,7 @@ from aiorpc.autograd import passes
 from aiorpc.autograd.contexts import make_pass
 from aiorpc.autograd.parts import abort, gather, go_on, part_of
 from aiorpc.autograd.passes import Pass
-from aiorpc.autograd.wire import to_wire
+from aiorpc.autograd.wire import MORE, from_wire, pack_names, to_wire
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine import engine
 from aiorpc.runtime.gradients.reach import SentName
@@ -41,6 +40,7 @@ from tests.transport.ends import Interruption, interrupted, meanwhile
 from tests.unlooked import unlooked_at
 
 double = torch.float64
+NOTHING = to_wire({})  # no gradients
 MOST = 3000  # instructions: more than any of this takes
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -48,11 +48,12 @@ MOST = 3000  # instructions: more than any of this takes
 
 def test_short_gradients_that_were_expanded_are_sent_dense() -> None:
     """As that of a sum is; a long one goes as the one element that it has, and others go as they are."""
-    short, long, turned = torch.ones(()).expand(2, 2), torch.ones(()).expand(100, 100), vector().view(2, -1).t()
+    short, long, turned = torch.ones(()).expand(2, 2), torch.ones(()).expand(100, 100), torch.ones(2, 3).t()
     gradients = {SentName(1, place): each for place, each in enumerate((short, long, turned, None))}
-    _, *sent = to_wire(gradients)
+    packed, *sent = to_wire(gradients)
     assert torch.equal(sent[0], short) and sent[0].stride() == (2, 1)
-    assert sent[1] is long and sent[2] is turned and sent[3] is None
+    assert len(sent) == 3 and sent[1] is long and sent[2] is turned
+    assert [each is None for each in from_wire(packed, sent)[0].values()] == [False, False, False, True]
 
 
 async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:
@@ -175,8 +176,9 @@ async def test_what_a_worker_tells_of_its_graph_does_not_grow_with_the_square_of
         y = x
         for _ in range(length):
             y = torch.tanh(y * 0.5 + await workers[0].call("worker1", parts.layer_async, y))
-        told = await workers[0].call("worker0", gather, int(ctx))
-        assert len(pickle.dumps(told)) < 200 * length  # with a name for each of them, 800
+        (first, *_) = workers[0].node.gradients.get(ctx).sent
+        told = await workers[0].call("worker0", gather, int(ctx), pack_names([first]))
+        assert len(told) < 200 * length  # with a name for each of them, 800
         await ctx.backward([y.sum()])
         y = x
         for _ in range(length):
@@ -193,10 +195,10 @@ async def test_questions_that_come_late(workers: list[Worker]) -> None:
         await ctx.backward([y.sum()])
         context = workers[1].node.gradients.get(ctx)
         (number,) = context.passed
-        assert await workers[0].call("worker1", go_on, int(ctx), number, b"") == b"+"
+        assert await workers[0].call("worker1", go_on, int(ctx), number, *NOTHING) == to_wire({}, MORE)[0]
         part_of(workers[1].node, context, number + 1).fail(ValueError("as it was"))
         with pytest.raises(ValueError, match="as it was"):
-            await workers[0].call("worker1", go_on, int(ctx), number + 1, b"")
+            await workers[0].call("worker1", go_on, int(ctx), number + 1, *NOTHING)
 
 
 async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worker]) -> None:
@@ -204,13 +206,13 @@ async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worke
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.layer, vector())
         await workers[2].call("worker1", parts.layer, vector())
-        question = workers[0].call("worker1", go_on, int(ctx), 1, b"")
+        question = workers[0].call("worker1", go_on, int(ctx), 1, *NOTHING)
         await until(lambda: 1 in workers[1].node.gradients.get(ctx).parts)
         with pytest.raises(aiorpc.RpcError, match="worker 2 does not run this backward pass"):
-            await workers[2].call("worker1", go_on, int(ctx), 1, b"")
+            await workers[2].call("worker1", go_on, int(ctx), 1, *NOTHING)
         assert not question.done()
-        second = workers[0].call("worker1", go_on, int(ctx), 1, b"")
-        assert await question == b"+" and not second.done()
+        second = workers[0].call("worker1", go_on, int(ctx), 1, *NOTHING)
+        assert await question == to_wire({}, MORE)[0] and not second.done()
     with pytest.raises(aiorpc.RpcError, match="was left"):
         await second
 
@@ -1783,6 +1785,6 @@ async def test_nobody_ends_the_passes_of_others(workers: list[Worker]) -> None:
         y = await workers[0].call("worker1", parts.layer, x)
         for number in range(ctx + 1, ctx + 5):
             with pytest.raises(aiorpc.RpcError, match="worker 2 does not run this backward pass"):
-                await workers[2].call("worker1", abort, ctx, number, "it shall fail")
+                await workers[2].call("worker1", abort, int(ctx), number, pack_names([]), "it shall fail")
         await ctx.backward([y.sum()])
         assert x in ctx.gradients()

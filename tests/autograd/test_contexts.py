@@ -18,15 +18,16 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
 from aiorpc.autograd import contexts as contexts_module
-from aiorpc.autograd.contexts import forget
+from aiorpc.autograd.contexts import forget, has_ended
+from aiorpc.autograd.wire import unpack_ids
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.gradients import contexts
-from aiorpc.runtime.gradients.contexts import current_autograd
+from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener_of
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from tests.autograd import parts
@@ -850,7 +851,7 @@ async def test_leaving_while_another_thread_is_about_to_call(workers: list[Worke
             told.update(gradients.leave(context.id))
 
         def call() -> None:
-            tapes.append(gradients.answers(context.id, peer))
+            tapes.append(gradients.calls(context.id, peer, None))
 
         found = meanwhile(call, at, leave, contexts.__file__, signals=True)
         leave()
@@ -939,8 +940,8 @@ async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(takes_pa
 async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:
     """A peer that says it is at fault, and nothing else breaks of it."""
     peer = workers[0].node.peers.find("worker1")
-    await workers[0].call("worker1", parts.weight, 0)
     async with autograd.context() as ctx:
+        await workers[0].call("worker1", parts.weight, 0)
         for said in (
             [ctx],
             [ctx, "1", [0], [[]]],
@@ -960,32 +961,105 @@ async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> 
 
 
 async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None:
-    """Neither where a context is, nor where it will be: whoever opened it is asked first."""
-    first = workers[0].node.gradients.next_number()
-    for number in range(first, first + 5):
-        workers[1].node.gradients.called(number, workers[1].node.peers.find("worker2"))
-        for name in ("worker0", "worker1"):
-            await workers[2].call(name, forget, number)
+    """Whoever takes part and says that it has ended has its opener asked first; others have nobody asked."""
     x = vector()
     async with autograd.context() as ctx:
-        assert first < ctx < first + 5
         y = await workers[0].call("worker1", parts.layer, x)
         for name in ("worker0", "worker1"):
-            assert await workers[2].call(name, forget, ctx) == b""
+            assert unpack_ids(await _outside(workers[2].call, name, forget, int(ctx))) == []
+        assert not workers[1].node.gradients.doubted
+        await workers[0].call("worker2", parts.via, vector(), "worker1")  # and so it takes part
+        for name in ("worker0", "worker1"):
+            assert unpack_ids(await _outside(workers[2].call, name, forget, int(ctx))) == []
         await until(lambda: not workers[1].node.gradients.doubted)
         assert len(workers[0].node.gradients) == 1 and workers[1].node.gradients.find(ctx) is not None
         await ctx.backward([y.sum()])
         assert x in ctx.gradients()
-    for number in range(first, first + 5):  # what is never opened is the other one's own trouble
-        workers[1].node.gradients.leave(number)
+
+
+async def test_ids_of_contexts_and_passes_cannot_be_guessed(workers: list[Worker]) -> None:
+    """Two of one worker have the worker's own bits in common, and no more than random ones have besides."""
+    ids = [workers[1].node.gradients.new_id() for _ in range(200)]
+    assert all(opener_of(id) == workers[1].id and 0 < id < 1 << 63 for id in ids)
+    lowest, highest = id_range(workers[1].id)
+    ones = [sum(id >> bit & 1 for id in ids) for bit in range((highest - lowest).bit_length())]
+    assert len(ones) == 48 and all(40 < count < 160 for count in ones)
+
+
+@pytest.mark.parametrize("worker_id", [0, 1, (1 << 14) - 1, 1 << 14, (1 << 21) - 1, 1 << 21, (1 << 31) - 1])
+def test_each_id_of_a_context_says_who_has_opened_it(worker_id: int) -> None:
+    """Whatever the id of that worker is; the ranges of two workers have none in common."""
+    lowest, highest = id_range(worker_id)
+    assert opener_of(lowest) == opener_of(highest) == worker_id and 0 <= lowest < highest < 1 << 63
+    assert highest - lowest >= (1 << 30) - 1
+    for other in {0, 1, worker_id - 1, worker_id + 1} - {-1, worker_id, 1 << 31}:
+        assert id_range(other)[1] < lowest or id_range(other)[0] > highest
+
+
+async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
+    """Neither in a context that is there, nor in one that it would bring; and so does one of the runtime's handlers."""
+    nothing = RpcBackendOptions(serve={"actor": [], "*": "*"})
+    store = HashStore()
+    async with (
+        Worker("worker0", world_size=None, store=store, options=nothing) as learner,
+        Worker("worker1", world_size=None, store=store, role="actor") as actor,
+    ):
+        current_node.set(learner.node)
+        ours = learner.node.gradients.open()
+        for context_id in (ours.id, actor.node.gradients.open().id, actor.node.gradients.new_id()):
+            actor.node.gradients._enter(context_id)
+            token = current_autograd.set(context_id)
+            try:
+                with pytest.raises(NotAllowed):
+                    await actor.call("worker0", parts.layer, vector())
+                assert (await actor.call("worker0", has_ended, ours.id)) is False
+            finally:
+                current_autograd.reset(token)
+                actor.node.gradients.leave(context_id)
+        assert not ours.known and len(learner.node.gradients) == 1
+        learner.node.gradients.leave(ours.id)
+
+
+async def test_what_a_message_says_of_a_context_in_which_its_sender_takes_no_part(workers: list[Worker]) -> None:
+    """Its tensors are like others, and it takes no part because of that."""
+    peer = workers[0].node.peers.find("worker1")
+    await workers[0].call("worker1", parts.echo, None)
+    async with autograd.context() as ctx:
+        context = workers[0].node.gradients.get(ctx)
+        tensors, past = workers[0].node.gradients.receive(peer, [ctx, 1, [0], [[]]], [vector().detach()])
+        assert not tensors[0].requires_grad and past is None
+        assert not context.known and not context.received
+
+
+async def test_the_contexts_that_one_worker_leaves_are_no_reason_to_forget_those_of_others(
+    workers: list[Worker],
+) -> None:
+    """A late call opens none again, however many another worker says that it has left."""
+    async with autograd.context() as ctx:
+        await workers[0].call("worker1", parts.echo, None)
+    gradients = workers[1].node.gradients
+    await until(lambda: gradients.find(ctx) is None)
+    for _ in range(5000):
+        gradients.leave(workers[2].node.gradients.new_id())
+    assert gradients.called(ctx, workers[1].node.peers.find("worker0")) is None
+
+
+async def _outside(call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call in no context."""
+    token = current_autograd.set(None)
+    try:
+        future = call(*args)
+    finally:
+        current_autograd.reset(token)
+    return await future
 
 
 async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:
     """As where a worker was called in it before its opener knew of that worker."""
-    first = workers[0].node.gradients.next_number()
+    first = workers[0].node.gradients.new_id()
     workers[1].node.gradients.called(first, workers[1].node.peers.find("worker2"))
     assert len(workers[1].node.gradients) == 1
-    assert await workers[2].call("worker1", forget, first) == b""
+    assert unpack_ids(await workers[2].call("worker1", forget, first)) == []
     await until(lambda: len(workers[1].node.gradients) == 0)
 
 

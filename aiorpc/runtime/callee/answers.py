@@ -18,6 +18,7 @@ from ...sites import spates
 from ...transport.connection import Connection
 from ..calls.current import ServedCall, where
 from ..calls.failures import encode_error
+from ..calls.functions import is_intrinsic
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..engine.forked import end_child
@@ -113,6 +114,26 @@ class Answers:
         if call.replied and self._engine.pool.may_stay_awake:
             self._engine.pool.lookout.get_ready()
         return call.replied
+
+    def enter(self, call: ServedCall) -> Overloaded | None:
+        """That call may be run: its caller takes part in the autograd context that it was made in. Any thread.
+
+        Returns why it is not run, if it is not. A handler that serves everybody is run in none: else to call one would
+        make a worker take part that may have nothing run.
+        """
+        id = call.autograd
+        assert id is not None, "it was made in a context"
+        context = self._gradients.find(id)
+        new = context is None or self._caller not in context.known
+        if new and call.handler is not None and is_intrinsic(call.handler.function):
+            call.autograd = None
+            return None
+        try:
+            call.autograd = self._gradients.called(id, self._caller)
+        except Overloaded as error:
+            call.autograd = None
+            return error.with_traceback(None)  # which would hold this frame, and that the call
+        return None
 
     # --- results ------------------------------------------------------------------------------------------------------
 

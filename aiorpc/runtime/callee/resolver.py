@@ -176,8 +176,9 @@ class Resolver:
                 call.function = "to_here"
                 self._engine.counters.served_users += 1  # nothing is run for it, so nobody else counts it
                 value = self._references.value(worker, number, key, self._caller)
+                plain = self._permits is None and call.autograd is None
                 answer = partial(self._answers.answer_future, call, False)
-                when_done(value, answer if self._permits is None else partial(self._fetch, worker, call))
+                when_done(value, answer if plain else partial(self._fetch, worker, call))
             case _ if self._engine.safe:
                 raise SerializationError(
                     f"worker {self._engine.name!r} runs no function that is sent by value: it uses safe serialization"
@@ -206,6 +207,8 @@ class Resolver:
     def _unpack_function(self, call: ServedCall) -> None:
         """In a thread: the function came by value, as the first argument."""
         try:
+            if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
+                raise refusal
             values = self._runner.decode(call)
             function = values.pop(0)
             if not callable(function):
@@ -219,7 +222,7 @@ class Resolver:
         self._engine.call_on_loop(self._runner.start, call, handler)
 
     def _fetch(self, creator: int, call: ServedCall, future: AnyFuture) -> None:
-        """The value is there, and the caller is one that may not have everything."""
+        """The value is there; the caller is one that may not have everything, or fetches it in an autograd context."""
         value, error = outcome(future)
         if error is None and self._permits is not None:
             try:
@@ -227,6 +230,9 @@ class Resolver:
             except Exception as refusal:
                 self._runner.refuse(call, refusal)
                 return
+        if call.autograd is not None and (failure := self._answers.enter(call)) is not None:
+            self._runner.refuse(call, failure)
+            return
         self._answers.answer_future(call, False, future)
 
     def _found_value(self, name: str, call: ServedCall, future: AnyFuture) -> None:

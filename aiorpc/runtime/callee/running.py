@@ -117,6 +117,9 @@ class Runner:
             except ProtocolError as error:
                 self.refuse(call, error)
                 return
+        if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
+            self.refuse(call, refusal)
+            return
         streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
         if streamed != (call.credit is not None):
             if not (streamed and handler.wrapper):

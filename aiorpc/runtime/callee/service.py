@@ -186,11 +186,6 @@ class Service:
             raise ProtocolError(f"{frame}, and the call of that number is being served")
         call = ServedCall(self._home, self._info, frame, message, self._permits)
         call.caller_id = self.record.id
-        if message.autograd is not None:
-            try:
-                call.autograd = self._home.gradients.called(message.autograd, self._caller)
-            except Overloaded as error:
-                failure = error.with_traceback(None)  # which would hold this frame, as below
         if type(frame) is Message:
             call.landing = frame.landing
         if message.creates is not None:

@@ -9,14 +9,21 @@ goes along these names.
 Entries are made when a message is encoded, and taken back if it is not sent. A context ends on all workers that took
 part in it (`AutogradContext.known`) when the worker that opened it leaves it or is gone.
 
+Who takes part in a context, as one worker sees it: the worker that opened it, those whose calls in it were allowed
+here, and those that were called in it from here. A worker of which none of this is known can still run a backward
+pass, over what came of tensors that others passed on to it: it shows that by the name of such a tensor, which is as
+hard to guess as the id of the context and travels with what came of the tensor alone. What any other worker says of a
+context is refused (`AutogradContext.takes_part`).
+
 Everything here may be used from any thread where it does not say otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -30,43 +37,54 @@ from ...channels.landing import Arrival
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
 from ...locks import Lock
 from ...protocol.codec import Past
-from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
+from .kept import Kept, PeerForContexts
 from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
 
 Tensor = torch.Tensor
 _infer_type: Any = torch._C._jit_try_infer_type
 _new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
-# Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none.
+# Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none. So are
+# the passes of a context that have ended.
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors; of more the others have to ask.
 MOST_BEHIND = 512
-# Ids of contexts are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the id of a worker,
-# and a number in 48 bits. Where the worker's id takes more than 14 bits, as after many joins of a free group, it stands
-# below bit 62, which is set, and the number has 31 bits: once they are used up it begins anew.
-_BITS, _WIDE_BITS = 48, 31
-_WIDE = 1 << 62
+# Names of tensors behind another one that take about as much memory as one recorded tensor does.
+_NAMES_IN_ONE = 8
+# Ids of contexts and of passes are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the
+# id of a worker and a number in 48 bits, here a random one. Where the worker's id takes more than 14 bits, as after
+# many joins of a free group, fewer are left for the number. A form is the bits that mark it, those of the number, and
+# those of the worker's id.
+_FORMS = ((0, 48, 14), (1 << 62, 40, 21), (3 << 61, 30, 31))
+_SECOND, _THIRD = _FORMS[1][0], _FORMS[2][0]
+
+
+def _form_of(worker_id: int) -> tuple[int, int]:
+    """The lowest id that a context of that worker can have, and how many bits of it are the number's."""
+    mark, bits, _ = next(form for form in _FORMS if not worker_id >> form[2])
+    return mark | worker_id << bits, bits
 
 
 def id_range(worker_id: int) -> tuple[int, int]:
     """The lowest and the highest id that a context of that worker can have."""
-    wide = worker_id << _BITS >= _WIDE
-    first = _WIDE | worker_id << _WIDE_BITS if wide else worker_id << _BITS
-    return first, first | (1 << (_WIDE_BITS if wide else _BITS)) - 1
+    first, bits = _form_of(worker_id)
+    return first, first | (1 << bits) - 1
 
 
 def opener_of(id: int) -> int:
-    """The worker that the context of that id belongs to: see `id_range`."""
-    return (id ^ _WIDE) >> _WIDE_BITS if id & _WIDE else id >> _BITS
+    """The worker that the context, or the pass, of that id belongs to: see `id_range`. Of any integer."""
+    if id < _SECOND:
+        return id >> _FORMS[0][1]
+    if id < _THIRD:
+        return (id ^ _SECOND) >> _FORMS[1][1]
+    return (id ^ _THIRD) >> _FORMS[2][1]
 
 
-class PeerForContexts(Protocol):
-    """Another worker, as the contexts that its messages belong to know it."""
-
-    @property
-    def record(self) -> WorkerRecord | None: ...
+def random_bits(count: int) -> int:
+    """A number of so many bits that cannot be guessed."""
+    return int.from_bytes(os.urandom(8)) >> (64 - count)
 
 
 class _Received(torch.autograd.Function):
@@ -118,27 +136,49 @@ class AutogradContext:
     ) -> None:
         self.id = id
         self.most_behind = most_behind
+        self.opener = opener_of(id)
         self.sent: dict[SentName, GradientEdge] = {}
+        self.receivers: dict[int, PeerForContexts] = {}  # of the messages in which they were sent, by number
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
         self.known: set[PeerForContexts] = set()  # workers that calls of this context went to or came from
         self.brought_by: PeerForContexts | None = None  # whose call was the first here
         self.lock = Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
-        self.passed: dict[int, BaseException | None] = {}  # those that have ended, and why if they failed
+        # The latest that have ended: why, if they failed, and for whom each is kept (`Kept`).
+        self.passed: OrderedDict[int, tuple[BaseException | None, PeerForContexts | None]] = OrderedDict()
         self.untracked = untracked
         self._anchor = anchor
         self._arrivals: list[Arrival] = []  # of gradients on devices
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(random_bits(62))
+        self.kept: dict[PeerForContexts, int] = {}  # what is kept here for whom, as `Kept` counts it
+        self.leaf_bytes = 0  # of gradients of leaves, the same
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # of leaves, by `id`: a tensor's hash runs in Python
+
+    # --- who may say something of it ----------------------------------------------------------------------------------
+
+    def takes_part(self, worker_id: int, name: SentName | None = None) -> bool:
+        """Whether that worker takes part, as far as this one knows. name: of a tensor that it says it knows of."""
+        if worker_id == self.opener or (name is not None and name in self.sent):
+            return True
+        records = [peer.record for peer in self.known.copy()]  # calls may add to it meanwhile
+        return any(record is not None and record.id == worker_id for record in records)
+
+    def was_sent_to(self, peer: PeerForContexts, name: SentName) -> bool:
+        """Whether the tensor of that name was sent from here to that worker, which so may say what its gradient is."""
+        receiver = self.receivers.get(name.message) if name in self.sent else None
+        there, record = None if receiver is None else receiver.record, peer.record
+        return there is not None and record is not None and there.id == record.id
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor], untracked: type | tuple[()]) -> tuple[int, list[int], list[Any]] | None:
+    def send(
+        self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts
+    ) -> tuple[int, list[int], list[Any]] | None:
         """Remember those that require gradients: number of the message, their places, and for each what is behind it.
 
         None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
-        untracked: types of tensors that are not remembered.
+        untracked: types of tensors that are not remembered. to: the worker that the message goes to.
         """
         places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
@@ -149,6 +189,7 @@ class AutogradContext:
             edge = self.sent[_new(SentName, (number, place))] = _edge_of(tensors[place])
             found = self.behind(edge)
             behind.append(None if found is None else list(itertools.chain.from_iterable(found)))
+        self.receivers[number] = to
         return number, places, behind
 
     def behind(self, edge: GradientEdge) -> set[tuple[int, int, int]] | None:
@@ -168,6 +209,7 @@ class AutogradContext:
 
     def unsend(self, number: int, places: Sequence[int]) -> None:
         """Take back the entries of a message that was not sent."""
+        self.receivers.pop(number, None)
         for place in places:
             self.sent.pop(SentName(number, place), None)
 
@@ -225,6 +267,10 @@ class AutogradContext:
                 self._join(pairs)
             return [None if pair is None else pair[1] for pair in pairs]
 
+    def without_gradient(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Of these leaves, each with its gradient, the gradients of those that have none here yet."""
+        return [gradient for leaf, gradient in pairs if id(leaf) not in self._gradients]
+
     def take_back(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
         with self.lock:
@@ -266,20 +312,20 @@ def _receive_apart(
 ) -> Tensor:
     try:
         return context.receive(sender, *apart[number], tensor)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _impossible(error) from None
+    except (KeyError, TypeError, ValueError):
+        raise _impossible() from None
 
 
-def _impossible(error: Exception) -> ProtocolError:
-    return ProtocolError(f"a message that says of gradients what cannot be: {error}")
+def _impossible() -> ProtocolError:
+    return ProtocolError("a message that says of the gradients of its tensors what cannot be")
 
 
 _INT = frozenset((int,))
 
 
 def _named(said: Any) -> Iterator[tuple[int, int, int]]:
-    if type(said) is not list or len(said) % 3 or not _INT.issuperset(map(type, said)):
-        raise ValueError(f"{said!r:.80}")
+    if type(said) is not list or len(said) % 3 or len(said) > 3 * MOST_BEHIND or not _INT.issuperset(map(type, said)):
+        raise ValueError
     numbers = iter(said)
     return zip(numbers, numbers, numbers, strict=True)
 
@@ -299,19 +345,24 @@ def keeps_past(function: F) -> F:
 class Tape:
     """Records what one message of a context sends. untracked: types of tensors that it sends without a past."""
 
-    def __init__(self, context: AutogradContext) -> None:
+    def __init__(self, context: AutogradContext, to: PeerForContexts, counts: Kept | None = None) -> None:
+        """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does."""
         self.untracked = context.untracked
         self._context = context
+        self._to = to
+        self._counts = counts
 
     def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> Recorded | None:
         """What the message has to say about its tensors, None for nothing.
 
-        on_unsent: a list that gets the function to undo it.
+        on_unsent: a list that gets the function to undo it. Raises Overloaded.
         """
-        sent = self._context.send(tensors, self.untracked)
+        sent = self._context.send(tensors, self.untracked, self._to)
         if sent is None:
             return None
         on_unsent.append(partial(self._context.unsend, *sent[:2]))
+        if self._counts is not None:
+            self._counts.keep(self._context, self._to, len(sent[1]))
         recorded: Recorded = _new(Recorded, (self._context.id, *sent))
         return recorded
 
@@ -344,15 +395,14 @@ class Gradients:
         self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing = Trailing(engine)
+        self.kept = Kept(engine)
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
-        self._left: OrderedDict[int, None] = OrderedDict()
+        self._left: set[int] = set()
+        self._left_of: dict[int, deque[int]] = {}  # the same, by the workers that have opened them, the oldest first
         self._gone: OrderedDict[int, None] = OrderedDict()  # workers: as `_left`, for contexts that have not come here
         self._brought: dict[PeerForContexts, int] = {}  # how many of the contexts calls of that worker have brought
-        self._numbers = itertools.count(1)
-        self._first, last = id_range(engine.id)
-        self._mask = last - self._first
-        self._given = self._first  # the last number
+        self._first, self._bits = _form_of(engine.id)
         self._lock = Lock()
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, device="cpu", requires_grad=True)
@@ -361,20 +411,21 @@ class Gradients:
         """How many contexts are open."""
         return len(self._contexts)
 
-    def next_number(self) -> int:
-        """A number for a context or a pass that no other worker gives to one, and that no context has now."""
-        while (number := self._first | next(self._numbers) & self._mask) in self._contexts:
+    def new_id(self) -> int:
+        """An id for a context or a pass of this worker, which cannot be guessed, and which no context has or had."""
+        while (number := self._first | int.from_bytes(os.urandom(8)) >> 64 - self._bits) in self._contexts or (
+            number in self._left
+        ):
             pass
-        self._given = number
         return number
 
     def has_ended(self, id: int) -> bool:
-        """Whether a context of this worker was opened, and left; not of numbers from before they began anew."""
-        return self._first < id <= self._given and id not in self._contexts
+        """Whether a context of this worker was left: its id is in use from the moment at which it is made."""
+        return opener_of(id) == self._engine.id and id not in self._contexts
 
     def open(self) -> AutogradContext:
         """A new context of this worker."""
-        return self._enter(self.next_number())
+        return self._enter(self.new_id())
 
     def _bring(self, id: int, peer: PeerForContexts) -> AutogradContext:
         """The context of a call from that peer. Raises Overloaded where too many of its are open."""
@@ -390,7 +441,7 @@ class Gradients:
                     "have brought (max_contexts); this call in a further one was not run"
                 )
             context = self._enter(id)
-            if context.brought_by is None and opener_of(id) != self._engine.id:
+            if context.brought_by is None and context.opener != self._engine.id:
                 context.brought_by = peer
                 self._brought[peer] = count + 1
             return context
@@ -407,11 +458,15 @@ class Gradients:
         """A context that is open here. RpcUsageError if there is none of that id."""
         context = self._contexts.get(id)
         if context is None:
-            raise RpcUsageError(
-                f"Could not find autograd context with id: {id} on worker {self._engine.name!r}. It was left, or has "
-                "not come here; are you inside of `with autograd.context() as context_id`?"
-            )
+            raise self.not_here(id)
         return context
+
+    def not_here(self, id: int) -> RpcUsageError:
+        """That there is no such context here."""
+        return RpcUsageError(
+            f"Could not find autograd context with id: {id} on worker {self._engine.name!r}. It was left, or has not "
+            "come here; are you inside of `with autograd.context() as context_id`?"
+        )
 
     def find(self, id: int) -> AutogradContext | None:
         """A context that is open here; None if there is none of that id."""
@@ -420,24 +475,24 @@ class Gradients:
     def calls(self, id: int | None, peer: PeerForContexts, function: object) -> Tape | None:
         """The tape of a call to that peer in context `id`; None outside of any context, or if it was left.
 
-        function: that is called.
+        From now on the peer takes part. function: that is called.
         """
-        if not self.as_torch:
-            return self.answers(id, peer)
-        tape = self.answers(id, peer) if torch.is_grad_enabled() else None
-        if tape is not None and (_find_builtin(function) is not None or getattr(function, _KEEPS_PAST, False)):
-            tape.untracked = ()
-        return tape
-
-    def answers(self, id: int | None, peer: PeerForContexts) -> Tape | None:
-        """The tape of an answer to that peer in context `id`, as `calls`, whatever autograd mode this thread is in."""
         context = self._contexts.get(id) if id else None
-        if context is None:
+        if context is None or (self.as_torch and not torch.is_grad_enabled()):
             return None
         context.known.add(peer)
         if id not in self._contexts:  # left meanwhile, by another thread, which may not tell that worker of it
             return None
-        return Tape(context)
+        tape = Tape(context, peer)
+        if self.as_torch and (_find_builtin(function) is not None or getattr(function, _KEEPS_PAST, False)):
+            tape.untracked = ()
+        return tape
+
+    def answers(self, id: int | None, peer: PeerForContexts) -> Tape | None:
+        """The tape of an answer to that peer, whose call in context `id` was let in (`called`), whatever autograd mode
+        this thread is in; None if the context was left."""
+        context = self._contexts.get(id) if id else None
+        return None if context is None or peer not in context.known else Tape(context, peer, self.kept)
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
         """As `answers`, as torch does it for a value that somebody has made a reference to by ``RRef(value)``."""
@@ -448,16 +503,19 @@ class Gradients:
             tape.untracked = ()
         return tape
 
-    def called(self, id: Any, peer: PeerForContexts) -> int | None:
-        """A call from that peer has come in context `id`: returns the id, or None if the context was left by now.
+    def called(self, id: int, peer: PeerForContexts) -> int | None:
+        """A call from that peer in context `id`, which it may have run, is about to: the peer takes part from now on.
 
-        Raises Overloaded.
+        Returns the id, or None if the context was left by now, or never was. Raises Overloaded.
         """
-        if type(id) is not int:
-            raise ProtocolError(f"{id!r:.40} is no autograd context")
         if id in self._left or (self._gone and opener_of(id) in self._gone):
             return None
-        self._bring(id, peer).known.add(peer)
+        context = self._contexts.get(id)
+        if context is None:
+            if not 0 < id < 1 << 63 or opener_of(id) == self._engine.id:  # which would be open
+                return None
+            context = self._bring(id, peer)
+        context.known.add(peer)
         if id in self._left or (self._gone and opener_of(id) in self._gone):  # meanwhile, by another thread
             self._drop(id)
             return None
@@ -467,12 +525,14 @@ class Gradients:
         """It is open no longer; None if it was not."""
         with self._lock:
             context = self._contexts.pop(id, None)
-            if context is not None and context.brought_by is not None:
-                left = self._brought[context.brought_by] - 1
-                if left:
-                    self._brought[context.brought_by] = left
-                else:
-                    del self._brought[context.brought_by]
+            if context is not None:
+                self.kept.drop(context)
+                if context.brought_by is not None:
+                    left = self._brought[context.brought_by] - 1
+                    if left:
+                        self._brought[context.brought_by] = left
+                    else:
+                        del self._brought[context.brought_by]
             return context
 
     def receive(
@@ -481,17 +541,20 @@ class Gradients:
         """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
 
         Also returns a function that does the same for tensors which are taken apart inside of the pickle, given their
-        number among these; None if there are none. Both raise ProtocolError.
+        number among these; None if there are none. Both raise ProtocolError; Overloaded.
         """
         assert peer.record is not None, "a message came from it"
         try:
             id, number, places, behind = said
             if type(number) is not int or min(places, default=0) < 0:
-                raise ValueError(f"{number!r:.40}, {places!r:.40}")
+                raise _impossible()
             context = self._contexts.get(id)
-            if context is None:  # left meanwhile: they are tensors like others
+            # Left meanwhile: they are tensors like others. So they are where the sender takes no part, as it would if
+            # the message were of a call in this context.
+            if context is None or peer not in context.known:
                 return tensors, None
-            context.known.add(peer)
+            count = sum([1 if names is None else 1 + len(names) // (3 * _NAMES_IN_ONE) for names in behind])
+            self.kept.keep(context, peer, count)
             sender, tracked = peer.record.id, list(tensors)
             apart: dict[int, tuple[SentName, Any]] = {}
             for place, past in zip(places, behind, strict=True):
@@ -501,12 +564,12 @@ class Gradients:
                 else:
                     apart[place - len(tracked)] = SentName(number, place), past
             return tracked, partial(_receive_apart, context, sender, apart) if apart else None
-        except (TypeError, ValueError) as error:
-            raise _impossible(error) from None
+        except (TypeError, ValueError):
+            raise _impossible() from None
 
     def leave(self, id: int) -> set[PeerForContexts]:
         """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
-        self._remember(self._left, id)
+        self._remember_left(id)
         context = self._drop(id)
         if context is None:
             return set()
@@ -515,16 +578,26 @@ class Gradients:
 
     def on_gone(self, worker_id: int) -> None:
         """A worker is gone, and leaves its contexts. On the loop."""
-        self._remember(self._gone, worker_id)
+        with self._lock:
+            self._gone[worker_id] = None
+            if len(self._gone) > _REMEMBERED:  # one was added
+                self._gone.popitem(last=False)
         first, last = id_range(worker_id)
         for id in [id for id in list(self._contexts) if first <= id <= last]:
             self.leave(id)
-
-    def _remember(self, ended: OrderedDict[int, None], id: int) -> None:
         with self._lock:
-            ended[id] = None
-            if len(ended) > _REMEMBERED:  # one was added
-                ended.popitem(last=False)
+            self._left.difference_update(self._left_of.pop(worker_id, ()))
+
+    def _remember_left(self, id: int) -> None:
+        """For each opener by itself: however many contexts one leaves, those of others stay remembered."""
+        with self._lock:
+            if id in self._left:
+                return
+            left = self._left_of.setdefault(opener_of(id), deque())
+            left.append(id)
+            self._left.add(id)
+            if len(left) > _REMEMBERED:
+                self._left.discard(left.popleft())
 
     def close(self) -> None:
         """The worker closes: drop all contexts. On the loop."""

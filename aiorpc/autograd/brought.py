@@ -1,0 +1,93 @@
+"""Gradients that other workers bring to a part of a backward pass: who may give which, and what they take till then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import NotAllowed
+from ..locks import Lock
+from ..runtime.gradients.contexts import AutogradContext
+from ..runtime.gradients.kept import Kept, PeerForContexts
+from ..runtime.gradients.reach import SentName
+from ..runtime.node import Node
+from .wire import bytes_of, from_wire
+
+Tensor = torch.Tensor
+_new: Any = tuple.__new__  # what Brought(...) does, without its call into Python
+
+
+class Brought(NamedTuple):
+    """Gradients that another worker may give. sizes: in bytes. said: see `wire.MORE`."""
+
+    peer: PeerForContexts
+    gradients: Mapping[SentName, Tensor | None]
+    tensors: Sequence[Tensor]
+    sizes: Mapping[SentName, int]
+    said: int
+
+
+def brought_by(
+    node: Node, context: AutogradContext, peer: PeerForContexts, packed: object, tensors: Sequence[Any]
+) -> Brought:
+    """What that worker gives, as `to_wire` has made it.
+
+    Raises NotAllowed for a tensor that was not sent to it from here, or has another shape; ProtocolError.
+    """
+    gradients, said = from_wire(packed, tensors)
+    sent, receivers, sizes = context.sent, context.receivers, dict[SentName, int]()
+    for name, gradient in gradients.items():
+        edge = sent.get(name)
+        if edge is None or (receivers.get(name.message) is not peer and not context.was_sent_to(peer, name)):
+            raise _not_its_own(node, context, peer, "for a tensor that it was not sent from here")
+        if gradient is not None:
+            # torch's engine looks as well, but does not run for what is added up first (`Resent`).
+            if gradient.shape != tuple(edge.node._input_metadata[edge.output_nr].shape):
+                raise _not_its_own(node, context, peer, "of another shape than the tensor has that it was sent")
+            strided = gradient.layout is torch.strided
+            sizes[name] = min(gradient.nbytes, gradient.untyped_storage().nbytes()) if strided else bytes_of(gradient)
+    brought: Brought = _new(Brought, (peer, gradients, tensors, sizes, said))
+    return brought
+
+
+def _not_its_own(node: Node, context: AutogradContext, peer: PeerForContexts, which: str) -> NotAllowed:
+    name = "?" if peer.record is None else peer.record.name
+    return NotAllowed(
+        f"worker {name!r} has given worker {node.engine.name!r} a gradient {which}, in a backward pass of autograd "
+        f"context {context.id}; nothing of it was used"
+    )
+
+
+class Waiting:
+    """Gradients of others that wait in one part of a pass, as `Kept.hold` counts them. Any thread.
+
+    sizes: whose each is, and how many bytes.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.sizes: dict[SentName, tuple[PeerForContexts, int]] = {}
+        self._kept = kept
+        self._lock = Lock()
+
+    def add(self, peer: PeerForContexts, sizes: Mapping[SentName, int]) -> None:
+        """These have come from that worker. Raises Overloaded, and they do not count then."""
+        self._kept.hold(peer, sum(sizes.values()))
+        with self._lock:
+            again = [self.sizes.pop(name) for name in sizes if name in self.sizes]
+            for name, size in sizes.items():
+                self.sizes[name] = peer, size
+        for before, size in again:
+            self._kept.let_go(before, size)
+
+    def used(self, names: Iterable[SentName]) -> None:
+        """These were used, if they have waited."""
+        with self._lock:
+            used = [self.sizes.pop(name) for name in names if name in self.sizes]
+        for peer, size in used:
+            self._kept.let_go(peer, size)
+
+    def end(self) -> None:
+        """The part is over."""
+        self.used(list(self.sizes))

@@ -1,0 +1,119 @@
+"""How much autograd contexts keep for each other worker, and the limits of that."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ...errors import Overloaded
+from ...locks import Lock
+from ...protocol.identity import WorkerRecord
+from ..engine.engine import Engine
+
+
+class PeerForContexts(Protocol):
+    """Another worker, as the contexts that its messages belong to know it."""
+
+    @property
+    def record(self) -> WorkerRecord | None: ...
+
+
+class CountedContext(Protocol):
+    """A context (`AutogradContext`)."""
+
+    kept: dict[PeerForContexts, int]
+    leaf_bytes: int
+
+    @property
+    def brought_by(self) -> PeerForContexts | None: ...
+
+
+class Kept:
+    """The counts of one worker, over all its contexts. Any thread.
+
+    A gradient that waits is one that another worker has given for a pass, until it is used or the pass ends.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = Lock()
+        self._pieces: dict[PeerForContexts, int] = {}
+        self._waiting: dict[PeerForContexts, int] = {}  # bytes
+        self._leaf_bytes: dict[PeerForContexts, int] = {}
+
+    def keep(self, context: CountedContext, peer: PeerForContexts, count: int) -> None:
+        """That context keeps so much more, or less, for that worker, in pieces of some 1 KiB.
+
+        A piece is a tensor that came from it, or that it was given in an answer, or the names of some that are behind
+        one, or a pass. Raises Overloaded.
+        """
+        most = self._engine.options.max_references
+        with self._lock:
+            pieces = self._pieces.get(peer, 0) + count
+            if count > 0 and pieces > most:
+                raise Overloaded(
+                    f"worker {self._engine.name!r} has recorded {pieces - count} tensors and backward passes for "
+                    f"{_name_of(peer)} in autograd contexts that are open; {count} more are too many (max_references)"
+                )
+            self._pieces[peer] = pieces
+            context.kept[peer] = context.kept.get(peer, 0) + count
+
+    def hold(self, peer: PeerForContexts, size: int) -> None:
+        """So many bytes of gradients have come from that worker, and wait.
+
+        Raises Overloaded if others of its wait, and these are too many besides.
+        """
+        most = self._engine.options.max_queued_bytes
+        with self._lock:
+            waiting = self._waiting.get(peer, 0)
+            if waiting and waiting + size > most:
+                raise Overloaded(
+                    f"worker {self._engine.name!r} has {waiting} bytes of gradients of {_name_of(peer)} that wait for "
+                    f"the rest of their backward passes; {size} more are too many (max_queued_bytes)"
+                )
+            self._waiting[peer] = waiting + size
+
+    def let_go(self, peer: PeerForContexts, size: int) -> None:
+        """So many bytes of those wait no longer."""
+        with self._lock:
+            _subtract(self._waiting, peer, size)
+
+    def make_room(self, context: CountedContext, size: int) -> None:
+        """Leaves get gradients of so many bytes in that context.
+
+        Raises Overloaded if the worker that has brought it has brought others with gradients, and all are too many.
+        """
+        peer = context.brought_by
+        if peer is None:
+            return
+        most = self._engine.options.max_incoming_bytes
+        with self._lock:
+            there = self._leaf_bytes.get(peer, 0)
+            if there > context.leaf_bytes and there + size > most:
+                raise Overloaded(
+                    f"worker {self._engine.name!r} has {there} bytes of gradients in autograd contexts that "
+                    f"{_name_of(peer)} has brought; {size} more in one of several are too many (max_incoming_bytes)"
+                )
+            self._leaf_bytes[peer] = there + size
+            context.leaf_bytes += size
+
+    def drop(self, context: CountedContext) -> None:
+        """That context has ended."""
+        with self._lock:
+            for peer, count in context.kept.items():
+                _subtract(self._pieces, peer, count)
+            context.kept.clear()
+            if context.brought_by is not None:
+                _subtract(self._leaf_bytes, context.brought_by, context.leaf_bytes)
+                context.leaf_bytes = 0
+
+
+def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: int) -> None:
+    left = counts.get(peer, 0) - count
+    if left > 0:
+        counts[peer] = left
+    else:
+        counts.pop(peer, None)
+
+
+def _name_of(peer: PeerForContexts) -> str:
+    return "another worker" if peer.record is None else f"worker {peer.record.name!r}"
