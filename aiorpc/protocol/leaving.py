@@ -298,6 +298,7 @@ class GroupTable:
         self._introducing: dict[int, set[int]] = {}  # by newcomer: the members that have not answered yet
         self._middle = self.leader  # of the star, when we last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
+        self._hosts_store = False
         self._waiting: dict[int, None] = {}  # who has entered and waits for the answer, in that order
         self._answered: set[int] = set()
         self._previous: dict[int, Activity | None] | None = None  # what the last round found
@@ -522,10 +523,8 @@ class GroupTable:
         if not self.free:
             self._step(Step.ENTER)
             return self._send_enter()
-        if hosts_store and self._others():
-            self._step(Step.NEEDED)
-            return []
-        return self._finish(Step.FINISH)
+        self._hosts_store = hosts_store
+        return [] if self._stays() else self._finish(Step.FINISH)
 
     def all_entered(self, leader: int) -> Outputs:
         """That member polls this worker, and says by that that all leave. Only the leader can know."""
@@ -547,7 +546,13 @@ class GroupTable:
 
     def idle(self) -> Outputs:
         """No call of users is under way at this worker any more. Follows on AwaitIdle."""
-        return self._go(Step.IDLE)
+        return [] if self._stays() else self._go(Step.IDLE)
+
+    def _stays(self) -> bool:
+        """Whether others need the store; also those that have come just now."""
+        if self.free and self._hosts_store and self._others():
+            self._step(Step.NEEDED)
+        return self.leaving is Leaving.STAYING
 
     def _finish(self, step: Step) -> Outputs:
         self._step(step)

@@ -328,7 +328,9 @@ class Node:
     def continues(self, trace: int) -> bool:
         """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
         served = [call.trace for service in list(self.services) for call in list(service.calls.values())]
-        made = [trace_of(self.engine.info.id, call_id) for peer in self.peers.all() for call_id in list(peer.owed.pending)]
+        made = [
+            trace_of(self.engine.info.id, call_id) for peer in self.peers.all() for call_id in list(peer.owed.pending)
+        ]
         return served.count(trace) > 1 or trace in made  # the one that arrives is served, too
 
     def worker_infos(self) -> list[WorkerInfo]:

@@ -399,7 +399,17 @@ class ReturnsActions(Actions):
 
 WALKS = 250
 MORE = 1500  # of them in the long tier
-WORK = {"move": 40, "start_job": 4, "finish_job": 3, "leave": 1, "kill": 3, "quit": 2, "come": 6, "kill_newcomer": 1, "stall": 1}
+WORK = {
+    "move": 40,
+    "start_job": 4,
+    "finish_job": 3,
+    "leave": 1,
+    "kill": 3,
+    "quit": 2,
+    "come": 6,
+    "kill_newcomer": 1,
+    "stall": 1,
+}
 LEAVE = {"move": 40, "finish_job": 6, "kill": 1, "come": 3, "kill_newcomer": 1, "stall": 1}
 
 

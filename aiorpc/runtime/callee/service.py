@@ -217,7 +217,9 @@ class Service:
                 f"{self.record.name!r} (max_call_rate); this one was not run"
             )
         elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.trace):
-            failure = PeerClosed(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
+            failure = PeerClosed(
+                f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing"
+            )
         elif message.arguments.references:
             self._home.references.coming(message.arguments.references)
         if type(failure) is Overloaded and self._resolver.is_brief(message.function):

@@ -268,7 +268,9 @@ class OwedCalls:
             if not (calls or future.streamed or future.parked) or self.take(future.call_id) is None:
                 continue
             self.streams.pop(future.call_id, None)
-            what = f"the stream of {future.function} on worker {self._peer.name!r}" if future.streamed else future.subject
+            what = (
+                f"the stream of {future.function} on worker {self._peer.name!r}" if future.streamed else future.subject
+            )
             ended.append(f"{what}, since {now - future.started:.1f} s")
             future.settle(None, no_longer_waits(self._engine.name, future.describe(), seconds))
             self._peer.call_off(future.call_id)
