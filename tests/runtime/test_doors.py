@@ -16,7 +16,6 @@ from aiorpc import NotInitialized, PeerClosed, RpcBackendOptions, RpcError, Work
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
-from tests.runtime.observers import seen
 from tests.ports import free_port
 from tests.runtime.waiting import LIMIT, until
 

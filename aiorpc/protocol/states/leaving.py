@@ -35,9 +35,10 @@ _L, _S = Leaving, Step
 LEAVING: Table[Leaving, Step] = Table(
     "leaving of a worker",
     about=(
-        "What a worker waits for between `shutdown` and its end. In ENTERED and STAYING others still need it: it serves "
-        "them, and its own program may go on. From FINISHING on its door is closed: what begins then is refused. The "
-        "one difference between groups is when that is: in a free group at once, in one of fixed size when all leave."
+        "What a worker waits for between `shutdown` and its end. In ENTERED and STAYING others still need it: it "
+        "serves them, and its own program may go on. From FINISHING on its door is closed: what begins then is "
+        "refused. The one difference between groups is when that is: in a free group at once, in one of fixed size "
+        "when all leave."
     ),
     initial=_L.WORKING,
     meanings={
