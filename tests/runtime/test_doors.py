@@ -1,4 +1,4 @@
-"""A worker that leaves closes its door first: what begins then is refused, and what its program waits for has a grace."""
+"""A worker that leaves closes its door first: what begins then is refused, what its program waits for has a grace."""
 
 from __future__ import annotations
 
@@ -81,8 +81,10 @@ async def relay_and_back(to: str) -> int:
 
 
 class Party:
-    """A program that leaves, and the worker that it calls. others: all but the first, so that there are several whatever
-    has left, and nothing takes one of them for the current one."""
+    """A program that leaves, and the worker that it calls.
+
+    others: all but the first; so there are several, whoever has left, and none is taken for the current one.
+    """
 
     def __init__(self, leaver: Worker, *others: Worker) -> None:
         self.leaver, self.other, self.others = leaver, others[0], others
@@ -246,7 +248,7 @@ async def test_what_a_program_waits_for_ends_with_its_worker(
             await asyncio.wait_for(begun, LIMIT), (WorkerClosed, PeerClosed) if not name else WorkerClosed
         )
         if name:
-            assert "worker worker0 leaves, and its program still waited for this" in caplog.text
+            assert "worker worker0 leaves, and its program still waited for this after 0.05 s" in caplog.text
             assert name in caplog.text and ", since " in caplog.text
     return None
 

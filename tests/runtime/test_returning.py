@@ -317,7 +317,7 @@ async def test_the_place_of_one_that_lives_is_refused() -> None:
         await lose(workers[2], *workers[:2])
         with pytest.raises(
             RendezvousError,
-            match=r"says worker0 .*which leads the group: rank 2 is the place of 'worker2', and not of 'x'",
+            match=r"says worker0 .*rank 2 is the place of 'worker2', and not of 'x'",
         ):
             await here.come_back(2, "x")
         await here.come_back(2)
