@@ -38,9 +38,10 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
 8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
 9. A newcomer in the place of a member that is gone is let in by the leader, and is a member once all living ones know
-   it. `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`, `test_l9_a_newcomer_is_welcome_once_all_know_it`,
-   `test_l9_a_newcomer_is_waited_for_as_any_member`, `test_l9_nobody_comes_once_the_group_is_let_go`,
-   `test_l9_a_newcomer_whose_leader_is_lost_is_out`
+   it. `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`,
+   `test_l9_a_newcomer_is_welcome_once_all_know_it`, `test_l9_a_newcomer_is_waited_for_as_any_member`,
+   `test_l9_nobody_comes_once_the_group_is_let_go`, `test_l9_a_newcomer_whose_leader_is_lost_is_out`,
+   `test_l9_who_leads_since_a_goodbye_looks_after_all_once_one_comes`
 
 How a newcomer comes (the store is where it meets the leader; all else goes over connections that are proved):
 
@@ -279,8 +280,8 @@ class GroupTable:
     """One worker's view of its group.
 
     worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
-    leave at any time. newcomer: this worker takes the place of one that is gone, and is not known to the others yet. Ids
-    of workers are never used twice.
+    leave at any time. newcomer: this worker takes the place of one that is gone, and is not known to the others yet.
+    Ids of workers are never used twice.
     """
 
     def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool, newcomer: bool = False) -> None:
@@ -298,6 +299,7 @@ class GroupTable:
         self._introducing: dict[int, set[int]] = {}  # by newcomer: the members that have not answered yet
         self._middle = self.leader  # of the star, when we last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
+        self._hosts_store = False
         self._waiting: dict[int, None] = {}  # who has entered and waits for the answer, in that order
         self._answered: set[int] = set()
         self._previous: dict[int, Activity | None] | None = None  # what the last round found
@@ -522,10 +524,8 @@ class GroupTable:
         if not self.free:
             self._step(Step.ENTER)
             return self._send_enter()
-        if hosts_store and self._others():
-            self._step(Step.NEEDED)
-            return []
-        return self._finish(Step.FINISH)
+        self._hosts_store = hosts_store
+        return [] if self._stays() else self._finish(Step.FINISH)
 
     def all_entered(self, leader: int) -> Outputs:
         """That member polls this worker, and says by that that all leave. Only the leader can know."""
@@ -547,7 +547,13 @@ class GroupTable:
 
     def idle(self) -> Outputs:
         """No call of users is under way at this worker any more. Follows on AwaitIdle."""
-        return self._go(Step.IDLE)
+        return [] if self._stays() else self._go(Step.IDLE)
+
+    def _stays(self) -> bool:
+        """Whether others need the store; also those that have come just now."""
+        if self.free and self._hosts_store and self._others():
+            self._step(Step.NEEDED)
+        return self.leaving is Leaving.STAYING
 
     def _finish(self, step: Step) -> Outputs:
         self._step(step)

@@ -40,8 +40,8 @@ class ClientForWaiting(Protocol):
 class WaitingFuture(Unawaited, Future[Any]):
     """The Future of a `put` or a `get`.
 
-    timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0. began: when its wait began,
-    on ``time.monotonic``'s clock. nested: whether it is part of a call that is served here.
+    timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0. began: when that was, by
+    ``time.monotonic``. nested: whether it is part of a call that is served here.
     """
 
     timer: asyncio.TimerHandle | None = None

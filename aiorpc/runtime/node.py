@@ -318,9 +318,9 @@ class Node:
         return legible(", ".join((*named, f"and {len(calls) - 5} more") if len(calls) > 5 else named))
 
     def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
-        """End what this worker's program waits for, as it leaves and has waited these seconds; returns what, for people.
+        """See `Departure`. Not what handlers wait for, which is part of the calls that they serve.
 
-        calls: also calls of users' functions. Not what handlers wait for, which is part of the calls that they serve.
+        calls: also calls of users' functions.
         """
         ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(seconds)]
         ended += [each for peer in self.peers.all() for each in peer.owed.end_waits(seconds, calls=calls)]

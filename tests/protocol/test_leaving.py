@@ -319,6 +319,8 @@ def test_a_member_of_a_free_group_closes_its_door_at_once() -> None:
     assert table.leave(hosts_store=True) == [] and table.leaving is Leaving.STAYING
     assert table.depart(W[0]) == [Left(W[0])]
     assert table.lose(W[2], "why") == [Lost(W[2], "why", None), *FINISHING]
+    assert table.join(W[3]) and table.idle() == [] and table.leaving is Leaving.STAYING
+    assert table.depart(W[3]) == [Left(W[3]), *FINISHING]
     assert table.idle() == [Go(complete=True)]
     table = make(0, 1, free=True)
     assert table.leave(hosts_store=True) == FINISHING and table.idle() == [Go(complete=True)]

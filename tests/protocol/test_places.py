@@ -224,7 +224,9 @@ def test_a_place_whose_member_is_replaced_knows_the_later_one() -> None:
 
 
 class Returns(World):
-    """A world to which new processes come in the places of the dead, and of those that left alone. They meet the leader at a store that never fails.
+    """A world to which new processes come in the places of the dead, and of those that left alone.
+
+    They meet the leader at a store that never fails.
 
     claims: by rank, the newcomer that claims it. replies: by newcomer, who has admitted it and what was said.
     """
@@ -399,17 +401,8 @@ class ReturnsActions(Actions):
 
 WALKS = 250
 MORE = 1500  # of them in the long tier
-WORK = {
-    "move": 40,
-    "start_job": 4,
-    "finish_job": 3,
-    "leave": 1,
-    "kill": 3,
-    "quit": 2,
-    "come": 6,
-    "kill_newcomer": 1,
-    "stall": 1,
-}
+WORK = {"move": 40, "start_job": 4, "finish_job": 3, "leave": 1, "kill": 3, "quit": 2, "come": 6}
+WORK |= {"kill_newcomer": 1, "stall": 1}
 LEAVE = {"move": 40, "finish_job": 6, "kill": 1, "come": 3, "kill_newcomer": 1, "stall": 1}
 
 

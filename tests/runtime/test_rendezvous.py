@@ -34,6 +34,7 @@ from aiorpc.runtime.meeting import stores
 from aiorpc.runtime.meeting.board import Board
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
+from aiorpc.runtime.meeting.patience import Patience
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from aiorpc.runtime.meeting.secret import Secret, make_key
 from tests.limits import busy
@@ -298,6 +299,58 @@ def test_a_second_holder_is_refused_while_one_that_left_comes_back(here: Group) 
     back, second = texts(together(lambda: here.join(0, 2, timeout=5.0), stranger))
     assert "rank 1 was taken twice: by worker1" in second and "stranger" in second
     assert "cannot have the place of worker0" in back and "which has left" in back and "that is for its leader" in back
+
+
+def test_who_waits_in_vain_hears_of_who_came_without_a_size(here: Group) -> None:
+    """That is refused, and told so; but those who wait for it know best what it ought to have said."""
+    method, store = here.method, here.store
+
+    def knock() -> list[WorkerRecord]:
+        with closing(Rendezvous.open(method, rank=None, world_size=None, timeout=PATIENCE, store=store)) as opened:
+            wait_until(lambda: opened.look_up("slot/0") is not None, "rank 0 waits")
+            return opened.join(lambda number: make_record("b", number))
+
+    waiting, knocking = texts(together(lambda: here.join(0, 2, timeout=3.0), knock))
+    assert "belongs to a group of fixed size; give a world_size" in knocking
+    assert "for rank 1 of 2" in waiting and ". b (rank" in waiting
+    assert "came without a world_size, and was refused: give all workers the same world_size" in waiting
+
+
+@pytest.mark.parametrize("first", ["torch", "aiorpc"])
+def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(first: str) -> None:
+    """Whether torch or the worker served it first: who comes next, under whatever rank, need not wait for its end."""
+    port = free_port()
+
+    def torchs() -> TCPStore:
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+    def opened() -> Rendezvous:
+        return Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)
+
+    store = torchs() if first == "torch" else None
+    worker = opened()
+    store = store or torchs()
+    assert worker.hosts_store
+    worker.leave(worker.join(lambda number: make_record("a", number))[0])
+    worker.close()
+    place = MeetingPlace(0, 1, host="127.0.0.1", port=port)
+    with closing(stores.reach_tcp(place, Patience(PATIENCE), 0.0)) as board:
+        board.check_open()
+    again = opened()
+    again.leave(again.join(lambda number: make_record("a", number))[0])
+    again.close()
+    del store
+
+
+def test_the_end_of_a_store_is_announced_by_name() -> None:
+    """What others say is not taken back by this one."""
+    board, maker = Board(HashStore(), "here"), make_record("a", 0)
+    board.announce_end(maker)
+    board.take_back_end(make_record("b", 1))
+    with pytest.raises(StoreGone, match=r"the store at here is being closed by a \(rank 0"):
+        board.check_open()
+    board.take_back_end(maker)
+    board.check_open()
 
 
 def leave_a_failure(group: Group, ago: float, host: str = ELSEWHERE) -> None:

@@ -1,4 +1,4 @@
-"""New processes in the places of members that were lost, here as further workers of this process."""
+"""New processes in the places of members that are gone, here as further workers of this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from aiorpc import (
 )
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.meeting.board import Board
@@ -226,6 +225,61 @@ async def test_a_call_with_retries_goes_on_to_who_has_taken_the_place(idempotent
         assert await peer.call(where_unless, 2) == SIZE
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known to all", "to the leader alone"])
+@pytest.mark.parametrize("rank", [2, 0])
+async def test_a_new_worker_takes_the_place_of_one_that_left_in_order(rank: int, known: bool) -> None:
+    """As after a death: calls by name and rank go to it, and nobody is lost; the leader's place, too."""
+    async with place() as (workers, here):
+        leaver, *others = workers[rank], *(each for each in workers if each.id != rank)
+        if known:
+            for each in others:
+                assert await each.call(leaver.name, abs, -3) == 3
+        await leaver.shutdown(graceful=False)
+        await until(lambda: others[0].node.group.is_gone(leaver.node.engine.record))
+        new = await here.come_back(rank)
+        assert (new.info, new.node.engine.id) == (leaver.info, SIZE)
+        for each in others:
+            assert await each.call(new.name, abs, -3) == await each.call(rank, abs, -3) == 3
+            assert await new.call(each.name, who_calls) == (new.name, rank)
+            assert each.node.group.lost == {} and len(each.node.peers.all()) == SIZE
+        await lose(others[1], others[0], new)  # who leads now looks after the others
+        assert await here.come_back(others[1].id)
+
+
+async def test_places_are_given_back_one_after_the_other() -> None:
+    """A rolling restart of all, the leader first; at the end they are the group that they were."""
+    async with place() as (workers, here):
+        alive = list(workers)
+        for rank in range(SIZE):
+            await alive[rank].shutdown(graceful=False)
+            alive[rank] = await here.come_back(rank)
+        for each in alive:
+            for other in alive:
+                assert await each.call(other.name, abs, -3) == 3
+            assert each.node.rendezvous.generation == 1 and each.node.group.lost == {}
+
+
+async def test_who_may_not_have_the_place_of_one_that_left_is_told_by_whom_and_why() -> None:
+    """At once, and not once its time is up."""
+    async with place() as (workers, here):
+        await workers[2].shutdown(graceful=False)
+        with pytest.raises(
+            RendezvousError, match=r"has left, says worker0 .*rank 2 is the place of 'worker2', and not"
+        ):
+            await here.come_back(2, name="x")
+        await here.come_back(2)
+
+
+async def test_all_that_left_together_form_the_next_generation_under_other_names() -> None:
+    """Whoever is back first wants no place in the old one, which nobody leads any more."""
+    async with place() as (workers, here):
+        await asyncio.gather(*(each.shutdown() for each in workers))
+        again = [Worker(f"new{rank}", rank=rank, world_size=SIZE, store=here.store) for rank in range(SIZE)]
+        await asyncio.wait_for(asyncio.gather(*(each.start() for each in again)), LONG)
+        assert again[0].node.rendezvous.generation == 2
+        await asyncio.gather(*(each.shutdown() for each in again))
+
+
 @pytest.mark.parametrize("rank", [2, 0])
 async def test_a_newcomer_knows_who_has_left_before_it_came(rank: int) -> None:
     """It is told by the leader; and of a name that nobody has it says who is there now, each of them once."""
@@ -263,7 +317,7 @@ async def test_the_place_of_one_that_lives_is_refused() -> None:
         await lose(workers[2], *workers[:2])
         with pytest.raises(
             RendezvousError,
-            match=r"says worker0 .*which leads the group: rank 2 is the place of 'worker2', and not of 'x'",
+            match=r"says worker0 .*rank 2 is the place of 'worker2', and not of 'x'",
         ):
             await here.come_back(2, "x")
         await here.come_back(2)
@@ -406,13 +460,13 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         b.node.engine.bounds = Bounds(vouch=0.1)
         liar = replace(a.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
-            await c.call("worker1", handlers.introduce, pack(liar.to_wire()))
+            await c.call("worker1", handlers.introduce, liar.to_wire())
         b.node.engine.bounds = Bounds()
         taken = replace(c.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
-            await a.call("worker1", handlers.introduce, pack(taken.to_wire()))
+            await a.call("worker1", handlers.introduce, taken.to_wire())
         with pytest.raises(RpcUsageError, match="it was not admitted"):
-            await c.call("worker0", handlers.arrive, pack(c.node.engine.record.to_wire()))
+            await c.call("worker0", handlers.arrive, c.node.engine.record.to_wire())
         for each in workers:
             assert await each.call("worker2", abs, -3) == 3 and each.node.group.lost == {}
 

@@ -20,7 +20,7 @@ class Step(Label):
 
     ENTER = "its user leaves, in a group of fixed size"
     FINISH = "its user leaves, in a free group"
-    NEEDED = "its user leaves, and others need the store that it hosts"
+    NEEDED = "others need the store that it hosts"
     ALL_ENTERED = "the leader says that all members leave"
     ANSWERED = "the leader lets it go"
     LEADER_GONE = "the leader went without an answer"
@@ -35,9 +35,10 @@ _L, _S = Leaving, Step
 LEAVING: Table[Leaving, Step] = Table(
     "leaving of a worker",
     about=(
-        "What a worker waits for between `shutdown` and its end. In ENTERED and STAYING others still need it: it serves "
-        "them, and its own program may go on. From FINISHING on its door is closed: what begins then is refused. The "
-        "one difference between groups is when that is: in a free group at once, in one of fixed size when all leave."
+        "What a worker waits for between `shutdown` and its end. In ENTERED and STAYING others still need it: it "
+        "serves them, and its own program may go on. From FINISHING on its door is closed: what begins then is "
+        "refused. The one difference between groups is when that is: in a free group at once, in one of fixed size "
+        "when all leave."
     ),
     initial=_L.WORKING,
     meanings={
@@ -50,7 +51,7 @@ LEAVING: Table[Leaving, Step] = Table(
     transitions=(
         Transition(_L.WORKING, _S.ENTER, _L.ENTERED, "The leader is told; a leader tells itself."),
         Transition(_L.WORKING, _S.FINISH, _L.FINISHING, "The door closes."),
-        Transition(_L.WORKING, _S.NEEDED, _L.STAYING),
+        *from_each((_L.WORKING, _L.FINISHING), _S.NEEDED, _L.STAYING),
         Transition(_L.STAYING, _S.ALONE, _L.FINISHING, "The door closes."),
         Transition(_L.ENTERED, _S.ALL_ENTERED, _L.FINISHING, "The door closes."),
         *from_each((_L.ENTERED, _L.FINISHING), _S.ANSWERED, _L.LEFT),

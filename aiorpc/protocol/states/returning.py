@@ -69,7 +69,7 @@ _R, _V = Returning, ReturnEvent
 
 RETURNING: Table[Returning, ReturnEvent] = Table(
     "newcomer in a group of fixed size",
-    about="A process that takes the place of a member that is gone, from its claim in the store to the end of its `init`.",
+    about="A process that takes a vacant place, from its claim in the store to the end of its `init`.",
     initial=_R.ASKING,
     meanings={
         _R.ASKING: "Its claim stands in the store, where the leader looks as long as there are vacant places.",

@@ -445,7 +445,7 @@ class Addressee:
 def farewell(record: WorkerRecord, failed: str = "", when: str = "") -> PeerClosed:
     """The error that everything gets which waits for a worker that has left.
 
-    failed: the name of the error that has ended its program, as it has said; "" for none. when: behind that, for people.
+    failed: the name of the error that has ended its program, as it has said; "" for none. when: comes behind that.
     """
     left = f"left after an error ({failed})" if failed else "shut down"
     return PeerClosed(f"{record.describe()} has {left}{when}")

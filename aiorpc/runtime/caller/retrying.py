@@ -158,7 +158,7 @@ class Retries:
         return [each.pending_call() for each in list(self.calls) if each.tried]
 
     def end_waits(self) -> list[str]:
-        """The worker leaves: calls of its program that are in a pause are not tried again. Returns which. On the loop."""
+        """The worker leaves: calls of its program that are in a pause are not tried again; which ones. On the loop."""
         own = [future for future in self.paused if not future.nested]
         for future in own:
             future.close()

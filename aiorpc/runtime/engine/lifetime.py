@@ -19,7 +19,8 @@ class Lifetime:
     as its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the state and the door;
     they are attributes of their own because each call looks at `shut`.
 
-    failed: the name of the error that has ended its program; "" for none. is_nested: whether the code that asks belongs to a call that is being served here.
+    failed: the name of the error that has ended its program; "" for none. is_nested: whether the code that asks belongs
+    to a call that is being served here.
     """
 
     def __init__(self, name: str) -> None:

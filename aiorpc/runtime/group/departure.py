@@ -166,8 +166,7 @@ class Departure:
         if ended:
             more = f"; and {len(ended) - 5} more" if len(ended) > 5 else ""
             logger.warning(
-                "worker %s leaves, and its program still waited for this %g s later, which has ended with WorkerClosed: "
-                "%s%s",
+                "worker %s leaves, and its program still waited for this after %g s, which has ended with WorkerClosed: %s%s",
                 self._engine.name,
                 seconds,
                 legible("; ".join(ended[:5])),

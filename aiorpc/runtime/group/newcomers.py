@@ -1,4 +1,4 @@
-"""New processes in the places of members that are gone: what the leader, the others and the newcomer itself do. On the loop.
+"""New processes in vacant places: what the leader, the others and the newcomer itself do. On the loop.
 
 What is decided, and the order of it all, is in `protocol/leaving.py`; what goes through the store in
 `meeting/returning.py`.
