@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -25,6 +26,7 @@ from ..errors import ProtocolError, SerializationError
 from ..foreign import from_signal, text_of
 from . import reductions
 from .annotated import readable, with_annotations
+from .failing import find_failing
 from .frames import Buffer
 from .main_module import unite
 from .messages import Values
@@ -35,6 +37,8 @@ from .registered import MAIN_NAMES
 from .trees import read_tree, write_tree
 
 _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
+
+_LONG = 1 << 20  # bytes: what is shorter does not matter where messages have their limits
 
 _new: Any = tuple.__new__
 
@@ -50,6 +54,7 @@ class Outgoing:
     sparse tensors that require gradients; they are taken apart. safe: whether the group reads no pickles, so that
     values go as a tree (`trees`). lent: the references that are kept until the call has its answer, which their owner
     need not count; None if nothing can be lent, as nobody keeps it. on_unsent: what to undo if the frame never leaves.
+    most: bytes that a pickle may have; None: no limit.
     posted: whether who hands the message to a link sees to that; until then whoever has made it does.
     places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
     """
@@ -58,6 +63,7 @@ class Outgoing:
         "apart",
         "buffers",
         "lent",
+        "most",
         "on_unsent",
         "places",
         "posted",
@@ -78,8 +84,10 @@ class Outgoing:
         apart: bool = False,
         safe: bool = False,
         lends: bool = False,
+        most: int | None = None,
     ) -> None:
         self.target = target
+        self.most = most
         self.apart: list[Tensor] | None = [] if apart else None
         self.route = route
         self.safe = safe
@@ -209,6 +217,8 @@ def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
     for item in items:
         kind = type(item)
         if kind in PLAIN:
+            if (kind is bytes or kind is str) and len(item) > _LONG:  # what it comes to is counted
+                return False
             continue
         if not depth or not (
             is_simple(item, depth - 1)
@@ -228,6 +238,8 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
     token = outgoing.set(None if out.safe else out)
     try:
         return write(opaque, out)
+    except TooLong:
+        raise
     except Exception as error:
         if from_signal(error):
             raise
@@ -238,15 +250,22 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
             except Exception as cause:
                 if from_signal(cause):
                     raise
+                path, inner = find_failing(value, lambda each: write(each, out), cause)
                 text = text_of(cause)
-                if not (out.safe and isinstance(cause, SerializationError)):  # a tree's says what the value is
-                    kind = "Future" if isinstance(value, torch._C.Future) else type(value).__qualname__
-                    text = f"(a {kind}) cannot be serialised: {text}"
-                raise SerializationError(text + _hint(value), position) from cause
+                if out.safe and isinstance(cause, SerializationError):  # a tree's says what the value is
+                    text = f"has at {path} what {text}" if path else text
+                else:
+                    where = f" at {path} (a {_kind_of(inner)})" if path else ""
+                    text = f"(a {_kind_of(value)}) cannot be serialised{where}: {text}"
+                raise SerializationError(text + (_hint(value) or _hint(inner)), position) from cause
         reason = f"cannot be serialised together with the others: {text_of(error)}"
         raise SerializationError(reason, positions[0]) from error
     finally:
         outgoing.reset(token)
+
+
+def _kind_of(value: object) -> str:
+    return "Future" if isinstance(value, torch._C.Future) else type(value).__qualname__
 
 
 def _hint(value: object) -> str:
@@ -265,9 +284,26 @@ def _hint(value: object) -> str:
     return ""
 
 
+class TooLong(SerializationError):
+    """A pickle that no message can hold."""
+
+
+class _Bounded(io.BytesIO):
+    """Takes no more bytes than a message may have: what is too long is refused before it is copied."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: Buffer) -> int:  # type: ignore[override]  # what a pickler gives
+        if self.tell() + len(data) > self._most:
+            raise TooLong(f"more than {self._most} bytes")
+        return super().write(data)
+
+
 def dumps(value: object, out: Outgoing) -> bytes:
-    """Pickle one object for the wire; its dense tensors go to `out`."""
-    file = io.BytesIO()
+    """Pickle one object for the wire; its dense tensors go to `out`. Raises TooLong, and whatever pickling raises."""
+    file = io.BytesIO() if out.most is None else _Bounded(out.most)
     _Pickler(file, out).dump(value)
     return file.getvalue()
 
@@ -292,8 +328,20 @@ def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
     return False
 
 
+def _reduce_file(file: io.TextIOWrapper) -> Any:
+    """The streams of a process are those of the other one; a file stays where it is open."""
+    if file is sys.stdout or file is sys.stderr:
+        return cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
+    raise SerializationError(
+        "an open file stays with its process; send what file.read() gives, or its path where the other worker has it too"
+    )
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
+
+    # Before cloudpickle's, which sends what is in an open file.
+    dispatch_table = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(self, file: io.BytesIO, out: Outgoing) -> None:
         # Not a method of ours: a cycle would keep all that was pickled until the garbage collector comes by.

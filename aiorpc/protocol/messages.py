@@ -312,6 +312,12 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
                 value = value.values()
             if not NUMBERS.issuperset(map(type, value)):
                 return None
+    size = 0
+    for value in values:
+        if type(value) is str or type(value) is bytes:
+            size += len(value)
+    if size > limit:  # to write gigabytes takes seconds
+        return None
     try:
         packer = packers.pop()
     except IndexError:

@@ -12,7 +12,7 @@ from ..futures import Future
 from ..options import seconds
 from ..protocol.identity import check_name, check_object_name
 from ..protocol.registered import register_safe
-from ..runtime.callee.objects import ServedObject
+from ..runtime.callee.objects import NameTaken, ServedObject
 from ..runtime.calls.current import within_call
 from ..runtime.node import Node, registry
 from .client import Client
@@ -208,7 +208,14 @@ class Queue(QueueHandle):
         self.maxsize = maxsize
         options = node.engine.options
         self._served = ServedQueue(self.name, maxsize, self.owner, options.max_frame_bytes, options.max_queued_calls)
-        self._object: ServedObject = node.worker.serve(self.name, self._served)
+        try:
+            self._object: ServedObject = node.worker.serve(self.name, self._served)
+        except NameTaken:
+            raise RpcUsageError(
+                f"worker {self.owner!r} has a queue, or serves an object, of the name {name!r} already: give this queue "
+                f"another name, or close() the other one. rpc.queue({name!r}, owner={self.owner!r}) uses a queue that "
+                "is there"
+            ) from None
         self._own = Client(node, self.name, self.owner)
         self._node = node
         self._news = node.news.listen()

@@ -411,7 +411,7 @@ class Refuses:
     [
         (threading.Lock(), r"\(a lock\) cannot be serialised: .*lock"),
         (Refuses(), r"\(a Refuses\) cannot be serialised: not me"),
-        ([1, {"deep": Refuses()}], r"\(a list\) cannot be serialised: not me"),
+        ([1, {"deep": Refuses()}], r"\(a list\) cannot be serialised at \[1\]\['deep'\] \(a Refuses\): not me"),
         ((item for item in "x"), r"\(a generator\) cannot be serialised"),
         (inspect.currentframe(), r"\(a frame\) cannot be serialised"),
     ],
@@ -429,7 +429,7 @@ def test_what_was_compiled_beside_its_function_is_told_how_to_go() -> None:
     """Its name leads to what it was made of, and it cannot be pickled: the error says what to write."""
     compiled = torch.compile(double, backend="eager")
     with pytest.raises(
-        SerializationError, match=r"cannot be serialised: .*; what torch.compile gives goes by its name"
+        SerializationError, match=r"cannot be serialised.*: .*; what torch.compile gives goes by its name"
     ):
         encode_values([compiled], Outgoing())
 

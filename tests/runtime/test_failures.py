@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import aiorpc
+from aiorpc import foreign
 from aiorpc.errors import (
     GroupError,
     NotAllowed,
@@ -33,7 +35,13 @@ def travel(error: BaseException, safe: bool = False) -> BaseException:
         said = read_error(write(encode_error(raised, "there", safe)))
     finally:
         error.with_traceback(None)
-    return decode_error(said, "module:function", safe)
+    arrived = decode_error(said, "module:function", safe)
+    if not isinstance(arrived, aiorpc.RpcError):  # the others say in their text where that was
+        notes = foreign.field(arrived, "__dict__")["__notes__"]
+        assert notes.pop() == "on worker 'there', in module:function"
+        if not notes:
+            del foreign.field(arrived, "__dict__")["__notes__"]
+    return arrived
 
 
 class Plain(Exception): ...

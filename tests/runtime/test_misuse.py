@@ -8,11 +8,13 @@ import gc
 import logging
 import operator
 import pickle
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -200,6 +202,79 @@ async def test_values_that_have_to_be_awaited_first(pair: list[Worker]) -> None:
     assert await call == 2
     with pytest.raises(SerializationError, match=r"gives_future.*Future.*@rpc.async_execution"):
         await pair[0].call("worker1", gives_future)
+
+
+class Holder:
+    __slots__ = ("first", "second")
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+class Row(NamedTuple):
+    name: str
+    held: Any
+
+
+def deep(what: Any) -> list[tuple[Any, str]]:
+    """Values with that in them, and where it is."""
+    model = Model(1)
+    model.lock = what  # type: ignore[attr-defined]  # as programs do
+    return [
+        ({"a": [1, 2, torch.ones(1), model]}, r"\['a'\]\[3\]\.lock"),
+        ([Holder(1, {2: what})], r"\[0\]\.second\[2\]"),
+        ({("k", 1): (0, what)}, r"\[<a tuple>\]\[1\]"),
+        (Row("x", what), r"\.held"),
+        (lambda: what, r"\.<what>"),
+    ]
+
+
+def gives_deep(number: int) -> Any:
+    return deep(threading.Lock())[number][0]
+
+
+@pytest.mark.parametrize("number", range(5))
+async def test_the_path_to_what_cannot_be_sent_is_told(pair: list[Worker], number: int) -> None:
+    """Of an argument, by position and by name, and of a result, whose worker is named."""
+    value, path = deep(threading.Lock())[number]
+    kind = type(value).__qualname__
+    told = rf"for worker 'worker1' \(a {kind}\) cannot be serialised at {path} \(a lock\): cannot pickle '_thread.lock'"
+    with pytest.raises(SerializationError, match=rf"argument 1 of .*add {told}"):
+        pair[0].call("worker1", add, 1, value)
+    with pytest.raises(SerializationError, match=rf"argument 'a' of .*any_of {told}"):
+        pair[0].call("worker1", any_of, a=value)
+    told = rf"the result of .*gives_deep on worker 'worker1' \(a {kind}\) cannot be serialised at {path} \(a lock\)"
+    with pytest.raises(SerializationError, match=told):
+        await pair[0].call("worker1", gives_deep, number)
+
+
+async def test_what_is_deep_inside_of_much_is_found_in_bounded_time(pair: list[Worker]) -> None:
+    """Where too many parts would have to be tried, the error names what it has."""
+    value = [*range(50_000), *([i] for i in range(20_000)), threading.Lock()]
+    with pytest.raises(
+        SerializationError, match=r"argument 0 of .*add .*\(a list\) cannot be serialised.*_thread.lock"
+    ):
+        pair[0].call("worker1", add, value)
+
+
+@pytest.mark.parametrize("how", [lambda file: file, lambda file: {"files": [file]}, lambda file: lambda: file.name])
+async def test_an_open_file_is_refused(pair: list[Worker], tmp_path: Path, how: Callable[[Any], Any]) -> None:
+    """A copy of what is in it would arrive, which is no file; the streams of the process are those of the other one."""
+    (tmp_path / "file").write_text("text")
+    with (tmp_path / "file").open() as file:
+        with pytest.raises(
+            SerializationError, match=r"an open file stays with its process; send what file\.read\(\) gives"
+        ):
+            pair[0].call("worker1", add, how(file))
+        assert file.read() == "text"
+    real = sys.__stdout__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", real)
+        assert await pair[0].call("worker1", itself, [real]) == [real]
+
+
+def itself(value: Any) -> Any:
+    return value
 
 
 @pytest.mark.parametrize("value", [1, [1]])

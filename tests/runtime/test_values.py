@@ -173,7 +173,7 @@ def test_what_was_recorded_of_a_message_that_is_too_long_is_undone(others: list[
 
     undone: list[int] = []
     with pytest.raises(SerializationError, match="too large"):
-        encode(Reply, (), [torch.ones(2, requires_grad=True), "x" * 2000, *others], To(max_body=1000), None, Recorder())
+        encode(Reply, (), [torch.ones(2, requires_grad=True), "x" * 999, *others], To(max_body=1000), None, Recorder())
     assert undone == [1]
 
 
@@ -241,8 +241,27 @@ def test_failed_encoding_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert undone
     undone.clear()
     with pytest.raises(SerializationError, match="too large"):
-        encode(Reply, (), [Pinned(), "x" * 2000], To(max_body=1000))
+        encode(Reply, (), [Pinned(), "x" * 999], To(max_body=1000))
     assert undone == ["pin"]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a dict"])
+def test_what_is_too_long_is_refused_before_anything_is_written(nested: bool) -> None:
+    """Text and bytes that no message can hold: nothing behind them is pickled, nor are they themselves."""
+    pickled: list[str] = []
+
+    class Tells:
+        def __reduce__(self) -> tuple[Any, ...]:
+            pickled.append("it")
+            return int, ()
+
+    long = bytes(3 << 20)
+    values = [{"long": long, "behind": Tells()}] if nested else [long, Tells()]
+    with pytest.raises(SerializationError, match=r"too large: .* more than|too large: .* at least 3145728") as caught:
+        encode(Reply, (), values, To(max_body=2 << 20))
+    assert not pickled and caught.value.position == 0
+    body, _, _ = encode(Reply, (), values, To(max_body=4 << 20))
+    assert pickled and len(body) > len(long)
 
 
 def messages_outgoing() -> Any:

@@ -198,13 +198,13 @@ class Answers:
             body, buffers, out = encode(Reply, (), values, self._caller, link.route_back, tape)
             del result, values
         except SerializationError as error:
-            self.answer_error(call, SerializationError(f"the result of {call.function} {error}"))
+            self.answer_error(call, SerializationError(f"{self._result_of(call)} {error}"))
             return
         except Exception as error:
             self.answer_error(call, error)
             return
         except BaseException as error:  # pickling raised it; it is no request to end this worker
-            self.answer_error(call, not_pickled(f"the result of {call.function}", error))
+            self.answer_error(call, not_pickled(self._result_of(call), error))
             pass_on(error)
             return
         if call.once is not None:
@@ -250,7 +250,7 @@ class Answers:
         try:
             return self._link.distribution.prepare(REPLY, call.call_id, body, buffers, copy=copy)
         except SerializationError as error:
-            self.answer_error(call, SerializationError(f"the result of {call.function} {error}"))
+            self.answer_error(call, SerializationError(f"{self._result_of(call)} {error}"))
             return None
         except Exception as error:
             self.answer_error(call, error)
@@ -269,6 +269,9 @@ class Answers:
     ) -> None:
         frame = encode_frame(kind, call.call_id, body, buffers)
         self._link.send(kind, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, more=more, call=call)
+
+    def _result_of(self, call: ServedCall, what: str = "the result") -> str:
+        return f"{what} of {call.function} on worker {self._engine.name!r}"
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
@@ -390,15 +393,15 @@ class Answers:
         try:
             body, buffers, _ = encode(Item, (), [item], self._caller, link.route_back, tape)
         except SerializationError as error:
-            raise SerializationError(f"an item of {call.function} {error}") from error.__cause__
+            raise SerializationError(f"{self._result_of(call, 'an item')} {error}") from error.__cause__
         except (SystemExit, GeneratorExit, KeyboardInterrupt) as error:
             pass_on(error)
-            raise not_pickled(f"an item of {call.function}", error) from error
+            raise not_pickled(self._result_of(call, "an item"), error) from error
         if buffers:
             try:
                 prepared = link.distribution.prepare(ITEM, call.call_id, body, buffers, copy=True)
             except SerializationError as error:
-                raise SerializationError(f"an item of {call.function} {error}") from None
+                raise SerializationError(f"{self._result_of(call, 'an item')} {error}") from None
             link.post(prepared, call=call)
         else:
             link.send(ITEM, call.call_id, encode_frame(ITEM, call.call_id, body), call=call)

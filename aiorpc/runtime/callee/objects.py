@@ -51,6 +51,10 @@ class ServedObject:
         return f"<aiorpc.serve {self.name!r} on worker {self._objects.worker!r}>"
 
 
+class NameTaken(RpcUsageError):
+    """An object of that name is served already."""
+
+
 class Objects:
     """The objects of one worker, by their names. Any thread. worker: its name."""
 
@@ -73,7 +77,7 @@ class Objects:
             held = self.by_name.get(name)
             if held is not None and not replace:
                 kind = type(held._value).__qualname__
-                raise RpcUsageError(
+                raise NameTaken(
                     f"worker {self.worker!r} serves an object {name!r} already, a {kind}: give this one another name, "
                     "close() the other one, or put this one in its place with rpc.serve(..., replace=True)"
                 )

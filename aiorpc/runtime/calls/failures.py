@@ -97,6 +97,8 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
             worker=worker,
         )
     foreign.set_cause(error, cause)
+    if not foreign.is_a(error, RpcError):  # the others say it in their text
+        foreign.add_note(error, f"on worker {worker!r}, in {function}")
     return error
 
 

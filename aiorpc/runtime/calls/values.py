@@ -17,7 +17,7 @@ from ...channels import AnyBuffer, layout
 from ...channels.landing import Landing
 from ...channels.routes import Route
 from ...errors import ProtocolError, SerializationError
-from ...protocol.codec import Incoming, Outgoing, Past, decode_values, encode_values
+from ...protocol.codec import Incoming, Outgoing, Past, TooLong, decode_values, encode_values
 from ...protocol.frames import MAX_SEGMENTS, Buffer
 from ...protocol.messages import Call, Item, Recorded, Reply, Values, write_with
 from ...protocol.packing import PLAIN
@@ -26,6 +26,7 @@ from ...protocol.reference_messages import PassedReference
 # A message whose pickle is longer than this is unpickled in a thread, off the loop.
 LARGE_PICKLE = 64 * 1024
 _ALWAYS_PLAIN = PLAIN - {int, str}  # the others are plain as far as msgpack can say them
+_NOT_PICKLED = PLAIN | {Tensor}
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _new: Any = tuple.__new__  # what a class of a message does, without its call into Python
 
@@ -88,6 +89,12 @@ def encode(
     """
     out: Outgoing | None = None
     try:
+        size = 0
+        for value in values:
+            if type(value) is str or type(value) is bytes:
+                size += len(value)
+        if size > target.max_body:  # before it is written, which takes seconds for gigabytes
+            raise _too_long(f"at least {size}", target.max_body, _longest_of(values))
         tensors: list[Tensor] = []
         places: list[int] = []
         for position, value in enumerate(values):
@@ -122,9 +129,18 @@ def encode(
         else:
             same_main = target.same_main and not other_main
             out = Outgoing(
-                target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe, lends=lends
+                target,
+                same_main=same_main,
+                route=route,
+                apart=tape is not None,
+                safe=target.safe,
+                lends=lends,
+                most=target.max_body,
             )
-            said, buffers = _in_general(values, out, route, tape)
+            try:
+                said, buffers = _in_general(values, out, route, tape)
+            except TooLong:
+                raise _too_long(f"more than {target.max_body}", target.max_body, _first_opaque(values)) from None
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
         try:
@@ -136,7 +152,7 @@ def encode(
                 f"is too large: {error}; send large data as tensors or arrays", _longest(said)
             ) from error
         if len(body) > target.max_body:
-            raise _too_long(len(body), said, target.max_body)
+            raise _too_long(str(len(body)), target.max_body, _longest(said))
         return body, buffers, out if out is not None and (out.on_unsent or out.lent) else None
     except BaseException:
         if out is not None:
@@ -174,12 +190,12 @@ def _record(
     return recorded
 
 
-def _too_long(size: int, said: Values, limit: int) -> SerializationError:
+def _too_long(size: str, limit: int, position: int) -> SerializationError:
     # It is refused here because the peer would close the connection over it, and every other call would fail with it.
     return SerializationError(
         f"is too large: the message takes {size} bytes, tensors and arrays apart, and the limit is {limit} "
         "(max_frame_bytes). Send large data as tensors or arrays",
-        _longest(said),
+        position,
     )
 
 
@@ -193,10 +209,22 @@ def _too_many(segments: Sequence[AnyBuffer], limit: int) -> SerializationError:
 
 def _longest(said: Values) -> int:
     """Position of the value that makes a message long: the longest one, or the first that was pickled."""
-    sizes = [len(value) if isinstance(value, (str, bytes)) else 0 for value in said.values]
-    if said.pickled is not None and len(said.pickled) > max(sizes):
+    longest = _longest_of(said.values)
+    value = said.values[longest] if said.values else None
+    if said.pickled is not None and (not isinstance(value, (str, bytes)) or len(said.pickled) > len(value)):
         return int(said.opaque_at[0])
+    return longest
+
+
+def _longest_of(values: Sequence[Any]) -> int:
+    """Position of the longest text or bytes."""
+    sizes = [len(value) if isinstance(value, (str, bytes)) else 0 for value in values]
     return max(range(len(sizes)), key=sizes.__getitem__, default=0)
+
+
+def _first_opaque(values: Sequence[Any]) -> int:
+    """Position of the first value that was pickled."""
+    return next((place for place, value in enumerate(values) if type(value) not in _NOT_PICKLED), 0)
 
 
 def decode(
