@@ -199,7 +199,6 @@ class _Rule:
             return False
         return any(pattern.match(name) and _reaches(parts, name) for pattern, parts in self._wild)
 
-
     def matches_resource(self, name: str) -> bool:
         """Whether a pattern is for that verb of something that has a name."""
         return any("/" in pattern and fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)

@@ -31,7 +31,9 @@ class KnownClaims:
         self._claims: dict[str, Claim] = {}
         self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
         self._full = False  # whether it was said that there is no room for more
-        self._over: dict[tuple[str, int], int] = {}  # by name and publisher: turns of claims that have ended, the latest
+        self._over: dict[
+            tuple[str, int], int
+        ] = {}  # by name and publisher: turns of claims that have ended, the latest
 
     def get(self, name: str) -> Claim | None:
         """The claim to that name, None if none is known."""
