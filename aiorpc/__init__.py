@@ -76,7 +76,7 @@ from .runtime.group.events import (
     WorkerSuspended,
 )
 from .runtime.group.group import ShutdownReport
-from .runtime.publication.publisher import Delivery
+from .runtime.publication.readers import Delivery
 from .runtime.publication.subscription import Publication, PublishedVersion, Subscription
 from .runtime.references.rref import RRef
 from .runtime.statistics import Statistics

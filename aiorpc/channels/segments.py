@@ -74,13 +74,20 @@ class OwnedDescriptor:
 
 
 class _Memory(mmap.mmap):
-    """A mapped file, with a descriptor of it for as long as it is mapped: what a forked child maps anew."""
+    """A mapped file, with a descriptor of it for as long as it is mapped: what a forked child maps anew.
+
+    An mmap of a file would keep another descriptor. So it is one of no file, in whose place the file is mapped.
+    """
 
     file: OwnedDescriptor
 
-    def keep(self, fd: int) -> None:
-        """Keep a descriptor of the file."""
+    def map(self, fd: int) -> None:
+        """Map a file in its place, shared, and keep a descriptor of it. Raises OSError."""
         self.file = OwnedDescriptor(os.dup(fd))
+        address = numpy.frombuffer(self, numpy.uint8).ctypes.data
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if _libc.mmap(address, len(self), access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _FAILED:
+            raise OSError(ctypes.get_errno(), "a file cannot be mapped")
 
     def make_private(self) -> None:
         """In a forked child, before anything of the program runs: what is written here is no longer shared.
@@ -128,8 +135,8 @@ class Mapping:
 
     def __init__(self, fd: int, size: int) -> None:
         """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
-        self.memory = _Memory(fd, size)
-        self.memory.keep(fd)
+        self.memory = _Memory(-1, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        self.memory.map(fd)
         _mapped.add(self.memory)
         self.size = size
         # An export that stays: nobody can close the mmap under the address.
@@ -269,8 +276,8 @@ def create_segment(index: int, size: int, *, may_reserve: bool = True) -> Segmen
         raise
 
 
-def create_read_only(size: int) -> tuple[int, bytes, Mapping]:
-    """A memory file that this process alone can write to, through the mapping: its descriptor, and its first bytes.
+def create_read_only(size: int) -> tuple[Mapping, bytes]:
+    """A memory file that this process alone can write to, through the mapping that keeps it; and its first bytes.
 
     Raises OSError where the system has no such files. It is never one in a folder, as others could write to that.
     """
@@ -285,10 +292,9 @@ def create_read_only(size: int) -> tuple[int, bytes, Mapping]:
         os.pwrite(fd, nonce, 0)
         mapping = Mapping(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)
-    except BaseException:
+    finally:
         os.close(fd)
-        raise
-    return fd, nonce, mapping
+    return mapping, nonce
 
 
 def _memory_file(size: int, seals: int) -> int:

@@ -15,9 +15,11 @@ Who owns a slot
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy
 
@@ -25,6 +27,7 @@ from ..errors import ProtocolError
 from ..locks import Lock
 from ..protocol.frames import Buffer
 from .arena import PIECE, Arena, Span
+from .descriptors import Descriptors, DescriptorShare
 from .segments import HEADER, Bytes, OwnedDescriptor, PrivateMapping, create_read_only
 from .shm import check_file
 from .space import MIB, PAGE
@@ -32,6 +35,8 @@ from .space import MIB, PAGE
 #: Bytes from which on two threads copy a value. Who publishes computes meanwhile, so below it processor time counts for
 #: more than the wait: one thread needs 0.92 of what two need together, with 20 MB and readers that compute.
 TWO_THREADS_SIZE = 64 * MIB
+# Free slots that are kept where fewer are in use.
+_MOST_FREE = 4
 
 
 def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], target: Bytes) -> None:
@@ -62,32 +67,45 @@ def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], tar
 class SharedSlot:
     """One memory file. number: no other slot of the worker has or had it. size: bytes of the file.
 
-    fd, nonce: by which other processes find it, and know that it is the right one.
+    fd, nonce: by which other processes find it, and know that it is the right one. It is the only descriptor of it.
     """
 
-    def __init__(self, number: int, size: int) -> None:
-        """size: bytes of the whole file. Raises OSError if the system has no memory for it, or no such files."""
+    def __init__(self, number: int, size: int, share: DescriptorShare | None = None) -> None:
+        """size: bytes of the whole file. share: leave to have it open. Raises OSError if the system has no memory for
+        it, or no such files."""
         self.number = number
         self.size = size
-        self.fd, self.nonce, self._mapping = create_read_only(size)
+        self._share = share
+        self._mapping, self.nonce = create_read_only(size)
+        self.fd = self._mapping.memory.file.fd
 
     def bytes(self, size: int) -> Bytes:
         """The first bytes of what it holds; each call makes an array of its own, that others may be told apart from."""
         return numpy.frombuffer(self._mapping.memory, numpy.uint8, size, HEADER)
 
     def close(self) -> None:
-        """Let go of the file. Who has mapped it keeps it."""
-        os.close(self.fd)
+        """Let go of the file, which is closed with the last array over it here. Who has mapped it keeps it."""
+        del self._mapping
+        self._share = None
 
 
 class SharedSlots:
     """The slots of one worker: those that are in use, and free ones, whose pages are there. Any thread.
 
-    They take their bytes of the limit of the arena.
+    They take their bytes of the limit of the arena, and their descriptors of what there may be. Free ones are few: not
+    more than are in use, but for a handful. What is too much is closed in the background.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        descriptors: Descriptors | None = None,
+        later: Callable[[Callable[[], None]], None] = lambda work: work(),
+    ) -> None:
+        """later: has something done in the background that may take milliseconds."""
         self._arena = arena
+        self._descriptors = descriptors or Descriptors()
+        self._later = later
         self._number = 0
         self._used: set[SharedSlot] = set()
         self._free: list[SharedSlot] = []  # what was freed last comes last
@@ -122,22 +140,31 @@ class SharedSlots:
                 self._idle.discard(slot)
                 self._used.add(slot)
                 return slot
-            while True:
-                if self._arena.set_aside(room):
-                    break
-                if not self._free:
-                    return None
-                self._drop(self._free[0])
-            try:
-                self._number += 1
-                slot = SharedSlot(self._number, room)
-            except BaseException as error:
-                self._arena.take_back(room)
-                if not isinstance(error, OSError) or error.errno is None:  # a signal handler has raised it
-                    raise
+            return self._make(room)
+
+    def _make(self, room: int) -> SharedSlot | None:
+        """A new slot of that size. Where there is no room or no descriptor for it, free ones are given back."""
+        while True:
+            share = self._descriptors.take()
+            if share is not None and self._arena.set_aside(room):
+                try:
+                    self._number += 1
+                    slot = SharedSlot(self._number, room, share)
+                except BaseException as error:
+                    self._arena.take_back(room)
+                    if not isinstance(error, OSError) or error.errno is None:  # a signal handler has raised it
+                        raise
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        return None
+                else:
+                    self._used.add(slot)
+                    return slot
+            if not self._free:
+                if share is None:
+                    self._descriptors.refused()
                 return None
-            self._used.add(slot)
-            return slot
+            share = None
+            self._drop(self._free[0])
 
     def _fitting(self, room: int) -> SharedSlot | None:
         """Of the free slots that fit the last one of the shortest: its pages may be in the caches.
@@ -149,10 +176,22 @@ class SharedSlots:
 
     def give(self, slot: SharedSlot) -> None:
         """Nobody reads what the slot holds any more. Nothing once it is closed."""
+        surplus: list[SharedSlot] = []
         with self._lock:
             if slot in self._used:
                 self._used.remove(slot)
                 self._free.append(slot)
+            while len(self._free) > max(_MOST_FREE, len(self._used)):
+                surplus.append(self._free.pop(0))
+                self._idle.discard(surplus[-1])
+        if surplus:
+            self._later(partial(self._close_all, surplus))
+
+    def _close_all(self, slots: list[SharedSlot]) -> None:
+        while slots:
+            slot = slots.pop()
+            slot.close()
+            self._arena.take_back(slot.size)
 
     def trim(self) -> None:
         """Give back the memory of slots that were free since the last call."""
@@ -190,8 +229,9 @@ class SlotView:
     stale: whether it may show what was written here, and not what the slot holds.
     """
 
-    def __init__(self, path: str, size: int, nonce: bytes) -> None:
-        """path: of the file, as this process can open it. size: bytes of the file, which begins with `nonce`.
+    def __init__(self, path: str, size: int, nonce: bytes, share: DescriptorShare | None = None) -> None:
+        """path: of the file, as this process can open it. size: bytes of the file, which begins with `nonce`. share:
+        leave to have it open.
 
         Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what its owner says it is.
         """
@@ -206,6 +246,7 @@ class SlotView:
             raise
         self.size = size
         self.nonce = nonce
+        self._share = share
         self._loan: weakref.ref[Bytes] | None = None  # all views of what was adopted keep the array itself alive
         self.stale = False
         self._pid = os.getpid()

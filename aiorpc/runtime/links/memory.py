@@ -17,13 +17,14 @@ from collections.abc import Callable
 import torch
 
 from ...channels.arena import Arena
+from ...channels.descriptors import Descriptors
 from ...channels.keeping import Keeper
 from ...channels.shared import SharedMemory
 from ...channels.shm import Lender
 from ...channels.slots import SharedSlots
 from ...protocol.identity import WorkerRecord
 from ..engine.engine import Engine
-from ..engine.host import provably_dead
+from ..engine.host import most_descriptors, provably_dead
 from ..engine.soon import Soon
 from ..engine.watch import ProcessWatch
 from .returns import Returns
@@ -37,12 +38,17 @@ TRIM_PAUSE = 60.0
 GROW_PAUSE, GROW_PATIENCE = 0.02, 0.5
 # The arena grows by what was missing, and at most to twice its size or by so many bytes, unless one buffer needs more.
 GROW_MOST = 64 * 1024 * 1024
+# One in so many of the descriptors of the process may be for published values.
+_SHARE = 4
 # So many links at most are made ready before anything large is sent there: it costs the other end a descriptor.
 MOST_PREPARED = 16
 
 
 class Memory:
-    """The arena of one worker, and all that was lent out of it. On the loop, except where it says otherwise."""
+    """The arena of one worker, and all that was lent out of it. On the loop, except where it says otherwise.
+
+    descriptors: those of slots, its own and those of other workers that are mapped here.
+    """
 
     def __init__(self, engine: Engine, busy: Callable[[], bool]) -> None:
         """busy: whether buffers are under way that did not go through shared memory."""
@@ -53,7 +59,8 @@ class Memory:
             poison=sys.flags.dev_mode,  # use after release shows
             assist=engine.in_background if len(os.sched_getaffinity(0)) > 1 else None,
         )
-        self.slots = SharedSlots(self.arena)
+        self.descriptors = Descriptors(lambda: most_descriptors() // _SHARE, self._on_full)
+        self.slots = SharedSlots(self.arena, self.descriptors, engine.in_background)
         self.keeper = Keeper(self.arena, lambda: self._unused.watch(), self.want)
         self._unused = Returns(engine, self.keeper.collect, lambda: bool(self.keeper.keeps))
         self._shared: dict[SharedMemory, WorkerRecord] = {}
@@ -129,6 +136,15 @@ class Memory:
             if array is not None:
                 return torch.from_numpy(array)
         return torch.empty(size, dtype=torch.uint8)
+
+    def _on_full(self, limit: int) -> None:
+        logger.warning(
+            "worker %s: published values have %d descriptors open, their share of those that this process may have; "
+            "further versions are sent without memory of their own, which takes longer: unpublish what is of no use any "
+            "more, publish several tensors together, or raise the limit (ulimit -n)",
+            self._engine.name,
+            limit,
+        )
 
     # --- growing and shrinking ----------------------------------------------------------------------------------------
 

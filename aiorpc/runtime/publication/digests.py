@@ -30,7 +30,7 @@ def digest_of(name: str, edition: Edition, bodies: Sequence[bytes], data: Bytes)
     """
     said = [name, edition.version, edition.publisher, edition.worker, edition.main, edition.size, edition.spans]
     digest = hashlib.sha256(pack([*said, *bodies]))
-    digest.update(data)
+    digest.update(data.data)
     return digest.digest()
 
 
@@ -58,7 +58,7 @@ class Digests:
         self._tasks: dict[int, asyncio.Task[bytes]] = {}
 
     def get(self, version: int) -> asyncio.Task[bytes] | None:
-        """The digest of a version, once it is computed; None if nothing has begun to compute it, or if it is too old."""
+        """The digest of a version, once it is computed; None if it was not begun, or is too old."""
         return self._tasks.get(version)
 
     def put(self, version: int, task: asyncio.Task[bytes]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 import torch
 
+from ...channels.descriptors import Descriptors, DescriptorShare
 from ...channels.segments import Bytes
 from ...channels.slots import SlotView
 from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, SerializationError
@@ -113,8 +114,12 @@ class Feed:
     kept: that one, as long as it can be given to others as it is; kept for those who come when its publisher has gone.
     """
 
-    def __init__(self, engine: Engine, publications: PublicationsForFeed, name: str, number: int) -> None:
+    def __init__(
+        self, engine: Engine, publications: PublicationsForFeed, descriptors: Descriptors, name: str, number: int
+    ) -> None:
+        """descriptors: of the worker, for slots that are mapped."""
         self.name = name
+        self._descriptors = descriptors
         self.number = number
         self.engine = engine
         self.kept: ArrivedVersion | None = None
@@ -157,13 +162,15 @@ class Feed:
 
     # --- the program, in any thread -----------------------------------------------------------------------------------
 
-    def take(self, waker: Callable[[], object]) -> ArrivedVersion | None:
+    def take(self, waker: Callable[[], object] | None) -> ArrivedVersion | None:
         """The newest version that was not taken yet. If there is none: None, and the waker is called once it is worth
-        looking again. Raises what has ended the feed, and once why the newest version cannot be had here."""
+        looking again, if there is one. Raises what has ended the feed, and once why the newest version
+        cannot be had here."""
         arrival: ArrivedVersion | None = None
         try:
             with self._lock:
-                self._wakers.discard(waker)
+                if waker is not None:
+                    self._wakers.discard(waker)
                 arrival, self._ready = self._ready, None
                 if arrival is None:
                     if self._error is not None:
@@ -171,7 +178,8 @@ class Feed:
                     if self._refusal is not None:
                         refusal, self._refusal = self._refusal, None
                         raise refusal
-                    self._wakers.add(waker)
+                    if waker is not None:
+                        self._wakers.add(waker)
         except BaseException:
             self.give_back(arrival)
             raise
@@ -372,7 +380,10 @@ class Feed:
             if record.host != self.engine.record.host:
                 raise ProtocolError("its memory is on another host, or of another user")
             if view is None or view.nonce != offer.nonce:
-                view = SlotView(f"/proc/{record.pid}/fd/{offer.fd}", offer.size, offer.nonce)
+                share = self._share()
+                if share is None:
+                    return None
+                view = SlotView(f"/proc/{record.pid}/fd/{offer.fd}", offer.size, offer.nonce, share)
                 self._views[offer.slot] = view
             version = edition.version
             data = view.adopt(edition.size, partial(self._on_release, view, version, record))
@@ -382,6 +393,16 @@ class Feed:
         self._lent[view] = version, record
         self._drop_idle(edition.slots)
         return view, data
+
+    def _share(self) -> DescriptorShare | None:
+        """Leave to open one more slot, for which those that nobody uses are closed if need be; None if there is none."""
+        share = self._descriptors.take()
+        if share is None:
+            self._views = {number: view for number, view in self._views.items() if view.adopted}
+            share = self._descriptors.take()
+        if share is None:
+            self._descriptors.refused()
+        return share
 
     def _drop_idle(self, there: list[int]) -> None:
         """Unmap slots that their owner has not any more: their memory would stay."""

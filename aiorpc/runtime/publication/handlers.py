@@ -72,7 +72,7 @@ class PublicationsForOthers(Protocol):
 
 
 def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
-    """In a handler: the published values of this worker, and the caller. RpcUsageError if that is no member any more."""
+    """In a handler: the published values of this worker, and the caller. RpcUsageError if it is no member any more."""
     call = current_call.get()
     assert call is not None, "these functions are handlers"
     node: Any = call.node  # a Node: there is nothing else

@@ -53,7 +53,8 @@ from .content import Content, take_apart
 from .feed import Feed
 from .handlers import SAID, claimed, digest, pieced, unpublished, wanted
 from .names import Names
-from .publisher import Delivery, Publisher
+from .publisher import Publisher
+from .readers import Delivery
 from .relay import Relay
 from .shelf import Shelf, in_background
 from .subscription import Publication, Subscription
@@ -133,7 +134,7 @@ class Publications:
             raise RpcUsageError(f"map_location is a device, or None, not {map_location!r:.80}: {error}") from None
         self._engine.lifetime.check_begin()
         limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
-        feed = Feed(self._engine, self, name, next(self._numbers))
+        feed = Feed(self._engine, self, self._home.links.memory.descriptors, name, next(self._numbers))
         self._engine.run_on_loop(self._open, feed)
         if self._engine.closed:  # meanwhile: the loop may have stopped, and nobody would end it
             feed.end(self._engine.lifetime.why_closed())

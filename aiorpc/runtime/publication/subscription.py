@@ -21,7 +21,7 @@ from ..calls.current import within_call
 from ..calls.failures import without_frames
 from .content import choose, put_together, unreadable
 from .feed import ArrivedVersion, Feed
-from .publisher import Delivery
+from .readers import Delivery
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     in its place. Only what was on its way to a reader while the name was taken over, from a publisher that ended right
     then, may have a number that the next publisher gives once more; the reader gets that version of it all the same.
 
+    `newest` does not wait: it gives the newest version if there is one that was not taken yet, and None if not.
+
     A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; in a handler it waits
     no longer than the handler's caller does. It raises WorkerClosed once this worker has shut down; NotAllowed for a
     pickle of a publisher that may not have everything run here (option ``serve``); RpcError for a value that cannot be
@@ -129,6 +131,25 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
             self._feed.forget(wake)
             if isinstance(error, TimeoutError) and limit.expired():
                 raise self._too_late(seconds) from None
+            if isinstance(error, StopAsyncIteration):
+                _look_at_the_end()
+            raise
+
+    def newest(self) -> PublishedVersion | None:
+        """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
+
+        For a program that goes on with the version that it has. It is None as well once the subscription has ended.
+        Raised is what a turn raises, apart from RpcTimeout.
+        """
+        try:
+            arrival = self._feed.take(None)
+        except StopAsyncIteration:
+            return None
+        try:
+            return None if arrival is None else self._open(arrival)
+        except BaseException as error:
+            if not isinstance(error, RpcError):  # a signal handler has raised it
+                self._feed.give_back(arrival)
             raise
 
     def __iter__(self) -> Subscription:
@@ -220,6 +241,20 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
     def __repr__(self) -> str:
         return f"<aiorpc.Subscription to {self.name!r}>"
+
+
+def _look_at_the_end() -> None:
+    """In a turn that is a task by itself (``asyncio.ensure_future(anext(versions))``): asyncio is not to log its end as a
+    failure where the program does not look at it any more."""
+    task = asyncio.current_task()
+    coroutine: Any = None if task is None else task.get_coro()
+    if task is not None and getattr(coroutine, "cr_code", None) is Subscription.__anext__.__code__:
+        task.add_done_callback(_seen)
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | None) -> bool:
