@@ -50,16 +50,10 @@ class Family(Generic[M]):
             word, *rest = fields
             message: M = self._readers[word](rest)
         except (TypeError, ValueError, KeyError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ProtocolError(f"a message about {self.name} that is none: {_shown(fields)}: {reason:.200}") from None
+            # A word that is none is all that a KeyError says, and numbers that do not fit stand in a ValueError.
+            reason = f"{error}" if type(error) is TypeError else "its word, or the number of its fields"
+            raise ProtocolError(f"a message about {self.name} that is none: {reason:.200}") from None
         return message
-
-
-def _shown(fields: Any) -> str:
-    try:
-        return f"{fields!r:.100}"
-    except RecursionError:  # lists in lists, as deep as msgpack takes them
-        return f"a {type(fields).__name__}"
 
 
 def reader_of(declared: type[T]) -> Callable[[Any], T]:
@@ -69,7 +63,7 @@ def reader_of(declared: type[T]) -> Callable[[Any], T]:
 
         def read_exact(value: Any) -> Any:
             if type(value) is not list or [*map(type, value)] != kinds:
-                raise TypeError(f"{value!r:.60} for {declared.__name__}")
+                raise TypeError(f"a {type(value).__name__} for {declared.__name__}")
             return _new(declared, value)
 
         return read_exact
@@ -78,10 +72,10 @@ def reader_of(declared: type[T]) -> Callable[[Any], T]:
 
     def read(value: Any) -> Any:
         if type(value) is not list or len(value) != len(kinds):
-            raise TypeError(f"{value!r:.60} for {declared.__name__}")
+            raise TypeError(f"a {type(value).__name__} for {declared.__name__}")
         for place, kind in plain:
             if type(value[place]) is not kind:
-                raise TypeError(f"{value[place]!r:.60} for {kind.__name__}")
+                raise TypeError(f"a {type(value[place]).__name__} for {kind.__name__}")
         fields = [*value]
         for place, reader in others:
             fields[place] = reader(value[place])
@@ -107,7 +101,7 @@ def _of(annotation: Any) -> _Reader:
 def _of_exactly(*kinds: type[Any]) -> _Reader:
     def read(value: Any) -> Any:
         if type(value) not in kinds:
-            raise TypeError(f"{value!r:.60} for {' or '.join(kind.__name__ for kind in kinds)}")
+            raise TypeError(f"a {type(value).__name__} for {' or '.join(kind.__name__ for kind in kinds)}")
         return value
 
     return read
@@ -123,9 +117,11 @@ def _of_list(annotation: Any) -> _Reader:
 
         def read_exact(value: Any) -> Any:
             if type(value) is not list or (rows and not _LISTS.issuperset(map(type, value))):
-                raise TypeError(f"{value!r:.60} for a list{' of lists' if rows else ''}")
+                raise TypeError(f"a {type(value).__name__} for a list{' of lists' if rows else ''}")
             if not kinds.issuperset(map(type, chain.from_iterable(value) if rows else value)):
-                raise TypeError(f"{value!r:.60} for a list of {' or '.join(kind.__name__ for kind in kinds)}")
+                raise TypeError(
+                    f"a {type(value).__name__} for a list of {' or '.join(kind.__name__ for kind in kinds)}"
+                )
             return value
 
         return read_exact

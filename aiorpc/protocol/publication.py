@@ -206,14 +206,14 @@ def read(declared: type[M], said: object) -> M:
 def read_any(said: object) -> Message:
     """The message that somebody has sent. Raises ProtocolError for what is none."""
     if type(said) is not bytes:
-        raise ProtocolError(f"a message about published values that is none: {said!r:.100}")
+        raise ProtocolError(f"a message about published values that is none: a {type(said).__name__}")
     message = MESSAGES.read(unpack(said))
     fields: Any = message
     if isinstance(fields, Edition):
         _check_edition(fields)
     else:
         if not is_name(fields.name):
-            raise ProtocolError(f"no name of something published: {fields.name!r:.100}")
+            raise ProtocolError("a text that is no name of something published")
         numbers: list[int] = []
         for field in fields:
             if type(field) is int:
@@ -223,7 +223,7 @@ def read_any(said: object) -> Message:
         if isinstance(message, ReadersOfHost):
             for pair in message.readers:
                 if len(pair) != 2:
-                    raise ProtocolError(f"no reader and what it has: {pair!r:.100}")
+                    raise ProtocolError(f"{len(pair)} numbers of a reader and what it has")
                 numbers += pair
         _check_numbers(numbers)
     return message
@@ -235,7 +235,7 @@ def _check_edition(edition: Edition) -> None:
         raise ProtocolError(f"a version of {len(edition.spans)} buffers")
     for span in edition.spans:
         if len(span) != 2 or not 0 <= span[0] <= span[0] + span[1] <= edition.size:
-            raise ProtocolError(f"a buffer outside of the version that it is part of: {span!r:.100}")
+            raise ProtocolError("a buffer outside of the version that it is part of")
     if edition.source is not None:
         _check_numbers([edition.source])
     if edition.offer is not None:
@@ -244,7 +244,7 @@ def _check_edition(edition: Edition) -> None:
 
 def _check_numbers(numbers: list[int]) -> None:
     if numbers and not 0 <= min(numbers) <= max(numbers) <= LAST_VERSION:
-        raise ProtocolError(f"a number in a message about published values that cannot be: {numbers!r:.100}")
+        raise ProtocolError("a number in a message about published values that cannot be")
 
 
 def is_name(name: object) -> bool:
