@@ -119,9 +119,7 @@ def _of_list(annotation: Any) -> _Reader:
             if type(value) is not list or (rows and not _LISTS.issuperset(map(type, value))):
                 raise TypeError(f"a {type(value).__name__} for a list{' of lists' if rows else ''}")
             if not kinds.issuperset(map(type, chain.from_iterable(value) if rows else value)):
-                raise TypeError(
-                    f"a {type(value).__name__} for a list of {' or '.join(kind.__name__ for kind in kinds)}"
-                )
+                raise TypeError(f"something else in a list of {' or '.join(kind.__name__ for kind in kinds)}")
             return value
 
         return read_exact
