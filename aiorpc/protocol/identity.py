@@ -122,11 +122,15 @@ class WorkerRecord:
             raise ProtocolError(f"a worker record is a list of {len(declared)} items, not {type(value).__name__}")
         items: list[Any] = [_checked(f.name, str(f.type), item) for f, item in zip(declared, value, strict=True)]
         record = cls(*items)
+        # Their own texts show what was sent.
         try:
             check_name(record.name)
+        except RpcUsageError:
+            raise ProtocolError("worker record: name must be one that a worker can have") from None
+        try:
             check_role(record.role)
-        except RpcUsageError:  # its text shows what was sent
-            raise ProtocolError("worker record: a name or a role that cannot be one") from None
+        except RpcUsageError:
+            raise ProtocolError("worker record: role must be one that a worker can have") from None
         return record
 
 

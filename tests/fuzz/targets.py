@@ -54,7 +54,7 @@ from aiorpc.protocol.seal import HEAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
 from aiorpc.queues import packing
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
-from tests.fuzz import encrypted, live, stored, trees
+from tests.fuzz import declared, encrypted, live, stored, trees
 from tests.fuzz.stored import RECORD, SECRET
 from tests.fuzz.trap import PAYLOAD, nothing_unpickled
 from tests.fuzz.trees import ELEMENTS
@@ -386,9 +386,9 @@ PUBLISHED: list[publication.Message] = [
 def taste_published(data: bytes) -> None:
     """What workers say of published values, as arguments and results of calls."""
     outcome: ProtocolError | None = None
-    for declared in publication.MESSAGES.classes.values():
+    for kind in publication.MESSAGES.classes.values():
         try:
-            publication.read(declared, data)
+            publication.read(kind, data)
             return
         except ProtocolError as error:
             outcome = error
@@ -783,6 +783,13 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_published),
             lambda: [publication.write(message) for message in PUBLISHED],
+        ),
+        Target(
+            "declared",
+            "arguments of the runtime's own handlers",
+            (ProtocolError,),
+            simple(declared.taste),
+            declared.seeds,
         ),
         Target("queued", "packed items of queues", (ProtocolError,), simple(taste_queued), seeds_of_queued),
         Target(

@@ -88,7 +88,7 @@ def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
 @pytest.mark.parametrize(
     ("index", "value", "text"),
     [
-        (0, "", "non-empty"),
+        (0, "", "name must be one"),
         (0, 5, "name must be a string"),
         (1, -1, "id must be an integer from 0"),
         (1, True, "id must be an integer"),
@@ -99,8 +99,8 @@ def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
         (5, 0, "pid must be an integer from 1"),
         (9, 65536, "tcp_port must be an integer from 0 to 65535"),
         (10, None, "role must be a string"),
-        (10, "an actor", "a role has"),
-        (10, "*", "a role has"),
+        (10, "an actor", "role must be one"),
+        (10, "*", "role must be one"),
     ],
 )
 def test_a_malformed_part_of_a_record_is_a_protocol_error(index: int, value: object, text: str) -> None:

@@ -20,7 +20,8 @@ from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, Worker
 from aiorpc.protocol.frames import CALL, Kind, encode_frame
 from aiorpc.protocol.messages import ByName
 from aiorpc.protocol.packing import pack
-from aiorpc.runtime.callee import resolver
+from aiorpc.runtime.callee import resolver, service
+from aiorpc.runtime.callee.backlog import Backlog
 from aiorpc.runtime.callee.resolver import Resolver
 from aiorpc.runtime.calls import functions
 from aiorpc.runtime.group.group import present
@@ -110,6 +111,43 @@ async def test_one_caller_makes_so_many_calls_a_second(gate: Gate) -> None:
             await workers[0].call("worker1", wait, 2)
         assert await workers[2].call("worker1", wait, 3) == 3
         assert sorted(gate.ran) == [1, 3]
+
+
+async def test_calls_of_the_runtime_that_wait_count_too(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """Of each member for itself, and beside its users' calls, which they leave their room."""
+    monkeypatch.setattr(service, "LEAST_CALLS", 3)
+    async with cluster(3, options=RpcBackendOptions(max_queued_calls=2)) as workers:
+        assert await workers[1].call("worker0", abs, -1) == 1
+        await until(lambda: not any(each.calls for each in workers[0].node.services))  # those of joining
+        barriers = [workers[1].group("worker*").barrier(str(number)) for number in range(5)]
+        for each in barriers[3:]:
+            with pytest.raises(Overloaded, match=r"3 calls of the runtime of 'worker1' waiting \(max_queued_calls\)"):
+                await each
+        gate.open.set()
+        assert await workers[1].call("worker0", wait, 1) == 1
+        assert not any(each.done() for each in barriers[:3])
+        coming = [worker.group("worker*").barrier(str(number)) for worker in workers[::2] for number in range(3)]
+        await asyncio.gather(*barriers[:3], *coming)
+
+
+async def test_calls_of_the_runtime_that_come_too_fast_are_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_call_rate holds for them, but none is refused: nothing is read from that member for so long."""
+    monkeypatch.setattr(service, "LEAST_RATE", 500.0)
+    held: list[float] = []
+    hold_off = Backlog.hold_off
+
+    def seen(backlog: Backlog, seconds: float) -> None:
+        held.append(seconds)
+        hold_off(backlog, seconds)
+
+    monkeypatch.setattr(Backlog, "hold_off", seen)
+    async with cluster(2, options=[RpcBackendOptions(max_call_rate=10.0), RpcBackendOptions()]) as workers:
+        peer = workers[1].node.peers.find("worker0")
+        for _ in range(3):
+            asked = [peer.call(present, (), None, LIMIT, system=True) for _ in range(400)]
+            assert [info.name for info in await asyncio.gather(*asked)] == ["worker0"] * 400
+        assert held and max(held) < 3.0
+        assert await workers[1].call("worker0", abs, -1) == 1
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -39,6 +39,7 @@ from aiorpc import (
     futures,
 )
 from aiorpc.runtime.calls.declared import pack
+from aiorpc.runtime.fanout import barriers as barriers_module
 from aiorpc.runtime.fanout import mapping
 from aiorpc.runtime.fanout.barriers import come_to_barrier
 from aiorpc.runtime.fanout.mapping import GroupMap
@@ -997,6 +998,21 @@ async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
             await four[1].call("worker0", come_to_barrier, *undeclared)
     with pytest.raises(RpcUsageError, match="at the member with the lowest id"):
         await four[1].call("worker0", come_to_barrier, "", pack([2, 3]), 1.0)
+
+
+async def test_each_member_waits_at_so_many_barriers(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes to ever more of them is refused there, and takes no room from others."""
+    monkeypatch.setattr(barriers_module, "_MOST", 3)
+    waiting = [four[1].group("worker*").barrier(str(number)) for number in range(3)]
+    with pytest.raises(Overloaded, match="worker 'worker1' waits at 3 barriers of worker 'worker0' already"):
+        await four[1].group("worker*").barrier("one more")
+    others = [
+        worker.group("worker[023]").barrier(str(number)) for number in range(3) for worker in (four[0], *four[2:])
+    ]
+    await asyncio.gather(*others)
+    coming = [worker.group("worker*").barrier(str(number)) for number in range(3) for worker in (four[0], *four[2:])]
+    await asyncio.gather(*waiting, *coming)
+    assert not four[0].node.barriers._barriers and not four[0].node.barriers._waits
 
 
 async def test_a_barrier_with_a_member_that_has_not_joined_says_how_to_wait_for_it() -> None:

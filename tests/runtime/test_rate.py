@@ -33,3 +33,12 @@ def test_never_more_than_the_rate_and_one_second_of_it() -> None:
         for last in range(first, len(allowed), 89):
             assert last - first + 1 <= 20 * (allowed[last] - allowed[first]) + 20 + 1e-6
     assert len(allowed) > 0.9 * 20 * now
+
+
+def test_what_is_served_in_any_case_is_early() -> None:
+    """By as long as its token is missing, and those before it; a pause makes up for it."""
+    rate = Rate(10, 0.0)
+    assert [rate.owe(0.0) for _ in range(10)] == [0.0] * 10
+    assert rate.owe(0.0) == 0.1 and rate.owe(0.0) == 0.2
+    assert rate.owe(0.3) == 0.0 and rate.owe(0.3) == 0.1
+    assert [rate.owe(100.0) for _ in range(10)] == [0.0] * 10

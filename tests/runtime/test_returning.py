@@ -31,8 +31,10 @@ from aiorpc import (
 )
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import WorkerState
+from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
+from aiorpc.runtime.group.newcomers import Newcomers
 from aiorpc.runtime.meeting.board import Board
 from aiorpc.runtime.meeting.membership import Member, Proof
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
@@ -460,7 +462,18 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         b.node.engine.bounds = Bounds(vouch=0.1)
         liar = replace(a.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
-            await c.call("worker1", handlers.introduce, liar.to_wire())
+            await c.call("worker1", handlers.introduce, pack(liar.to_wire()))
+        looked, look = list[int](), Newcomers._look_whether_it_leads
+
+        async def seen(newcomers: Newcomers, leader: int) -> None:
+            looked.append(leader)
+            await look(newcomers, leader)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Newcomers, "_look_whether_it_leads", seen)
+            flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]
+            refused = await asyncio.gather(*flood, return_exceptions=True)
+        assert {*map(type, refused)} == {RpcUsageError} and looked == [c.node.engine.id]  # one task for all of them
         b.node.engine.bounds = Bounds()
         taken = replace(c.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):

@@ -1,0 +1,99 @@
+"""The runtime's own handlers: all of them, who may call each, about whom it may speak, and what bounds it.
+
+They serve members that may call nothing else (the option ``serve``). What they take is what their annotations declare
+(`calls.declared`). Tests compare this list with the handlers that bear a mark, and with the table in SECURITY.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+EVERY_MEMBER = "every member"
+THE_LEADER = "the leader of the group"
+RUNS_THE_PASS = "the worker that runs the pass"
+HAS_A_PART = "members with the context"
+MAY_CALL_IT = "members whose role may call the method"
+DROP_IN = "every member; with the drop-in alone"
+
+OWN_CALLS = "its own calls of the runtime: `max_queued_calls`, `max_call_rate`"
+CALLS = "its calls: `max_queued_calls`, `max_call_rate`"
+WAITS = "waits at a queue: `max_queued_calls`"
+
+
+class Handler(NamedTuple):
+    """One handler. callers: who may call it. about: whom, or what, a caller may speak about. bound: what it counts as,
+    beside the bytes of its arguments (`max_queued_bytes`)."""
+
+    name: str
+    callers: str
+    about: str
+    bound: str = OWN_CALLS
+
+
+_GROUP = "aiorpc.runtime.group.group"
+_PUBLISHED = "aiorpc.runtime.publication.handlers"
+_PARTS = "aiorpc.autograd.parts"
+_CONTEXTS = "aiorpc.autograd.contexts"
+_QUEUE = "aiorpc.queues.served:ServedQueue"
+_TORCH = "aiorpc.compat.torch.rpc"
+
+#: All of them, by module.
+HANDLERS: Sequence[Handler] = (
+    Handler(f"{_GROUP}:attend", EVERY_MEMBER, "itself, as it has shown itself when it connected"),
+    Handler(f"{_GROUP}:arrive", "a newcomer that this worker has let in", "itself"),
+    Handler(f"{_GROUP}:introduce", THE_LEADER, "a newcomer, once the member before it is gone"),
+    Handler(f"{_GROUP}:report_lost", EVERY_MEMBER, "another member, which is asked before it is believed"),
+    Handler(f"{_GROUP}:vouch", EVERY_MEMBER, "any member: whether this worker has parted with it"),
+    Handler(f"{_GROUP}:present", EVERY_MEMBER, "nobody"),
+    Handler(f"{_GROUP}:enter", EVERY_MEMBER, "itself"),
+    Handler(f"{_GROUP}:poll", EVERY_MEMBER, "nobody"),
+    Handler(f"{_PUBLISHED}:claimed", EVERY_MEMBER, "itself, as the publisher of a name"),
+    Handler(f"{_PUBLISHED}:unpublished", EVERY_MEMBER, "itself, as the publisher of a name"),
+    Handler(f"{_PUBLISHED}:wanted", EVERY_MEMBER, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:pieced", EVERY_MEMBER, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:readers", "the reader that fetches for its host", "the readers of its host"),
+    Handler(f"{_PUBLISHED}:latest", EVERY_MEMBER, "a published name"),
+    Handler(f"{_PUBLISHED}:released", EVERY_MEMBER, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:ended", EVERY_MEMBER, "its own subscriptions"),
+    Handler(
+        "aiorpc.runtime.fanout.barriers:come_to_barrier",
+        "members of the barrier",
+        "itself",
+        f"{OWN_CALLS}; 256 barriers at a time",
+    ),
+    Handler("aiorpc.queues.packing:hand_over", "who has got the item, which has a key", "that item"),
+    Handler(f"{_QUEUE}.put_items", MAY_CALL_IT, "its own items", WAITS),
+    Handler(f"{_QUEUE}.take_items", MAY_CALL_IT, "its own items", WAITS),
+    Handler(f"{_QUEUE}.return_items", "members that may take items", "items that it has taken"),
+    Handler(f"{_QUEUE}.withdraw", "members that may put or take items", "its own calls", CALLS),
+    Handler(f"{_QUEUE}.finish_items", "members that may take items", "items of the queue"),
+    Handler(f"{_QUEUE}.join_items", MAY_CALL_IT, "nobody", WAITS),
+    Handler(f"{_QUEUE}.tell_again", "members that may join the queue", "its own calls", CALLS),
+    Handler(f"{_QUEUE}.qsize", MAY_CALL_IT, "nobody", CALLS),
+    Handler(f"{_QUEUE}.empty", MAY_CALL_IT, "nobody", CALLS),
+    Handler(f"{_QUEUE}.full", MAY_CALL_IT, "nobody", CALLS),
+    Handler(f"{_QUEUE}.shut_down", MAY_CALL_IT, "the queue", CALLS),
+    Handler(f"{_PARTS}:gather", HAS_A_PART, "a context", CALLS),
+    Handler(f"{_PARTS}:plan", RUNS_THE_PASS, "its own pass", CALLS),
+    Handler(f"{_PARTS}:go_on", RUNS_THE_PASS, "its own pass", CALLS),
+    Handler(f"{_PARTS}:take", HAS_A_PART, "gradients of a pass", CALLS),
+    Handler(f"{_PARTS}:abort", RUNS_THE_PASS, "its own pass", CALLS),
+    Handler(f"{_CONTEXTS}:forget", EVERY_MEMBER, "its own contexts; of others' their openers are asked", CALLS),
+    Handler(f"{_CONTEXTS}:has_ended", EVERY_MEMBER, "contexts of this worker", CALLS),
+    Handler(f"{_TORCH}.api:_gather_to_leader", DROP_IN, "itself", f"{CALLS}; 256 gatherings at a time"),
+    Handler(f"{_TORCH}.api:_broadcast_to_followers", DROP_IN, "a gathering", f"{CALLS}; 256 gatherings at a time"),
+    Handler(f"{_TORCH}.api:_nobody_waits", DROP_IN, "a gathering", f"{CALLS}; 256 gatherings at a time"),
+    Handler(f"{_TORCH}.rref:backward_on_owner", "who has a reference to the value", "that value", CALLS),
+)
+
+
+def as_table() -> str:
+    """The rows of the table in SECURITY.md, as Markdown."""
+    rows = [
+        "| handler | who may call it | about whom, or what | what bounds it, for each member |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, callers, about, bound in HANDLERS:
+        rows.append(f"| `{name.removeprefix('aiorpc.')}` | {callers} | {about} | {bound} |")
+    return "\n".join(rows)
