@@ -643,6 +643,57 @@ async def test_a_turn_ends_in_time_and_may_be_tried_again(pair: list[Worker]) ->
             await anext(versions)
 
 
+async def test_the_newest_version_is_there_at_once_or_not(pair: list[Worker]) -> None:
+    """In a loop and in a thread: once for each version; None where nothing is newer, and when the name has ended."""
+    async with pair[1].subscribe("policy") as versions:
+        assert versions.newest() is None
+        for number in (1, 2):
+            await (await pair[0].publish("policy", weights(number))).delivered(quorum=1)
+            got = versions.newest() if number == 1 else await asyncio.to_thread(versions.newest)
+            assert got is not None and (got.version, number_of(got.value)) == (number, number)
+            assert versions.newest() is None
+        await (await pair[0].publish("policy", weights(3))).delivered(quorum=1)
+        await pair[0].unpublish("policy")
+        got = versions.newest()
+        assert got is not None and got.version == 3
+        assert versions.newest() is None
+        with pytest.raises(StopAsyncIteration):
+            await anext(versions)
+    assert versions.newest() is None
+
+
+async def test_newest_raises_what_a_turn_raises(pair: list[Worker]) -> None:
+    """A value that cannot be read here, and a worker that has shut down."""
+    versions = pair[1].subscribe("policy")
+    published = await pair[0].publish("policy", Unreadable())
+    await published.delivered(quorum=1)
+    with pytest.raises(rpc.RpcError, match="version 1 of 'policy' cannot be read here"):
+        versions.newest()
+    await pair[1].shutdown()
+    with pytest.raises(rpc.WorkerClosed):
+        versions.newest()
+
+
+async def test_a_turn_that_nobody_looks_at_ends_without_a_word(pair: list[Worker]) -> None:
+    """It was kept under way as the name ended, or as the subscription was closed."""
+    said: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    await pair[0].publish("policy", weights(1))
+    for end in (lambda: pair[0].unpublish("policy"), None):
+        async with pair[1].subscribe("policy") as versions:
+            if end is not None:
+                await anext(versions)
+            turn = asyncio.ensure_future(anext(versions))
+            await asyncio.sleep(0)
+            if end is not None:
+                await end()
+                await until(turn.done)
+        await until(turn.done)
+        del turn, versions
+        gc.collect()
+    assert not said
+
+
 async def test_taking_a_version_may_be_cancelled(pair: list[Worker]) -> None:
     """Whoever is cancelled while he waits loses none."""
     async with pair[1].subscribe("policy") as versions:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
+from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Message, PieceWanted, VersionArrived, VersionsReleased, Want
+from aiorpc.runtime.calls.values import Results
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
-from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf
+from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf, Stored
+from aiorpc.testing import cluster
 from tests.processes.workers import until
 from tests.runtime.test_publishing import number_of, weights
 
@@ -325,3 +327,133 @@ async def test_without_leave_to_map_bytes_come_from_a_slot(monkeypatch: pytest.M
                 await turn([versions], version)
             await until(lambda: workers["learner"].node.memory.slots.used == 1)
             assert len(workers["learner"].node.memory.slots.numbers()) <= 3
+
+
+FEW = {"b1": "published/policy:read", "c1": "published/policy:read", "*": "*"}
+
+
+def corrupt(stored: Stored) -> None:
+    """Other numbers in place of those that were published."""
+    stored.data[:] = 7
+
+
+def misname(stored: Stored) -> None:
+    """What is said of the value is that of another one."""
+    stored.bodies = (stored.bodies[0].replace(b"w", b"v"),)
+
+
+@pytest.mark.parametrize("change", [corrupt, misname])
+async def test_what_a_relay_hands_on_is_what_was_published(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[Stored], None]
+) -> None:
+    """A reader compares it with the digest of the publisher, takes the version from there, and says so once."""
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b", serve=FEW) as workers:
+        learner, relays, reader = workers["learner"], workers["b1"].node.publications.relays, workers["b2"]
+        subscriptions = await read_first(learner, workers["b1"], reader)
+        finish = relays["policy"].finish
+
+        def lie(stored: Stored) -> None:
+            change(stored)
+            finish(stored)
+
+        monkeypatch.setattr(relays["policy"], "finish", lie)
+        for version in (2, 3):
+            last = await learner.publish("policy", weights(version, SIZE))
+            await turn(subscriptions[1:], version)
+            assert reader.info in (await last.delivered(quorum=2)).has
+        said = [record.message for record in caplog.records if "is not what learner" in record.message]
+        assert len(said) == 1 and "what b1 (" in said[0] and "version 2 of 'policy'" in said[0]
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def test_what_was_compared_cannot_be_changed_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has a copy of its own of what came through the memory of another worker than the publisher."""
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b", serve=FEW) as workers:
+        subscriptions = await read_first(workers["learner"], workers["b1"])
+        subscriptions.append(workers["b2"].subscribe("policy"))
+        got = await anext(subscriptions[1])
+        relay = workers["b1"].node.publications.relays["policy"]
+        (stored,) = relay._stored.values()
+        corrupt(stored)
+        assert number_of(got.value) == 1
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def test_the_next_host_gets_what_was_published(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the one before it in the chain hands on: who fetches for a host compares it as well."""
+    async with hosts(monkeypatch, learner="a", b1="b", c1="c", serve=FEW) as workers:
+        subscriptions = await read_first(workers["learner"], workers["b1"], workers["c1"])
+        relay = workers["b1"].node.publications.relays["policy"]
+        filled_to = relay.filled_to
+
+        def lie(stored: Stored, end: int) -> None:
+            corrupt(stored)
+            filled_to(stored, end)
+
+        monkeypatch.setattr(relay, "filled_to", lie)
+        for version in (2, 3):
+            await workers["learner"].publish("policy", weights(version, SIZE))
+            await turn(subscriptions[1:], version)
+        assert caplog.text.count("what b1 (") == 1
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def nothing(*_: object) -> Any:
+    """In place of an answer."""
+    await asyncio.get_running_loop().create_future()
+
+
+def rubbish(*_: object) -> Any:
+    """No version."""
+    return Results((b"\x90",))
+
+
+def refuse(*_: object) -> Any:
+    """As to who may not read."""
+    raise NotAllowed("not for you")
+
+
+@pytest.mark.parametrize("answer", [nothing, rubbish, refuse])
+async def test_a_leader_that_hands_on_nothing_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]
+) -> None:
+    """Its readers get the versions from the publisher, and go on."""
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
+        learner, leads, reader = workers.values()
+        reader.node.engine.bounds = replace(reader.node.engine.bounds, stalled=0.02)
+        subscriptions = await read_first(learner, leads)
+        relay = leads.node.publications.relays["policy"]
+        want = relay.want
+
+        def stand(record: WorkerRecord, said: Want) -> Any:
+            if record != reader.node.engine.record:
+                return want(record, said)
+            return asyncio.ensure_future(answer()) if answer is nothing else answer()
+
+        monkeypatch.setattr(relay, "want", stand)
+        subscriptions.append(reader.subscribe("policy"))
+        for version in (1, 2):
+            await turn(subscriptions[1:], version)
+            await learner.publish("policy", weights(version + 1, SIZE))
+        await turn(subscriptions[1:], 3)
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def test_digests_are_those_of_the_latest_versions() -> None:
+    """One that has gone is an error, which says so."""
+    async with cluster(2) as workers:
+        await workers[0].publish("policy", weights(1))
+        there, record = workers[1].node.publications, workers[0].node.engine.record
+        first = await there.digest(record, "policy", 1)
+        assert type(first) is bytes and len(first) == 32 and await there.digest(record, "policy", 1) == first
+        await workers[0].publish("policy", weights(2))
+        assert await there.digest(record, "policy", 2) != first == await there.digest(record, "policy", 1)
+        with pytest.raises(RpcUsageError, match="has version 7 of 'policy' no more"):
+            await there.digest(record, "policy", 7)
+        await until(lambda: workers[0].node.memory.slots.used == 1)

@@ -26,7 +26,8 @@ _MOST_TOLD = 65_536
 class ToldClaims:
     """See the module. On the loop.
 
-    take: is given a name and the claim that stands in the store, None if none does. stand_in: is given one that was told, as the store does not answer.
+    take: is given a name and the claim that stands in the store, None if none does. stand_in: is given one that was
+    told, as the store does not answer.
     """
 
     def __init__(

@@ -1,0 +1,106 @@
+"""How far readers are, and what it takes to count it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import FrameType
+from typing import Any
+
+from aiorpc import Worker
+from aiorpc.protocol.identity import WorkerInfo
+from aiorpc.protocol.publication import Want, needed
+from aiorpc.runtime.publication.readers import Awaited, Readers
+from aiorpc.testing import cluster
+
+
+def info(number: int) -> WorkerInfo:
+    """Of a worker."""
+    return WorkerInfo(f"reader{number}", number)
+
+
+def test_counts_are_what_looking_at_all_readers_gives() -> None:
+    """Whatever readers say, in whatever order: how many there are, and how many have a version."""
+    rng = random.Random(7)
+    for _ in range(30):
+        readers, have = Readers(), dict[tuple[int, int], int]()
+        awaited = [Awaited(version, quorum) for version in (1, 3, 5) for quorum in (None, 2, 0.5)]
+        for each in awaited:
+            readers.await_version(each)
+        for _ in range(60):
+            worker, number = rng.randrange(4), rng.randrange(1, 3)
+            match rng.randrange(4):
+                case 0:
+                    readers.ended(info(worker), number)
+                    have.pop((worker, number), None)
+                case 1:
+                    readers.lost(info(worker), number, have.pop((worker, number), 0), 5)
+                case _:
+                    have[worker, number] = max(have.get((worker, number), 0), rng.randrange(6))
+                    readers.has(info(worker), number, have[worker, number])
+            least: dict[int, int] = {}
+            for (worker, _), version in have.items():
+                least[worker] = min(version, least.get(worker, version))
+            for each in awaited:
+                delivery = readers.delivery(each)
+                assert {reader.id for reader in delivery.has} == {w for w, v in least.items() if v >= each.version}
+                assert {reader.id for reader in delivery.missing} == {w for w, v in least.items() if v < each.version}
+                assert delivery.reached == (len(delivery.has) >= needed(each.quorum, len(least)))
+
+
+def test_who_is_expected_counts_until_it_asks_or_need_not() -> None:
+    """A worker that was told of the name, and has not asked yet, is missing."""
+    readers, awaited = Readers(), Awaited(1, None)
+    readers.await_version(awaited)
+    readers.expect(info(1))
+    readers.expect(info(2))
+    assert not readers.reached(awaited) and readers.delivery(awaited).missing == (info(1), info(2))
+    readers.has(info(1), 7, 1)
+    readers.expect(info(1))
+    readers.expect_no_more(info(1))
+    readers.expect_no_more(info(2))
+    assert readers.reached(awaited) and readers.delivery(awaited).has == (info(1),)
+
+
+def test_lost_readers_that_are_remembered_are_bounded() -> None:
+    """The last ones are."""
+    readers, awaited = Readers(), Awaited(1, None)
+    for number in range(1000):
+        readers.lost(info(number), 1, 0, 1)
+    assert readers.delivery(awaited).lost == tuple(map(info, range(744, 1000)))
+
+
+async def test_a_delivery_takes_a_step_for_each_reader() -> None:
+    """Four times as many readers that ask for the next version take about four times the steps, and not sixteen."""
+    async with cluster(2) as workers:
+        few, many = [await steps_of(workers, readers) for readers in (25, 100)]
+        assert many < 8 * few, (few, many)
+
+
+async def steps_of(workers: list[Worker], readers: int) -> int:
+    """The steps of the interpreter, in the runtime, as so many subscriptions ask while a delivery is awaited."""
+    name = f"of{readers}"
+    published = await workers[0].publish(name, {"step": 1})
+    publisher, record = workers[0].node.publications.publishers[name], workers[1].node.engine.record
+    answers = [publisher.want(record, Want(name, number + 1, 1, False, [], False)) for number in range(readers)]
+    others = [published.delivered(quorum=2, timeout=0) for _ in range(2)]
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace if "publication" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for number in range(readers):
+            answers.append(publisher.want(record, Want(name, number + 1, 1, False, [], False)))
+    finally:
+        sys.settrace(before)
+    await workers[0].unpublish(name)
+    assert all([not (await other).reached for other in others])
+    for answer in answers:
+        assert not isinstance(answer, tuple) and answer.done() and answer.exception() is not None
+    return count

@@ -1,0 +1,226 @@
+"""Who is believed to publish a name, and who may: what the store says, and the rules of each worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import aiorpc as rpc
+from aiorpc import RpcBackendOptions, Worker
+from aiorpc.protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, PieceWanted, Unpublished, write
+from aiorpc.runtime.publication import claims, publications
+from aiorpc.runtime.publication.claims import Standing
+from aiorpc.runtime.publication.content import take_apart
+from aiorpc.runtime.publication.handlers import claimed, digest, latest, pieced, unpublished
+from aiorpc.runtime.publication.publisher import Publisher
+from aiorpc.testing import cluster
+from tests.processes.workers import until
+from tests.runtime.stores import Stuck, WatchedStore
+
+FEW = {"actor": ["published/policy:read", "published/own/*:publish"], "*": "*"}
+
+
+def say(liar: Worker, other: Worker, function: Callable[..., Any], message: Any) -> Any:
+    """What another worker answers to a message of the runtime."""
+    peer = liar.node.peers.of(other.node.engine.record)
+    return peer.call(function, (write(message),), None, 20.0, system=True)
+
+
+async def pretend(liar: Worker, value: float, turn: int = 1 << 30) -> Claim:
+    """Give versions of "policy" to those that ask, without the name; the claim that goes with it."""
+    record = liar.node.engine.record
+    claim = Claim("policy", turn, record.id, record.name, 5)
+    publisher = Publisher(liar.node, Standing(claim, record.incarnation, 1000))
+    liar.node.publications.publishers["policy"] = publisher
+    await publisher.put(take_apart("policy", torch.full((4,), value), liar.node.engine))
+    return claim
+
+
+async def test_a_claim_that_the_store_does_not_have_is_not_believed(trio: list[Worker]) -> None:
+    """Readers stay with who has the name, and those that come later find it, whatever another member says."""
+    learner, reader, liar = trio
+    await learner.publish("policy", torch.zeros(4))
+    async with reader.subscribe("policy", timeout=20) as versions:
+        assert (await anext(versions)).publisher == learner.info
+        claim = await pretend(liar, 666.0)
+        for other in (learner, reader):
+            await say(liar, other, claimed, claim)
+        for number in (1.0, 2.0):
+            await learner.publish("policy", torch.full((4,), number))
+            got = await anext(versions)
+            assert (got.publisher, got.value[0]) == (learner.info, number)
+        await say(liar, reader, unpublished, Unpublished("policy", 1))
+        await say(liar, reader, unpublished, Unpublished("policy", claim.turn))
+        async with reader.subscribe("policy", timeout=20) as late:
+            assert (await anext(late)).publisher == learner.info
+        last = await learner.publish("policy", torch.full((4,), 3.0))
+        assert (await anext(versions)).value[0] == 3
+        assert (await last.delivered(quorum=1)).has == (reader.info,)
+    del liar.node.publications.publishers["policy"]
+
+
+async def test_a_name_that_only_a_member_tells_of_has_no_publisher(pair: list[Worker]) -> None:
+    """The store has no claim to it, so a reader waits for one, and whoever makes it is followed."""
+    reader, liar = pair
+    async with reader.subscribe("policy", timeout=20) as versions:
+        await say(liar, reader, claimed, await pretend(liar, 666.0))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(versions), 0.3)
+        del liar.node.publications.publishers["policy"]
+        await reader.publish("policy", torch.ones(4))
+        assert (await anext(versions)).publisher == reader.info
+
+
+async def test_while_the_store_says_nothing_a_living_publisher_is_not_replaced() -> None:
+    """What another member tells is believed for a name alone that no member is known to publish."""
+    inner, stuck = HashStore(), Stuck()
+    silent = WatchedStore(inner)
+    async with AsyncExitStack() as stack:
+        learner = await stack.enter_async_context(Worker("learner", store=inner))
+        liar = await stack.enter_async_context(Worker("liar", store=inner))
+        reader = await stack.enter_async_context(Worker("reader", store=silent))
+        await until(lambda: len(learner.worker_infos()) == 3)
+        await learner.publish("policy", torch.zeros(4))
+        versions = stack.enter_context(reader.subscribe("policy", timeout=20))
+        assert (await anext(versions)).publisher == learner.info
+        silent.look = stuck
+        stack.callback(stuck.open.set)
+        await say(liar, reader, claimed, await pretend(liar, 666.0))
+        await learner.publish("policy", torch.ones(4))
+        assert (await anext(versions)).publisher == learner.info
+        del liar.node.publications.publishers["policy"]
+
+
+async def test_what_a_member_says_of_versions_counts_up_to_what_the_store_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often a name is taken over past a member that lies, it stays of use."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (liar,):
+        monkeypatch.setattr(liar.node.publications, "latest", lambda name: Latest(name, LAST_VERSION - 1, 0))
+        for number in range(3):
+            async with Worker(f"guest{number}", store=store) as guest:
+                published = await guest.publish("policy", torch.ones(4))
+                assert published.version <= number * (claims.RESERVED + 2) + 1
+                await guest.shutdown(graceful=False)
+            await until(lambda: len(liar.worker_infos()) == 1)
+        async with Worker("last", store=store) as last:
+            assert (await last.publish("policy", torch.ones(4))).version < 4 * claims.RESERVED
+            await last.unpublish("policy")
+        assert (await liar.publish("policy", torch.ones(4))).version < 4 * claims.RESERVED + 10
+
+
+async def test_the_store_knows_a_limit_before_versions_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the name over counts on above it where a member says nothing."""
+    for module in (claims, publications):
+        monkeypatch.setattr(module, "RESERVED", 8)
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (reader,):
+        async with Worker("first", store=store) as first:
+            for number in range(1, 31):
+                assert (await first.publish("policy", {"step": number})).version == number
+                publisher = first.node.publications.publishers["policy"]
+                await until(lambda publisher=publisher: not publisher.raising)  # type: ignore[misc]
+            limit = publisher.stands.limit
+            assert 30 < limit <= 38
+            await first.shutdown(graceful=False)
+        await until(lambda: len(reader.worker_infos()) == 1)
+
+        def silent(_: str) -> Latest:
+            raise rpc.Overloaded("not now")
+
+        monkeypatch.setattr(reader.node.publications, "latest", silent)
+        assert (await reader.publish("policy", {"step": 31})).version == limit + 1
+        await reader.unpublish("policy")
+        assert (await reader.publish("policy", {"step": 32})).version == limit + 2
+
+
+# --- rules for names ----------------------------------------------------------------------------------------------
+
+
+async def test_who_may_not_publish_a_name_gets_nothing_of_it() -> None:
+    """It is told so by a rule of those that would read it; others may have the name, and its own names are its own."""
+    options = RpcBackendOptions(serve=FEW)
+    async with cluster(3, options=options, roles=["learner", "actor", "reader"]) as (learner, actor, reader):
+        with pytest.raises(rpc.NotAllowed, match=r"may not publish 'policy'.*Add 'published/policy:publish'") as raised:
+            await actor.publish("policy", torch.zeros(4))
+        assert (raised.value.caller, raised.value.role) == (actor.info.name, "actor")
+        await learner.publish("policy", torch.ones(4))
+        await actor.publish("own/steps", torch.zeros(4))
+        async with actor.subscribe("policy", timeout=20) as versions, reader.subscribe("own/steps") as steps:
+            assert (await anext(versions)).publisher == learner.info
+            assert (await anext(steps)).publisher == actor.info
+
+
+@pytest.mark.parametrize("serve", [{"actor": [rpc.exposed], "*": "*"}, {"actor": [], "*": "*"}])
+async def test_who_may_not_read_a_name_gets_nothing_of_it(serve: Any) -> None:
+    """Neither a version, nor a piece of one or its digest, nor what there is; functions that are exposed are none."""
+    async with cluster(2, options=RpcBackendOptions(serve=serve), roles=["learner", "actor"]) as (learner, actor):
+        await learner.publish("policy", torch.ones(1 << 16))
+        async with actor.subscribe("policy", timeout=20) as versions:
+            with pytest.raises(rpc.NotAllowed, match=r"may not read 'policy'.*Add 'published/policy:read'"):
+                await anext(versions)
+        for function, message in (
+            (pieced, PieceWanted("policy", 1, 0, 64)),
+            (digest, publications.DigestWanted("policy", 1)),
+            (latest, LatestWanted("policy")),
+        ):
+            with pytest.raises(rpc.NotAllowed, match="may not read"):
+                await say(actor, learner, function, message)
+
+
+async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None:
+    """Also one that it has written into the store itself: readers do not follow it, and another one takes the name."""
+    store, options = HashStore(), RpcBackendOptions(serve=FEW)
+    async with AsyncExitStack() as stack:
+        learner = await stack.enter_async_context(Worker("learner", store=store, options=options))
+        actor = await stack.enter_async_context(Worker("actor", store=store, role="actor"))
+        await until(lambda: len(learner.worker_infos()) == 2)
+
+        async def write_claim() -> Claim:
+            claim = await pretend(actor, 666.0)
+            rendezvous, record = actor.node.rendezvous, actor.node.engine.record
+            said = [claim.turn, claim.publisher, claim.worker, record.incarnation, claim.first, 1000]
+            held = await asyncio.to_thread(rendezvous.look_up, "published/policy")
+            await asyncio.to_thread(rendezvous.swap, "published/policy", held or "", json.dumps(said))
+            return claim
+
+        claim = await write_claim()
+        with pytest.raises(rpc.NotAllowed):
+            await say(actor, learner, claimed, claim)
+        versions = stack.enter_context(learner.subscribe("policy", timeout=0.2))
+        with pytest.raises(rpc.RpcTimeout, match=r"'actor' \(id 1\) claims it, and is not followed: serve allows"):
+            await anext(versions)
+        published = await learner.publish("policy", torch.ones(4))
+        stays = stack.enter_context(learner.subscribe("policy", timeout=20))
+        assert (await anext(stays)).publisher == learner.info and published.version > 5
+        await write_claim()
+        late = stack.enter_context(learner.subscribe("policy", timeout=20))
+        assert (await anext(late)).publisher == learner.info
+        await learner.publish("policy", torch.ones(4))
+        assert (await anext(stays)).publisher == learner.info
+        del actor.node.publications.publishers["policy"]
+
+
+async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it() -> None:
+    """What a member hands on is its own word: it has to be one whose own versions would be read."""
+    store, options = HashStore(), RpcBackendOptions(serve=FEW)
+    async with AsyncExitStack() as stack:
+        actor = await stack.enter_async_context(Worker("actor", store=store, role="actor"))
+        kept = stack.enter_context(actor.subscribe("policy", timeout=20))
+        async with Worker("learner", store=store) as learner:
+            await learner.publish("policy", torch.ones(4))
+            await anext(kept)
+        late = await stack.enter_async_context(Worker("late", store=store, options=options))
+        with late.subscribe("policy", timeout=0.3) as versions, pytest.raises(rpc.RpcTimeout):
+            await anext(versions)
+        trusting = await stack.enter_async_context(Worker("trusting", store=store))
+        with trusting.subscribe("policy", timeout=20) as versions:
+            assert (await anext(versions)).version == 1
