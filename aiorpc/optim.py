@@ -66,8 +66,10 @@ class DistributedOptimizer:
     and for an optimizer in place of its class; what the class raises on an owner, with a note that names it; PeerLost,
     RpcTimeout.
 
-    remote_optimizers: an RRef of each owner's optimizer. The object may be used from any thread, by several at once,
-    and sent to other workers, which step the same optimizers then.
+    remote_optimizers: an RRef of each owner's part, whose attribute ``optim`` is the ordinary optimizer there: its
+    learning rate is changed in a handler on the owner (``ref.local_value().optim.param_groups``), or by a scheduler made
+    there. The object may be used from any thread, by several at once, and sent to other workers, which step the same
+    optimizers then.
     """
 
     remote_optimizers: list[RRef[Any]]
@@ -457,7 +459,10 @@ class _Claim:
 
 
 class LocalOptimizer(Closing):
-    """An owner's part: an optimizer of those parameters that live here. Its methods are handlers, and may block."""
+    """An owner's part: an optimizer of those parameters that live here. Its methods are handlers, and may block.
+
+    optim: the optimizer itself, by torch's name for it: schedulers of learning rates take it.
+    """
 
     def __init__(
         self,
@@ -467,11 +472,18 @@ class LocalOptimizer(Closing):
         kwargs: Mapping[str, Any],
     ) -> None:
         self._parameters = list(parameters)
-        self.optimizer = optimizer_class(self._parameters, *args, **kwargs)
+        self.optim = optimizer_class(self._parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> int:
-        """Handler: step with the gradients of a context; for how many parameters there was one."""
-        return self.step_on(serving()[0], context_id)
+        """Handler: step with the gradients of a context; for how many parameters there was one.
+
+        RpcUsageError if the caller takes no part in the context.
+        """
+        node, call = serving()
+        context, caller = node.gradients.find(context_id), call.caller_id
+        if context is not None and caller != node.engine.id and not context.takes_part(caller):
+            raise node.gradients.not_here(context_id)
+        return self.step_on(node, context_id)
 
     def step_on(self, node: Node, context_id: int, seconds: float | None = None, part: Part | None = None) -> int:
         """The same, on that worker. seconds, part: as of `_Claim`."""
@@ -480,7 +492,7 @@ class LocalOptimizer(Closing):
         count = len(own) - sum(map(operator.is_, own, itertools.repeat(None)))  # `own.count` would compare in torch
         if count:
             with _Claim(self._parameters, seconds, part), _Gradients(self._parameters, own):
-                self.optimizer.step()
+                self.optim.step()
                 self._finish(node)
         return count
 
@@ -505,14 +517,14 @@ class LocalOptimizer(Closing):
     def state_dict(self) -> State:
         """The optimizer's, with tensors copied to the host's memory."""
         with _Claim(self._parameters):
-            state: State = _copied(self.optimizer.state_dict())
+            state: State = _copied(self.optim.state_dict())
         return state
 
     def load_state_dict(self, state: State) -> None:
         """The same in reverse. The optimizer keeps tensors of its own."""
         own = _copied(state)
         with _Claim(self._parameters):
-            self.optimizer.load_state_dict(own)
+            self.optim.load_state_dict(own)
             self._finish(serving()[0])
 
 

@@ -28,6 +28,7 @@ from aiorpc import (
     optim,
 )
 from aiorpc.optim import DistributedOptimizer, NoGradients
+from aiorpc.runtime.gradients.contexts import current_autograd
 from tests.processes import workers as processes
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
@@ -107,8 +108,26 @@ async def step_there_async(optimizer: DistributedOptimizer, context_id: int) -> 
 def shares_state(optimizer: RRef[Any]) -> bool:
     """Whether what leaves the optimizer is its own memory, which the next step changes."""
     local = optimizer.local_value()
-    own, copy = local.optimizer.state_dict(), local.state_dict()
+    own, copy = local.optim.state_dict(), local.state_dict()
     return bool(own["state"][0]["exp_avg"].data_ptr() == copy["state"][0]["exp_avg"].data_ptr())
+
+
+def step_part(optimizer: RRef[Any], context_id: int) -> None:
+    """Another worker's step of one owner's part."""
+    optimizer.rpc_sync().step(context_id)
+
+
+def schedule(optimizer: RRef[Any]) -> None:
+    """Halve the learning rate with each step of the schedule."""
+    part = optimizer.local_value()
+    part.schedule = torch.optim.lr_scheduler.ExponentialLR(part.optim, 0.5)
+
+
+def next_epoch(optimizer: RRef[Any]) -> float:
+    """A step of the schedule, and the learning rate from then on."""
+    optimizer.local_value().schedule.step()
+    lr: float = optimizer.local_value().optim.param_groups[0]["lr"]
+    return lr
 
 
 class _NoWayBack(torch.autograd.Function):
@@ -302,6 +321,46 @@ async def test_sparse_gradients(apart: list[Worker], optimizer_class: Any) -> No
         torch.nn.functional.embedding(torch.tensor([1, 3, 3]), table, sparse=True).pow(2).sum().backward()
         optimizer.step()
     torch.testing.assert_close(await run(apart[0], script), table.detach())
+
+
+async def test_a_learning_rate_that_changes(apart: list[Worker]) -> None:
+    """A scheduler on each owner's part changes what the next steps use, as with a local optimizer."""
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        for each in optimizer.remote_optimizers:
+            aiorpc.rpc_sync(each.owner(), schedule, (each,))
+        for _ in range(3):
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 1.0))])
+                optimizer.step(context_id)
+            rates.append(aiorpc.rpc_sync("worker1", next_epoch, (optimizer.remote_optimizers[0],)))
+        return here(weight)
+
+    rates: list[float] = []
+    torch.testing.assert_close(await run(apart[0], script), values(0) - 0.875)
+    assert rates == [0.25, 0.125, 0.0625]
+
+
+async def test_a_step_with_the_gradients_of_a_context_in_which_the_caller_takes_no_part(apart: list[Worker]) -> None:
+    """It is refused, though the caller may call the optimizer and knows the context; nothing is stepped."""
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        (reference,) = optimizer.remote_optimizers
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 1.0))])
+            token = current_autograd.set(None)
+            try:
+                with pytest.raises(RpcUsageError, match="Could not find autograd context"):
+                    aiorpc.rpc_sync("worker2", step_part, (reference, int(context_id)))
+            finally:
+                current_autograd.reset(token)
+        return here(weight)
+
+    torch.testing.assert_close(await run(apart[0], script), values(0))
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -626,17 +626,22 @@ def plan(
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))  # type: ignore[union-attr]  # not None
         until = time.monotonic() + seconds if seconds else None
         part.take_brought(brought)
-        part.begin(entries, retain=retain, until=until, closing=_closing(node, last, until) if last else None)
+        part.begin(
+            entries,
+            retain=retain,
+            until=until,
+            closing=_closing(node, last, until, opener_of(number)) if last else None,
+        )
         part.advance()
     except BaseException as error:
         part.fail(error)
     return asked
 
 
-def _closing(node: Node, packed: bytes, until: float | None) -> Closing:
+def _closing(node: Node, packed: bytes, until: float | None, asker: int) -> Closing:
     """What is to be done at the end. NotAllowed if the worker that asks may not have it done."""
     seconds = None if until is None else max(0.0, until - time.monotonic())
-    found = node.references.value(*unpack_reference(packed)).wait(seconds)
+    found = node.references.value(*unpack_reference(packed), asker).wait(seconds)
     if not isinstance(found, Closing):
         raise RpcError(f"a backward pass cannot end with a step of a {type(found).__qualname__}")
     rights = permits()

@@ -34,6 +34,23 @@ def autograd(alone: Any) -> Any:
     return importlib.import_module("torch.distributed.autograd")
 
 
+def test_a_parameter_that_is_sent_without_its_past_is_told_of_once(
+    alone: Any, autograd: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with torch it gets no gradient; what was computed from it does."""
+    p = torch.nn.Parameter(torch.ones(3))
+    with autograd.context() as context_id:
+        alone.rpc_sync("me", add, (p * 1, torch.ones(3)))
+        assert not caplog.records
+        for _ in range(3):
+            result = alone.rpc_sync("me", add, (p, p * 2))
+        autograd.backward(context_id, [result.sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[p], torch.full((3,), 2.0))
+    assert [each.message.partition(":")[0] for each in caplog.records] == [
+        "worker 'me' sends a Parameter to worker 'me' in an autograd context"
+    ]
+
+
 def test_gradients_and_the_graph(alone: Any, autograd: Any) -> None:
     """A pass through a call; the context shows torch's names of what was sent and received."""
     x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -265,7 +282,7 @@ def test_the_learning_rate_that_torch_has_by_default(alone: Any) -> None:
         made = optim.DistributedOptimizer(
             optimizer_class, [alone.RRef(torch.nn.Parameter(torch.ones(2)))], *args, **kwargs
         )
-        return made.remote_optimizers[0].local_value().optimizer.param_groups[0]["lr"]
+        return made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"]
 
     for optimizer_class, functional in utils.functional_optim_map.items():
         assert lr(optimizer_class) == inspect.signature(functional).parameters["lr"].default
@@ -289,7 +306,7 @@ def test_annotations_of_an_optimizer_are_not_looked_up(alone: Any, monkeypatch: 
     exec(compile(ANNOTATED, "program", "exec", dont_inherit=True), space)  # as this module imports from future
     monkeypatch.setitem(utils.functional_optim_map, space["Own"], space["Own"])
     made = optim.DistributedOptimizer(space["Own"], [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
-    assert made.remote_optimizers[0].local_value().optimizer.param_groups[0]["lr"] == 0.25
+    assert made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"] == 0.25
 
 
 def test_the_learning_rate_without_torchscript(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +314,7 @@ def test_the_learning_rate_without_torchscript(alone: Any, monkeypatch: pytest.M
     optim = importlib.import_module("torch.distributed.optim")
     monkeypatch.setattr(torch.jit._state._enabled, "enabled", False)
     made = optim.DistributedOptimizer(torch.optim.Adamax, [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
-    assert made.remote_optimizers[0].local_value().optimizer.param_groups[0]["lr"] == 2e-3
+    assert made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"] == 2e-3
 
 
 def test_an_optimizer_without_parameters(alone: Any, autograd: Any) -> None:

@@ -21,6 +21,7 @@ Everything here may be used from any thread where it does not say otherwise.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import weakref
 from collections import OrderedDict, deque
@@ -42,6 +43,8 @@ from ..engine.engine import Engine
 from .kept import Kept, PeerForContexts
 from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
+
+logger = logging.getLogger("aiorpc")
 
 Tensor = torch.Tensor
 _infer_type: Any = torch._C._jit_try_infer_type
@@ -345,18 +348,29 @@ def keeps_past(function: F) -> F:
 class Tape:
     """Records what one message of a context sends. untracked: types of tensors that it sends without a past."""
 
-    def __init__(self, context: AutogradContext, to: PeerForContexts, counts: Kept | None = None) -> None:
-        """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does."""
+    def __init__(
+        self,
+        context: AutogradContext,
+        to: PeerForContexts,
+        counts: Kept | None = None,
+        on_untracked: Callable[[PeerForContexts], None] | None = None,
+    ) -> None:
+        """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does.
+        on_untracked: hears that it sends tensors without a past that require gradients."""
         self.untracked = context.untracked
         self._context = context
         self._to = to
         self._counts = counts
+        self._on_untracked = on_untracked
 
     def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> Recorded | None:
         """What the message has to say about its tensors, None for nothing.
 
         on_unsent: a list that gets the function to undo it. Raises Overloaded.
         """
+        if self._on_untracked is not None and (untracked := self.untracked):
+            if any(isinstance(each, untracked) and each.requires_grad for each in tensors):
+                self._on_untracked(self._to)
         sent = self._context.send(tensors, self.untracked, self._to)
         if sent is None:
             return None
@@ -396,6 +410,7 @@ class Gradients:
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing = Trailing(engine)
         self.kept = Kept(engine)
+        self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: set[int] = set()
@@ -483,7 +498,7 @@ class Gradients:
         context.known.add(peer)
         if id not in self._contexts:  # left meanwhile, by another thread, which may not tell that worker of it
             return None
-        tape = Tape(context, peer)
+        tape = Tape(context, peer, None, self._on_untracked)
         if self.as_torch and (_find_builtin(function) is not None or getattr(function, _KEEPS_PAST, False)):
             tape.untracked = ()
         return tape
@@ -492,7 +507,22 @@ class Gradients:
         """The tape of an answer to that peer, whose call in context `id` was let in (`called`), whatever autograd mode
         this thread is in; None if the context was left."""
         context = self._contexts.get(id) if id else None
-        return None if context is None or peer not in context.known else Tape(context, peer, self.kept)
+        return (
+            None if context is None or peer not in context.known else Tape(context, peer, self.kept, self._on_untracked)
+        )
+
+    def _say_untracked(self, to: PeerForContexts) -> None:
+        """As torch does it, and torch says nothing: once for each worker."""
+        self._on_untracked = None
+        name = "another worker" if to.record is None else f"worker {to.record.name!r}"
+        logger.warning(
+            "worker %r sends a Parameter to %s in an autograd context: as with torch.distributed.rpc it arrives there "
+            "without its past, and gets no gradient of what is computed there. To have one, send a tensor that was "
+            "computed from it (parameter * 1), or keep the module where its parameters are and call it there; to send "
+            "values alone, send parameter.detach(). This is said once",
+            self._engine.name,
+            name,
+        )
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
         """As `answers`, as torch does it for a value that somebody has made a reference to by ``RRef(value)``."""

@@ -7,13 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from ....autograd.wire import pack_reference, unpack_reference
 from ....callbacks import current_autograd
 from ....errors import NotAllowed, NotInitialized, RpcTimeout, RpcUsageError, SerializationError
 from ....futures import Future
 from ....protocol.codec import Outgoing
 from ....protocol.messages import Fetch
+from ....runtime.calls.current import deadline
 from ....runtime.calls.functions import intrinsic
 from ....runtime.gradients.contexts import OF_VALUE
+from ....runtime.node import serving
 from ....runtime.references.rref import RRef as BaseRRef
 from ..autograd import backward_from_value
 
@@ -123,7 +126,8 @@ class PyRRef(BaseRRef[T]):
         references = self._references
         peer = references.peers.by_id(self._owner)
         timeout = references.engine.default_timeout
-        peer.call(backward_on_owner, (self, int(dist_autograd_ctx_id), bool(retain_graph)), None, timeout).wait()
+        said = pack_reference(self._rref), int(dist_autograd_ctx_id), bool(retain_graph)
+        peer.call(backward_on_owner, said, None, timeout).wait()
 
     def __str__(self) -> str:
         if self.is_owner():
@@ -192,11 +196,18 @@ def type_on_owner(rref: PyRRef[Any]) -> type:
 
 
 @intrinsic
-def backward_on_owner(rref: PyRRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Handler: a backward pass from a value of this worker, in a context."""
+def backward_on_owner(packed: bytes, context_id: int, retain_graph: bool) -> None:
+    """Handler: a backward pass from a value of this worker, in a context in which the caller takes part.
+
+    packed: the reference to the value.
+    """
     if context_id == -1:
         raise RpcUsageError("without a context gradients go to `.grad`, which only the owner can ask for")
-    backward_from_value(rref.local_value(), context_id, retain_graph)
+    node, call = serving()
+    if not node.gradients.get(context_id).takes_part(call.caller_id):
+        raise node.gradients.not_here(context_id)
+    value = node.references.value(*unpack_reference(packed), call.caller_id).wait(deadline())
+    backward_from_value(value, context_id, retain_graph)
 
 
 RRef = PyRRef
