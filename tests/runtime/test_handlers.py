@@ -227,7 +227,7 @@ async def test_one_caller_leaves_threads_to_others() -> None:
 
 
 async def test_callers_take_turns_with_threads() -> None:
-    """With one thread in all a call of another worker comes behind one that is ahead of it, and not behind a hundred."""
+    """With one thread in all a call of another worker does not come behind a hundred that are ahead of it."""
     async with cluster(3, options=RpcBackendOptions(num_worker_threads=1)) as workers:
         with held() as (entered, release):
             blocking = workers[0].call("worker2", hold_thread)
