@@ -151,8 +151,8 @@ def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle
     """A handle of a queue that another worker owns (`aiorpc.Queue`), or this one; nothing is sent.
 
     name: that of the queue. owner: the name of its worker; one that takes that name, and makes such a queue, is found
-    by the same handle. timeout: seconds that ``put``, ``get``, ``get_many`` and ``join`` have, 0 for no limit; None for
-    the worker's ``rpc_timeout``. Any thread. RpcUsageError for names that cannot be, NotInitialized. That there is no
+    by the same handle. timeout: seconds that each of its methods has, 0 for no limit of those that wait; None for the
+    worker's ``rpc_timeout``. Any thread. RpcUsageError for names that cannot be, NotInitialized. That there is no
     such queue is told by the methods: UnknownObject.
     """
     return QueueHandle(name, owner, timeout).bind()

@@ -256,7 +256,7 @@ class _Rule:
         return any(pattern.match(name) and _reaches(parts, name) for pattern, parts in self._wild)
 
     def matches_resource(self, kind: str, name: str, verb: str, exact: bool = False) -> bool:
-        """Whether a pattern is for that verb of what has that name. exact: whether it has to have the verb literally."""
+        """Whether a pattern is for that verb of what has that name. exact: whether it has to have the verb as it is."""
         if len(name) > NAME_LIMIT or len(verb) > NAME_LIMIT:
             return False
         patterns = self._resources.get(kind, ())

@@ -64,7 +64,8 @@ from .items import (
     to_wire,
 )
 from .packing import TOGETHER, pack, unpack
-from .served import HERE, MOST, SHUT, TICKET, split_tickets
+from .served import HERE, MOST, SHUT
+from .tickets import TICKET, split_tickets
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256

@@ -58,8 +58,8 @@ _new_tuple: Any = tuple.__new__
 # In a queue and where it is got: bytes, a `Kept`, or the name of the worker that is gone with it; where it is put, and
 # was not sent yet, also a `KeptItem`.
 Item = Any
-#: What a call that puts items, or puts them back, has behind its numbers (`to_wire`): references, then for each item its
-#: bytes, or which item of which reference it is.
+#: What a call that puts items, or puts them back, has at its end (`to_wire`): references, then for each item its bytes,
+#: or which item of which reference it is.
 Said = RRef[KeptItems] | bytes | int
 
 

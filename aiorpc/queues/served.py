@@ -12,18 +12,15 @@ Invariants
 4. `_unfinished` is what was put, less what was finished or is gone for good.
 5. `_given` has no more items than were got and are not finished, whoever has said of them that they are.
 6. What is put back was got by the worker that says so, as it is and once: each item that is given has a ticket
-   (`_Tickets`), which is the owner's own seal. So nothing has to be kept of items that were given.
+   (`tickets`), which is the owner's own seal. So nothing has to be kept of items that were given.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import struct
 from collections import deque
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 from ..errors import ItemLost, Overloaded, QueueShutDown, RpcError, RpcUsageError
@@ -36,6 +33,7 @@ from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
 from ..runtime.node import serving
 from .items import Item, Kept, KeptItem, KeptItems, Said, Taken, from_wire, gone_with, to_named, to_wire
 from .packing import SMALL, TOGETHER, hand_over
+from .tickets import TICKET, Tickets, split_tickets
 
 #: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
 HERE, SHUT = 0, 1
@@ -43,8 +41,6 @@ MOST = 1024  # items that one call puts or takes
 # Words of one worker that end a call which is not there, the last ones; most calls have their answer by then.
 _MOST_WITHDRAWN = 1000
 MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
-TICKET = 16  # bytes
-_MOST_RETURNED = 65_536  # items that one worker has put back, the last ones, which are known again if they come twice
 
 
 class _Waiter:
@@ -63,62 +59,6 @@ class _Waiter:
             self.future.set_result(value)
 
 
-class _Tickets:
-    """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
-
-    __slots__ = ("_count", "_key", "_used")
-
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(16)
-        self._count = 0
-        # What each worker has put back, and below which number nothing is taken back any more.
-        self._used: dict[int, tuple[dict[int, None], int]] = {}
-
-    def issue(self, worker: int, items: Sequence[Item]) -> bytes:
-        """The tickets of these items, which are given to that worker."""
-        for item in items:
-            if type(item) is Kept:
-                item.reference._name()  # one that was lent to this worker gets the name here under which it is passed on
-        first = self._count + 1
-        self._count += len(items)
-        return b"".join(self._ticket(worker, first + place, item) for place, item in enumerate(items))
-
-    def redeem(self, worker: int, taken: Sequence[Taken]) -> bool:
-        """Whether that worker was given all of these and has put none of them back; from now on it has."""
-        used, floor = self._used.get(worker, ({}, 0))
-        numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}
-        if len(numbers) < len(taken) or min(numbers, default=1) <= floor or not used.keys().isdisjoint(numbers):
-            return False
-        for ticket, item in taken:
-            if not secrets.compare_digest(ticket, self._ticket(worker, _NUMBER.unpack_from(ticket)[0], item)):
-                return False
-        for number in numbers:
-            used[number] = None
-            if len(used) > _MOST_RETURNED:
-                oldest = next(iter(used))
-                del used[oldest]
-                floor = max(floor, oldest)
-        self._used[worker] = used, floor
-        return True
-
-    def forget(self, worker: int) -> None:
-        """That worker is gone."""
-        self._used.pop(worker, None)
-
-    def _ticket(self, worker: int, number: int, item: Item) -> bytes:
-        kept = type(item) is Kept
-        content = repr((*item.reference._rref, item.place)).encode() if kept else item
-        if type(content) is not bytes:
-            return bytes(TICKET)  # it is gone, and does not come back
-        salt, person = _SALT.pack(worker, number), b"kept" if kept else b""
-        seal = blake2b(content, digest_size=TICKET - _NUMBER.size, key=self._key, salt=salt, person=person)
-        return _NUMBER.pack(number) + seal.digest()
-
-
-_NUMBER = struct.Struct("<Q")
-_SALT = struct.Struct("<QQ")
-
-
 @resource("queue")
 class ServedQueue:
     """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
@@ -126,8 +66,8 @@ class ServedQueue:
     What puts, takes, returns and finishes items is the runtime's own as far as its answers go: none is dropped because
     too much waits to be sent, as items would be lost by that, or be told of again and so be there twice. So is
     `join_items`, else an owner that leaves a group without a size would wait for whoever joins. So no limit of calls
-    holds for them, but one of their own for those that wait. Who may put, or get, by the option ``serve``, may call what
-    ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
+    holds for them, but one of their own for those that wait. Who may put, or get, by the option ``serve``, may call
+    what ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
     """
 
     def __init__(self, name: str, maxsize: int, worker: str, max_frame: int, most_waits: int = 1 << 62) -> None:
@@ -150,7 +90,7 @@ class ServedQueue:
         self._ended = False
         self._unfinished = 0
         self._given: dict[int, int] = {}  # items that each worker has got and not finished
-        self._tickets = _Tickets()
+        self._tickets = Tickets()
         self._taken_along: dict[str, int] = {}  # of those, what went with workers that are gone, by their names
         # Of which of them somebody was told who joined, the last ones, by that worker and the number of its call.
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
@@ -346,7 +286,8 @@ class ServedQueue:
             )
         if not self._tickets.redeem(who, [*map(Taken, split_tickets(tickets), items)]):
             raise RpcUsageError(
-                f"what is put back into queue {self.name!r} was not given to worker {caller().name!r}, or is back already"
+                f"what is put back into queue {self.name!r} was not given to worker {caller().name!r}, or is back "
+                "already"
             )
         self._take_share(who, len(items))
         self._put_back(items)
@@ -555,11 +496,6 @@ def _is_kept_by_caller(item: Kept) -> bool:
     """Whether an item that stays with its producer is one of the caller's, which alone can say so."""
     call = current_call.get()
     return call is not None and item.reference._owner == call.caller_id
-
-
-def split_tickets(tickets: bytes) -> list[bytes]:
-    """The tickets of several items, one by one."""
-    return [tickets[start : start + TICKET] for start in range(0, len(tickets), TICKET)]
 
 
 def _items(said: Sequence[Said]) -> list[Item] | None:

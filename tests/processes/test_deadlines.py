@@ -14,9 +14,9 @@ import torch
 
 import aiorpc as rpc
 
-from .workers import LIMIT, Link, Place, meeting_file, places, processes
+from .workers import Link, Place, meeting_file, places, processes, until
 
-# Seconds: what each verb is given, what it may take on a busy machine, and what it takes where its own time is forgotten.
+# Seconds: what each verb is given, what it may take on a busy machine, and what the worker's own time is.
 TIME, MOST, NEVER = 1.0, 60.0, 600.0
 LARGE = 100_000  # bytes: an item stays with its producer
 
@@ -120,13 +120,11 @@ VERBS: dict[str, Callable[[Here], Any]] = {
     "RRef.stream": lambda here: items_of(here.ref.stream(TIME).items()),
     # groups
     "PeerGroup.call": lambda here: here.group.call(echo, 1),
-    "PeerGroup.call, tried again": lambda here: (
-        rpc.group(["w0"], timeout=TIME, retries=3, idempotent=True).call(echo, 1)
+    "PeerGroup.call, tried again": lambda here: rpc.group(["w0"], timeout=TIME, retries=3, idempotent=True).call(
+        echo, 1
     ),
     "PeerGroup.rpc_async": lambda here: rpc.group(["w0"]).rpc_async(echo, args=(1,), timeout=TIME),
-    "PeerGroup.rpc_sync": lambda here: here.blocking(
-        lambda: rpc.group(["w0"]).rpc_sync(echo, args=(1,), timeout=TIME)
-    ),
+    "PeerGroup.rpc_sync": lambda here: here.blocking(lambda: rpc.group(["w0"]).rpc_sync(echo, args=(1,), timeout=TIME)),
     "PeerGroup.any": lambda here: here.group.any(echo, 1),
     "PeerGroup.map": lambda here: items_of(here.group.map(echo, [1])),
     "PeerGroup.stream": lambda here: items_of(here.group.stream(count, 1)),
@@ -195,16 +193,14 @@ async def test_every_verb_ends_when_its_time_is_up() -> None:
         worker = rpc.init("w1", rank=1, world_size=2, init_method=own.init_method, options=options)
         await worker
         try:
-            mine = rpc.Queue("mine", timeout=TIME)
+            mine = rpc.Queue("mine", 1, timeout=TIME)
             publication = await rpc.publish("mine", torch.ones(1))
             await asyncio.to_thread(child.hear)
             ref, refs = rpc.remote("w0", Box), rpc.group(["w0"]).remote(Box)
             assert await ref.rpc_async().get() == 1 and (await refs.rpc_async().get()).values() == [1]
             queue = rpc.queue("theirs", owner="w0", timeout=TIME)
             assert await queue.empty()
-            async with asyncio.timeout(LIMIT):
-                while await mine.empty():
-                    await asyncio.sleep(0.01)
+            await until(mine.full)
             child.kill(signal.SIGSTOP)
             try:
                 publication = await rpc.publish("mine", torch.zeros(1))

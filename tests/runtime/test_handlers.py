@@ -226,8 +226,35 @@ async def test_one_caller_leaves_threads_to_others() -> None:
             assert await asyncio.gather(*blocking) == [True] * 8
 
 
+async def test_what_one_caller_looks_up_leaves_threads_to_others() -> None:
+    """A property runs as a handler does, also of the value of a reference."""
+    async with cluster(3, options=RpcBackendOptions(num_worker_threads=2)) as workers:
+        with held() as (entered, release):
+            workers[2].serve("looked-up", LookedUp())
+            box = workers[0].peer("worker2").object("looked-up")
+            ref = await workers[0].remote("worker2", LookedUp).rpc_async().itself()
+            blocking = [box.held(1) for _ in range(4)] + [ref.rpc_async().held(1) for _ in range(4)]
+            for _ in range(2):
+                await asyncio.to_thread(entered.acquire, True, 30)
+            assert await workers[1].call("worker2", len, "abc") == 3
+            release.set()
+            assert await asyncio.gather(*blocking) == [1] * 8
+
+
+class LookedUp:
+    """To look for its method takes long."""
+
+    @property
+    def held(self) -> Any:
+        hold_thread()
+        return abs
+
+    def itself(self) -> Any:
+        return aiorpc.RRef(self)
+
+
 async def test_callers_take_turns_with_threads() -> None:
-    """With one thread in all a call of another worker comes behind one that is ahead of it, and not behind a hundred."""
+    """With one thread in all a call of another worker does not come behind a hundred that are ahead of it."""
     async with cluster(3, options=RpcBackendOptions(num_worker_threads=1)) as workers:
         with held() as (entered, release):
             blocking = workers[0].call("worker2", hold_thread)

@@ -18,6 +18,7 @@ from tests.runtime import served
 from tests.tiers import examples
 
 HERE = served.__name__
+CALLEE = WorkerRecord("callee", 1, "2", "h", "h", 1, "", "", "", 0, "actor")
 CALLER = WorkerRecord("caller", 0, "1", "h", "h", 1, "", "", "", 0, "actor")
 
 # What is defined there and public, by each name that leads to it, and nothing that is only imported there.
@@ -40,7 +41,7 @@ MARKED = {"marked", "marked_batch", "marked_later", "Marked", "Marked.get", "Mar
 
 def permits(serve: Any) -> Permits:
     """Of a caller where so much is served."""
-    made = permits_of(Rights(serve), "callee", CALLER)
+    made = permits_of(Rights(serve), CALLEE, CALLER)
     assert made is not None
     return made
 
@@ -123,9 +124,21 @@ def test_any_name_is_found_inside_or_refused(module: str, parts: list[str], colo
 
 def test_who_may_have_everything_is_not_asked() -> None:
     """There are no permits then, which is what costs nothing."""
-    assert permits_of(Rights({"actor": "*"}), "callee", CALLER) is None
-    assert permits_of(Rights(None), "callee", CALLER) is None
-    assert permits_of(Rights({"actor": "*:*"}), "callee", CALLER) is not None
+    assert permits_of(Rights({"actor": "*"}), CALLEE, CALLER) is None
+    assert permits_of(Rights(None), CALLEE, CALLER) is None
+    assert permits_of(Rights({"actor": "*:*"}), CALLEE, CALLER) is not None
+
+
+def test_a_worker_needs_no_rule_for_what_has_a_name_here() -> None:
+    """That is its own; for functions it is held to its rules. Another one in the same role needs a rule."""
+    own = permits_of(Rights([]), CALLEE, CALLEE)
+    assert own is not None
+    own.check_resource("queue", "q", "get")
+    with pytest.raises(NotAllowed):
+        own.find(f"{HERE}:add")
+    with pytest.raises(NotAllowed, match="'caller' may not do queue/q:get or queue/q:put on worker 'callee'"):
+        permits([]).check_resource("queue", "q", "get", "put")
+    permits("queue/q:put").check_resource("queue", "q", "get", "put")
 
 
 def test_a_refusal_is_short_and_can_be_written() -> None:

@@ -246,7 +246,7 @@ class Resolver:
             self._call_method(value, name, attribute, call)
             return
         try:
-            self._engine.pool.submit(self._call_method, value, name, None, call)
+            self._look_up(name, call, value, "")
         except Exception as failure:  # there is no thread for it; whoever settles a Future answers nobody
             self._runner.refuse(call, failure)
 
@@ -255,8 +255,15 @@ class Resolver:
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
             self._call_method(value, name, attribute, call, of)
-        else:  # a property or the like: users' code, which may take its time
-            self._engine.pool.submit(self._call_method, value, name, None, call, of)
+        else:
+            self._look_up(name, call, value, of)
+
+    def _look_up(self, name: str, call: ServedCall, value: object, of: str) -> None:
+        """Have what is no method of the class run, as a property: to look it up is users' code, and may take long."""
+        self._runner.share.submit(partial(self._call_looked_up, value, name, of), call, self._runner.refuse)
+
+    def _call_looked_up(self, value: object, name: str, of: str, call: ServedCall) -> None:
+        self._call_method(value, name, None, call, of)
 
     def _call_method(self, value: object, name: str, attribute: object, call: ServedCall, of: str = "") -> None:
         try:

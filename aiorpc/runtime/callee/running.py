@@ -58,7 +58,10 @@ _REF = "ref is the reference, or the handle of the object, that it is called thr
 
 
 class Runner:
-    """Runs the calls of one connection. On the loop, except where a method says otherwise."""
+    """Runs the calls of one connection. On the loop, except where a method says otherwise.
+
+    share: what their caller has of the threads of the pool.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Runner:
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
-        self._share = node.engine.shares.of(caller)  # of the threads of the pool
+        self.share = node.engine.shares.of(caller)
         self.submitted = 0  # calls, to the pool
         self.standing: Standing | None = None  # what threads stand by for
         self._tasks = node.engine.tasks.alive
@@ -142,7 +145,7 @@ class Runner:
         try:
             if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
                 self.submitted += 1
-                self._share.submit(self._run_thread, call, self.refuse)
+                self.share.submit(self._run_thread, call, self.refuse)
             else:
                 self._ways[handler.mode._value_](call)
         except Exception as error:  # no thread can be had; where the loop has called this, nobody else would answer
@@ -271,7 +274,7 @@ class Runner:
 
     def _start_thread(self, call: ServedCall) -> None:
         self.submitted += 1
-        self._share.submit(self._run_thread if call.landing is None else self._run_landed, call, self.refuse)
+        self.share.submit(self._run_thread if call.landing is None else self._run_landed, call, self.refuse)
 
     def _run_landed(self, call: ServedCall) -> None:
         """In the pool: run a handler on the streams of devices on which its arguments arrive."""

@@ -147,7 +147,7 @@ class Service:
         self._runner = Runner(
             home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog, record.id
         )
-        self._permits = permits_of(home.engine.rights, home.engine.name, record)
+        self._permits = permits_of(home.engine.rights, home.engine.record, record)
         self._resolver = Resolver(
             home.engine, self._answers, self._runner, home.references, home.objects, record, self._permits
         )

@@ -14,7 +14,6 @@ from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
 from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
-from ...protocol.reference_messages import ReferenceId
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..links.link import Link
@@ -49,9 +48,6 @@ class OwedForFuture(Protocol):
 
     def settle(self, call_id: int, error: RpcError) -> None:
         """That call ends with that error."""
-
-    def fail_calls_of(self, rref: ReferenceId, error: RpcError) -> None:
-        """The calls of the value of that reference end with that error."""
 
     def end_overdue(self, call_id: int, now: float) -> float:
         """End that call if its time was up a while ago; its deadline if that is still to come, else infinity."""

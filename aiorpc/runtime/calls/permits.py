@@ -24,9 +24,10 @@ class Permits:
     A caller whose role may have everything run needs none, see `permits_of`.
     """
 
-    def __init__(self, rights: Rights, worker: str, caller: WorkerRecord) -> None:
-        """worker: the name of this one."""
+    def __init__(self, rights: Rights, worker: str, caller: WorkerRecord, own: bool = False) -> None:
+        """worker: the name of this one. own: whether it is the caller, too: then what has a name here is its own."""
         self._rights = rights
+        self._own = own
         self._worker = worker
         self._caller = caller
         self._role = caller.role
@@ -137,12 +138,12 @@ class Permits:
 
     def check_resource(self, kind: str, name: str, *verbs: str) -> None:
         """Whether one of these verbs is allowed for what has that name. kind, verbs: as in `rights.RESOURCES`."""
-        if not any(self._rights.allowed_resource(self._role, kind, name, verb) for verb in verbs):
+        if not any(self.may(kind, name, verb) for verb in verbs):
             raise self.refusal(" or ".join(f"{kind}/{name:.{_SHOWN}}:{verb}" for verb in verbs) or f"{kind}/{name}")
 
     def may(self, kind: str, name: str, verb: str) -> bool:
         """Whether that verb is allowed for what has that name."""
-        return self._rights.allowed_resource(self._role, kind, name, verb)
+        return self._own or self._rights.allowed_resource(self._role, kind, name, verb)
 
     # --- refusing -----------------------------------------------------------------------------------------------------
 
@@ -166,6 +167,9 @@ class Permits:
         return error
 
 
-def permits_of(rights: Rights, worker: str, caller: WorkerRecord) -> Permits | None:
-    """The rights of a caller; None if it may have everything run."""
-    return Permits(rights, worker, caller) if rights.limited(caller.role) else None
+def permits_of(rights: Rights, worker: WorkerRecord, caller: WorkerRecord) -> Permits | None:
+    """The rights of a caller; None if it may have everything run. worker: the record of this one."""
+    if not rights.limited(caller.role):
+        return None
+    own = (caller.id, caller.incarnation) == (worker.id, worker.incarnation)
+    return Permits(rights, worker.name, caller, own)

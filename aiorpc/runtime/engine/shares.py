@@ -1,7 +1,7 @@
 """Which threads of the pool the calls of one caller have: as many as `num_worker_threads`, and never all there are.
 
 Handlers that block for ever keep their threads. Those of one caller must not keep all of them: the pool has some more
-threads than one caller gets, so that calls of another one start. What a caller asks for beyond its share waits here, and
+threads than one caller gets, so that calls of another one start. What a caller asks for beyond its share waits here. It
 goes to the pool when one of its own jobs has ended, behind what others have submitted meanwhile: so callers take turns.
 With one thread in all, where handlers are meant to run one after the other, there is none to be kept for others.
 

@@ -89,6 +89,8 @@ class RRefGroup(Sequence[RRef[Any]]):
         sending.prepare()
         call = self._make(name, site)
         self._send_all(call, sending.send, sending.flush)
+        for ref in self._refs:
+            ref._asked(call)
         return call
 
     def _fetch(self, seconds: float, site: CallSite) -> GroupCall:
@@ -97,7 +99,7 @@ class RRefGroup(Sequence[RRef[Any]]):
         def send(place: int, _: GroupCall) -> Future[Any]:
             ref = self._refs[place]
             fetch, one_try = Fetch(*ref._name()), Try(site, None)
-            return by_id(ref._owner).call(fetch, (), None, seconds, one_try=one_try, keeps=ref)
+            return ref._asked(by_id(ref._owner).call(fetch, (), None, seconds, one_try=one_try, keeps=ref))
 
         call = self._make("to_here", site)
         self._send_all(call, send)

@@ -1,0 +1,77 @@
+"""Tickets of items: by them the owner of a queue knows what it has given, without keeping anything of it.
+
+A ticket is a number and a seal over that, the worker that was given the item, and the item. The key of the seals never
+leaves the owner. An item that comes back has to bear its ticket, and each number comes back once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from .items import Item, Kept, Taken
+
+TICKET = 16  # bytes
+# Items that one worker has put back, the last ones, which are known again if they come twice.
+_MOST_RETURNED = 65_536
+_NUMBER = struct.Struct("<Q")
+_SALT = struct.Struct("<QQ")
+
+
+class Tickets:
+    """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
+
+    __slots__ = ("_count", "_key", "_used")
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(16)
+        self._count = 0
+        # What each worker has put back, and below which number nothing is taken back any more.
+        self._used: dict[int, tuple[dict[int, None], int]] = {}
+
+    def issue(self, worker: int, items: Sequence[Item]) -> bytes:
+        """The tickets of these items, which are given to that worker."""
+        for item in items:
+            if type(item) is Kept:
+                item.reference._name()  # where it was lent to this worker, it gets the name that it is sent under
+        first = self._count + 1
+        self._count += len(items)
+        return b"".join(self._ticket(worker, first + place, item) for place, item in enumerate(items))
+
+    def redeem(self, worker: int, taken: Sequence[Taken]) -> bool:
+        """Whether that worker was given all of these and has put none of them back; from now on it has."""
+        used, floor = self._used.get(worker, ({}, 0))
+        numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}
+        if len(numbers) < len(taken) or min(numbers, default=1) <= floor or not used.keys().isdisjoint(numbers):
+            return False
+        for ticket, item in taken:
+            if not secrets.compare_digest(ticket, self._ticket(worker, _NUMBER.unpack_from(ticket)[0], item)):
+                return False
+        for number in numbers:
+            used[number] = None
+            if len(used) > _MOST_RETURNED:
+                oldest = next(iter(used))
+                del used[oldest]
+                floor = max(floor, oldest)
+        self._used[worker] = used, floor
+        return True
+
+    def forget(self, worker: int) -> None:
+        """That worker is gone."""
+        self._used.pop(worker, None)
+
+    def _ticket(self, worker: int, number: int, item: Item) -> bytes:
+        kept = type(item) is Kept
+        content = repr((*item.reference._rref, item.place)).encode() if kept else item
+        if type(content) is not bytes:
+            return bytes(TICKET)  # it is gone, and does not come back
+        salt, person = _SALT.pack(worker, number), b"kept" if kept else b""
+        seal = blake2b(content, digest_size=TICKET - _NUMBER.size, key=self._key, salt=salt, person=person)
+        return _NUMBER.pack(number) + seal.digest()
+
+
+def split_tickets(tickets: bytes) -> list[bytes]:
+    """The tickets of several items, one by one."""
+    return [tickets[start : start + TICKET] for start in range(0, len(tickets), TICKET)]
