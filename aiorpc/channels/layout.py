@@ -15,6 +15,7 @@ The table of a message has one `TensorEntry` for each tensor.
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ _NUMPY = {
     for dtype in (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8)
 } | {_CODES[torch.uint8]: numpy.dtype("uint8"), _CODES[torch.bool]: numpy.dtype("bool")}
 _COMPLEX = frozenset(code for dtype, code in _CODES.items() if dtype.is_complex)
+_NEGATED = frozenset(dtype for dtype in _CODES if dtype.is_complex) | {torch.float64, torch.float32, torch.float16}
+_MOST_DIMENSIONS = 64  # numpy takes no more, nor do most operators of torch
 _ALIGN = 16
 Parameter = torch.nn.Parameter
 _PLAIN = frozenset((torch.Tensor,))
@@ -464,16 +467,18 @@ def _take(
     dtype = DTYPES[code]
     if dtype is None:
         raise ValueError(f"a type that this version of torch does not have (code {code})")
+    if strides is not None:
+        _check_countable(shape, dtype)
     if buffer == EMBEDDED:
         if type(offset) is not bytes:  # bytearray of a number would take so much memory
             raise TypeError("an embedded tensor without its bytes")
         tensor = _over(bytearray(offset), code, dtype, shape)
     elif buffer == NO_BYTES:
         if 0 not in shape:
-            raise ValueError(f"shape {shape} without bytes")
+            raise ValueError("a shape without bytes")
         tensor = _empty(shape, strides, dtype)
     elif buffer < 0:
-        raise IndexError(f"buffer {buffer}")
+        raise IndexError("a buffer that is none")
     elif strides is None:
         tensor = _over(buffers[buffer], code, dtype, shape)
     else:
@@ -483,6 +488,15 @@ def _take(
         view = _empty((0,), (1,), dtype) if dtype is torch.complex32 else torch.empty(0, dtype=dtype, device=_CPU)
         tensor = view.set_(storage, offset // dtype.itemsize, shape, strides)
     return _flagged(tensor, flags) if flags else tensor
+
+
+def _check_countable(shape: Sequence[int], dtype: torch.dtype) -> None:
+    """See that there are no more elements than torch can count: where strides repeat them, no memory bounds them.
+
+    Raises ValueError.
+    """
+    if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"a shape of {len(shape)} dimensions with more elements than can be counted")
 
 
 def _take_on_device(entry: Sequence[Any], buffers: list[Any], landing: Landing | None) -> torch.Tensor:
@@ -501,17 +515,19 @@ def _take_on_device(entry: Sequence[Any], buffers: list[Any], landing: Landing |
         raise ValueError(f"there is no {target} here")
     if dtype is None:
         raise ValueError(f"a type that this version of torch does not have (code {code})")
+    if strides is not None:
+        _check_countable(shape, dtype)
     driver = landing.accelerator
     if buffer == NO_BYTES:
         if 0 not in shape:
-            raise ValueError(f"shape {shape} without bytes")
+            raise ValueError("a shape without bytes")
         made = torch.empty_strided(shape, strides, dtype=dtype, device=driver.empty(0, index).device)
     elif buffer == EMBEDDED:
         if type(offset) is not bytes:
             raise TypeError("an embedded tensor without its bytes")
         made = _moved(bytearray(offset), index, driver).view(dtype).view(shape)
     elif buffer < 0:
-        raise IndexError(f"buffer {buffer}")
+        raise IndexError("a buffer that is none")
     else:
         received = buffers[buffer]
         if not isinstance(received, DeviceBuffer):
@@ -533,7 +549,7 @@ def _over_carrier(
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     # torch would enlarge the storage of a device for a view that is longer.
     if offset < 0 or offset % dtype.itemsize or min(strides, default=0) < 0 or 0 in shape:
-        raise ValueError(f"a view at {offset} with strides {strides}")
+        raise ValueError("a view that is none of such memory")
     if offset + reach * dtype.itemsize > carrier.numel():
         raise ValueError(f"a view of {reach} elements at {offset} of {carrier.numel()} bytes")
     start = (int(carrier.storage_offset()) + offset) // dtype.itemsize
@@ -552,8 +568,8 @@ def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags & CONJUGATE:
         tensor = tensor.conj()
     if flags & NEGATIVE:
-        if tensor.dtype is torch.bool:
-            raise TypeError("a truth value to be negated")
+        if tensor.dtype not in _NEGATED:  # what no view of a conjugate has
+            raise TypeError(f"a {tensor.dtype} tensor to be negated")
         tensor = torch._neg_view(tensor)
     if flags & PARAMETER:
         return Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))

@@ -33,7 +33,8 @@ _STEP = 4 * MIB  # of memory touched at a time
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
-_SEAL_FUTURE_WRITE = 0x10  # of fcntl: from now on nobody writes to the file but through mappings that there are
+#: Of fcntl: from now on nobody writes to the file but through mappings that there are, nor takes pages from it.
+SEAL_FUTURE_WRITE = 0x10
 MADV_DONTNEED = 4
 
 # The ioctl of /proc/self/pagemap that finds pages of some kinds, since Linux 6.7. Its argument is twelve numbers.
@@ -291,7 +292,7 @@ def create_read_only(size: int) -> tuple[Mapping, bytes]:
         nonce = os.urandom(NONCE_SIZE)
         os.pwrite(fd, nonce, 0)
         mapping = Mapping(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | SEAL_FUTURE_WRITE)
     finally:
         os.close(fd)
     return mapping, nonce

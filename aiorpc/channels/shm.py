@@ -38,7 +38,7 @@ from ..protocol.packing import shown
 from . import count_refused
 from .arena import ALIGN, Arena, Block, lay_out
 from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, OwnedDescriptor, map_private
-from .space import PAGE
+from .space import MIB, PAGE
 
 # Of one peer, whose segments become ever longer: the system lets a process map only so many files.
 _MOST_SEGMENTS = 256
@@ -388,6 +388,8 @@ class Borrower:
             read = mapping.read(block.offset, block.size)
             self._give_back(block)
             return read
+        if block.size >= MIB:
+            check_present(mapping.memory.file.fd, block.size)
         # Over the mmap, not over an array: a view of a view would refer to that one and let the block die.
         array: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, block.size, block.offset)
         if private:
@@ -496,21 +498,32 @@ def check_file(fd: int, size: Any, nonce: bytes) -> bool:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or type(size) is not int or status.st_size != size or size < HEADER:
         raise ProtocolError(f"a segment of {status.st_size} bytes, and the peer said something else")
-    # Memory of pages of another size may be promised and not be there: to touch it ends the process. Its file system
-    # has the size of its pages for that of its blocks.
-    if status.st_blksize != PAGE:
-        raise ProtocolError(f"a segment in pages of {status.st_blksize} bytes, which are not ordinary memory")
-    if len(nonce) != NONCE_SIZE or not any(nonce) or os.pread(fd, NONCE_SIZE, 0) != nonce:
-        raise ProtocolError("a segment without the peer's nonce: not the same memory")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return False  # a file system without seals
-    if not seals & fcntl.F_SEAL_SHRINK and seals != fcntl.F_SEAL_SEAL:  # nobody has to leave them out
+        seals = fcntl.F_SEAL_SEAL  # a file system without seals
+    sealed = bool(seals & fcntl.F_SEAL_SHRINK)
+    if not sealed and seals != fcntl.F_SEAL_SEAL:  # nobody has to leave them out
         raise ProtocolError("a segment that is not sealed")
-    return bool(seals & fcntl.F_SEAL_SHRINK)
+    # Memory in pages of another size may be promised and not be there: to touch it ends the process. The blocks of such
+    # a file are as long as its pages.
+    if sealed and status.st_blksize != PAGE:
+        raise ProtocolError(f"a segment in pages of {status.st_blksize} bytes, which is no ordinary memory")
+    if len(nonce) != NONCE_SIZE or not any(nonce) or os.pread(fd, NONCE_SIZE, 0) != nonce:
+        raise ProtocolError("a segment without the peer's nonce: not the same memory")
+    return sealed
+
+
+def check_present(fd: int, size: int) -> None:
+    """See that a file takes up so many bytes of memory: who reads what is missing has to give the memory for it.
+
+    Raises ProtocolError.
+    """
+    there = os.fstat(fd).st_blocks * 512
+    if there < size:
+        raise ProtocolError(f"{size} bytes of shared memory, of which there are {there}")
 
 
 def _present(fd: int, size: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,8 +29,8 @@ from ..locks import Lock
 from ..protocol.frames import Buffer
 from .arena import PIECE, Arena, Span
 from .descriptors import Descriptors, DescriptorShare
-from .segments import HEADER, Bytes, OwnedDescriptor, PrivateMapping, create_read_only
-from .shm import check_file
+from .segments import HEADER, SEAL_FUTURE_WRITE, Bytes, OwnedDescriptor, PrivateMapping, create_read_only
+from .shm import check_file, check_present
 from .space import MIB, PAGE
 
 #: Bytes from which on two threads copy a value. Who publishes computes meanwhile, so below it processor time counts for
@@ -240,6 +241,8 @@ class SlotView:
         try:
             if not check_file(self._file.fd, size, nonce):
                 raise ProtocolError("a slot in a file that can be cut off")
+            if not fcntl.fcntl(self._file.fd, fcntl.F_GET_SEALS) & SEAL_FUTURE_WRITE:
+                raise ProtocolError("a slot whose memory its owner can take away")
             self._mapping = PrivateMapping(self._file.fd, size)
         except BaseException:
             self._file.close()
@@ -266,10 +269,11 @@ class SlotView:
 
         on_release: called when the last view has died, in any thread and from inside the garbage collector: it must
         take no lock and not raise. It is not called in forked children. Raises ProtocolError for more bytes than there
-        are, or if it is in use.
+        are, or are in memory, or if it is in use.
         """
         if self._loan is not None or not 0 <= size <= self.size - HEADER:
             raise ProtocolError(f"{size} bytes of a slot of {self.size} that is {'' if self._loan else 'not '}in use")
+        check_present(self.fd, HEADER + size)
         if self.stale:
             self._mapping.forget_writes()
         self.stale = True

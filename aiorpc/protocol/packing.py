@@ -60,7 +60,7 @@ def shown(value: object) -> str:
     kind = type(value)
     if kind is str:
         return repr(str(value)[:60])
-    if value is None or kind is bool or kind is float or (kind is int and -(1 << 64) < value < 1 << 64):  # type: ignore[operator]  # an int
+    if kind in NUMBERS and (type(value) is not int or -(1 << 64) < value < 1 << 64):
         return repr(value)
     return f"a {kind.__name__}"
 

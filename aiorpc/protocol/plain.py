@@ -24,9 +24,9 @@ _SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray))
 def names_nothing(data: bytes | None) -> bool:
     """Whether a pickle can run no code, as it names nothing, and is read in a time that its length says.
 
-    None, which stands for no values at all, is one. So is what `pickle` writes with protocol 4 or 5 for None, bool, int,
-    float, str, bytes and bytearray, and for lists, tuples, dicts, sets and frozensets of these, up to a depth of 512. A
-    container may be referred to several times, but not contain itself.
+    None, which stands for no values at all, is one. So is what `pickle` writes with protocol 4 or 5 for None, bool,
+    int, float, str, bytes and bytearray, and for lists, tuples, dicts, sets and frozensets of these, up to a depth of
+    512. A container may be referred to several times, but not contain itself.
     """
     if data is None:
         return True

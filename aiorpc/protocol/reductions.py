@@ -194,12 +194,28 @@ def load_sparse(
             )
         else:
             compressed, plain, values = parts
+            if check:
+                _check_compressed(compressed, plain)
             made = torch.sparse_compressed_tensor(
                 compressed, plain, values, size, layout=layout, device=device, check_invariants=check
             )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise SerializationError(f"parts that are no sparse tensor: {error!s:.200}") from None
     return made.requires_grad_() if grad else made
+
+
+def _check_compressed(compressed: Tensor, plain: Tensor) -> None:
+    """See that the compressed indices rise from 0 to as many as there are plain ones. Raises ValueError if not.
+
+    torch's own check reads past the end of the plain indices where the others say so.
+    """
+    if compressed.dim() != plain.dim() or compressed.shape[:-1] != plain.shape[:-1] or not compressed.shape[-1]:
+        raise ValueError("indices that do not belong together")
+    rises = compressed[..., 1:] >= compressed[..., :-1]
+    if not bool(
+        (compressed[..., 0] == 0).all() and (compressed[..., -1] == plain.shape[-1]).all() and rises.all()
+    ):
+        raise ValueError("compressed indices that do not rise to the number of the others")
 
 
 # --- quantised --------------------------------------------------------------------------------------------------------

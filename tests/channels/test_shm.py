@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import os
 import pickle
 import random
+import re
 import select
 import signal
 import threading
@@ -760,6 +762,55 @@ def test_memory_that_the_peer_could_cut_is_refused() -> None:
             Borrower(lambda: None).map(0, f"/proc/self/fd/{fd}", MIB, nonce)
     finally:
         os.close(fd)
+
+
+def sealed(size: int, nonce: bytes, flags: int = 0) -> int:
+    """The descriptor of a memory file that nobody can cut, of so many bytes that it need not have."""
+    fd = os.memfd_create("t", os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, size)
+    if not flags:
+        os.pwrite(fd, nonce, 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def why_not_mapped(fd: int, size: int, nonce: bytes) -> str:
+    """What a borrower says of that file, which is closed then."""
+    try:
+        with pytest.raises(ProtocolError) as caught:
+            Borrower(lambda: None).map(0, f"/proc/self/fd/{fd}", size, nonce)
+    finally:
+        os.close(fd)
+    return str(caught.value)
+
+
+def test_a_nonce_of_zeros_is_none() -> None:
+    """So a file reads where nothing was ever written to it."""
+    assert "nonce" in why_not_mapped(sealed(MIB, bytes(NONCE_SIZE)), MIB, bytes(NONCE_SIZE))
+
+
+def test_pages_of_another_size_are_not_mapped() -> None:
+    """The system may have promised huge pages that it has not: to touch one ends the process."""
+    size = 1 << 30
+    try:
+        fd = sealed(size, bytes(NONCE_SIZE), os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"this system has no huge pages: {error}")
+    assert re.match(r"a segment in pages of \d{7,} bytes", why_not_mapped(fd, size, bytes(NONCE_SIZE)))
+
+
+def test_a_block_of_memory_that_is_not_there_is_refused() -> None:
+    """The reader would have to give memory for all of it."""
+    nonce, size = bytes(range(NONCE_SIZE)), 1 << 30
+    fd = sealed(size, nonce)
+    borrower = Borrower(lambda: None)
+    try:
+        borrower.map(0, f"/proc/self/fd/{fd}", size, nonce)
+        with pytest.raises(ProtocolError, match="bytes of shared memory, of which there are"):
+            borrower.adopt([0, 4096, size - 4096, 1])
+    finally:
+        os.close(fd)
+        borrower.close()
 
 
 @pytest.mark.parametrize("folder", ["/dev/shm", None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import mmap
 import os
@@ -22,6 +23,37 @@ SIZE = 3 * MIB
 def view_of(slot: SharedSlot) -> SlotView:
     """As another process would map it."""
     return SlotView(f"/proc/self/fd/{slot.fd}", slot.size, slot.nonce)
+
+
+def offered(size: int, seals: int) -> tuple[int, bytes]:
+    """A memory file with a nonce and nothing else, and with those seals."""
+    fd, nonce = os.memfd_create("t", os.MFD_ALLOW_SEALING), os.urandom(16)
+    os.ftruncate(fd, size)
+    os.pwrite(fd, nonce, 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd, nonce
+
+
+def test_a_slot_whose_memory_is_not_there_is_not_read() -> None:
+    """Its reader would have to give memory for all of it."""
+    size = 1 << 30
+    fd, nonce = offered(size, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | segments.SEAL_FUTURE_WRITE)
+    try:
+        view = SlotView(f"/proc/self/fd/{fd}", size, nonce)
+        with pytest.raises(ProtocolError, match="bytes of shared memory, of which there are"):
+            view.adopt(size - PAGE, lambda: None)
+    finally:
+        os.close(fd)
+
+
+def test_a_slot_whose_memory_can_be_taken_away_is_none() -> None:
+    """Its owner could punch holes into it, once a reader has looked."""
+    fd, nonce = offered(SIZE, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    try:
+        with pytest.raises(ProtocolError, match="can take away"):
+            SlotView(f"/proc/self/fd/{fd}", SIZE, nonce)
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("least", [MIB, 64 * MIB], ids=["two threads", "one"])

@@ -7,8 +7,10 @@ unpickling (`trap`). The targets of a live worker stand on `live`.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -48,13 +50,14 @@ from aiorpc.protocol.messages import (
     write_chunk,
 )
 from aiorpc.protocol.packing import pack, unpack
+from aiorpc.protocol.plain import names_nothing
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.protocol.references import ReferenceTable
 from aiorpc.protocol.seal import HEAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
 from aiorpc.queues import packing
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
-from tests.fuzz import declared, encrypted, live, stored, trees
+from tests.fuzz import declared, encrypted, live, parts, stored, trees
 from tests.fuzz.stored import RECORD, SECRET
 from tests.fuzz.trap import PAYLOAD, nothing_unpickled
 from tests.fuzz.trees import ELEMENTS
@@ -425,6 +428,43 @@ def seeds_of_families() -> list[bytes]:
         b"\4" + pack([1, "cpu", 3, 7]),
         b"\1" + pack(["gone"]),
     ]
+
+
+# --- plain pickles ----------------------------------------------------------------------------------------------------
+
+
+class NamesAre(pickle.Unpickler):
+    """Finds nothing: whoever reads pickles of plain values looks for nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise AssertionError(f"{module}.{name} is looked for")
+
+
+@contextmanager
+def plain() -> Iterator[Taste]:
+    """What passes is unpickled, and walked through as often as it is referred to, within what its length allows."""
+
+    def taste(data: bytes) -> None:
+        if not names_nothing(data):
+            raise ProtocolError("not plain")
+        with suppress(pickle.UnpicklingError, EOFError, ValueError):  # a frame, or a version, that is none
+            value = NamesAre(io.BytesIO(data)).load()
+            assert len(repr(value)) <= 400 * len(data) + (1 << 22), "it refers to more than it has"
+
+    yield taste
+
+
+def seeds_of_plain() -> list[bytes]:
+    """Pickles of each plain type, and of what they share."""
+    shared: list[Any] = [1, 2.5, "text", b"bytes"]
+    values: list[Any] = [
+        [None, True, False, 1, 300, -70_000, 1 << 40, 1 << 2100, 1.5, "text", "t" * 300, b"b", b"b" * 300],
+        [bytearray(b"abc"), {}, [], (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), {1, 2}, frozenset((1, "a"))],
+        {"a": shared, "b": [shared, shared], (1, 2): {"c": shared}},
+        [{"observation": 1.5, "reward": number} for number in range(20)],
+        [shared] * 20,
+    ]
+    return [pickle.dumps(value, 5) for value in values] + [pickle.dumps(len, 5), pickle.dumps(values, 0)]
 
 
 # --- values and tensors -----------------------------------------------------------------------------------------------
@@ -840,6 +880,20 @@ TARGETS: dict[str, Target] = {
             simple(trees.taste),
             trees.seeds,
             share=60,
+        ),
+        Target(
+            "parts",
+            "tensors of all kinds, of whatever parts",
+            (ProtocolError, SerializationError),
+            simple(parts.taste),
+            parts.seeds,
+        ),
+        Target(
+            "plain",
+            "pickles of plain values, and what they cost",
+            (ProtocolError,),
+            plain,
+            seeds_of_plain,
         ),
         Target(
             "tls",

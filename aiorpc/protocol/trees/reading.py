@@ -237,7 +237,14 @@ def _own(reader: _Reader, tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
 def _copy(reader: _Reader, tensor: Tensor) -> Tensor:
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # expanded: the copy would be as long as the sender likes
         raise ValueError(f"{tensor.nbytes} bytes to be copied, of which {tensor.untyped_storage().nbytes()} are there")
-    return reader.part(tensor).detach().clone()
+    return reader.part(tensor).detach().clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous(reader: _Reader, tensor: Tensor) -> Tensor:
+    """The same values with the strides that follow from the shape: kernels take their lengths from them."""
+    if tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
+        return tensor
+    return _copy(reader, tensor)
 
 
 def _exact(value: Any, kind: type) -> Any:
@@ -257,6 +264,7 @@ def _sparse(reader: _Reader, layout: Any, size: Any, coalesced: bool, grad: bool
     own = [_own(reader, each, indices[0].dtype if layout is not torch.sparse_coo else torch.int64) for each in indices]
     if own[0].dtype not in (torch.int64, torch.int32):
         raise TypeError(f"indices of {own[0].dtype}")
+    values = _contiguous(reader, values)
     return reductions.load_sparse(layout, size, _flag(coalesced), _flag(grad), *own, values, check=True)
 
 
