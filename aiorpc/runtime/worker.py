@@ -255,6 +255,7 @@ class Worker:
         peers = node.peers
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, wait=True)
+        call.parked = True
         return reworded(call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: Any) -> Future[Publication]:
