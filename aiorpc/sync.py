@@ -106,8 +106,9 @@ def _already(name: str) -> RpcUsageError:
 def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
     """Leave the group, then end the worker's loop and thread; blocks. Nothing happens if there is no worker.
 
-    graceful: serve until every live member has called this and no call is under way; in a group without a size, until
-    no call is under way here. timeout: seconds for that, 0 for no limit, ``shutdown_timeout`` if None. Returns who was
+    graceful: serve until every live member has called this and what was accepted by then is over; in a group without a
+    size, until what was accepted by now is over. Other threads' calls raise WorkerClosed then, and what they wait for
+    ends with it after 3 s. timeout: seconds for that, 0 for no limit, ``shutdown_timeout`` if None. Returns who was
     lost, whether the time was up, and what was still referred to. From any thread but the loop's, where it raises
     WouldBlockLoop; RpcUsageError if the worker runs on a loop of yours: ``await worker.shutdown()`` there.
     """

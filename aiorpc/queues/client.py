@@ -46,7 +46,6 @@ from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
-from ..runtime.engine.lifetime import no_longer_waits
 from ..runtime.node import Node
 from ..sites import call_site
 from .calls import Calls
@@ -646,12 +645,11 @@ class Client:
             if self._calls.withdraw(self._get_number):
                 self._get_number = 0
 
-    def end_waits(self, seconds: float) -> list[str]:
+    def end_waits(self, why: Callable[[str], WorkerClosed]) -> list[str]:
         """See `engine.Waits`."""
         ended = []
         for waiting in [each for each in self.waits if not each.nested]:
-            what = waiting.describe()
-            if waiting.finish(None, no_longer_waits(self.node.engine.name, what, seconds)):
+            if waiting.finish(None, why(waiting.describe())):
                 ended.append(f"{waiting.subject}, since {time.monotonic() - waiting.began:.1f} s")
                 self.given_up(waiting)
         return ended

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import secrets
@@ -181,6 +182,8 @@ class Life:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
+        if plan.worker.thread is None and registry.hosted is not plan.worker:
+            self._stack.callback(_watch_loop(node).cancel)
         return node
 
     async def _make(self, steps: Steps, patience: Patience) -> Node:
@@ -557,6 +560,25 @@ def _finish_without_loop(coroutine: Coroutine[Any, Any, None]) -> None:
         return
     except (Exception, asyncio.CancelledError) as error:  # all steps were taken, and one of them would have needed it
         foreign.log_error(logger, logging.DEBUG, error, "taking a worker down without its loop")
+
+
+def _watch_loop(node: Node) -> asyncio.Task[None]:
+    """A task on a loop of the program's that is cancelled with all others, as `asyncio.run` does at its end.
+
+    Then that waits for its threads (`asyncio.to_thread`), and nobody would end what these wait for.
+    """
+
+    async def until_cancelled() -> None:
+        try:
+            await node.engine.loop.create_future()
+        except asyncio.CancelledError:
+            if not node.engine.closed:
+                node.loop_ends()
+            raise
+
+    task = begin(until_cancelled(), node.engine.loop, contextvars.Context())
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # a loop may be closed without a word
+    return task
 
 
 async def _serve_rendezvous(node: Node) -> None:

@@ -26,7 +26,7 @@ from torch.distributed import Store
 from .. import foreign
 from ..channels.accelerator import Accelerator
 from ..devices import DeviceClaims
-from ..errors import RpcError
+from ..errors import RpcError, WorkerClosed
 from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord, legible
 from ..protocol.states import WorkerEvent, WorkerState
@@ -42,7 +42,7 @@ from .calls.current import Registry, ServedCall, current_call, current_node, is_
 from .calls.pending import PendingCall
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
-from .engine.lifetime import Lifetime
+from .engine.lifetime import Lifetime, loop_has_ended
 from .engine.lines import LineWatch
 from .engine.steps import Steps
 from .fanout.barriers import Barriers
@@ -124,7 +124,7 @@ class Node:
         self.listeners = meeting.listeners
         self.read_error = hooks.read_error
         self.patient = False  # whether handlers that still run are waited for; set when the worker leaves in good order
-        lifetime.is_nested = partial(is_nested, self)
+        lifetime.may_begin = partial(is_nested, self)
         self.engine = engine = Engine(
             lifetime,
             options,
@@ -317,14 +317,25 @@ class Node:
         named = [f"{each.function} {'for' if each.direction == 'served' else 'on'} {each.worker}" for each in calls[:5]]
         return legible(", ".join((*named, f"and {len(calls) - 5} more") if len(calls) > 5 else named))
 
-    def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
-        """See `Departure`. Not what handlers wait for, which is part of the calls that they serve.
-
-        calls: also calls of users' functions.
-        """
-        ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(seconds)]
-        ended += [each for peer in self.peers.all() for each in peer.owed.end_waits(seconds, calls=calls)]
+    def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
+        """See `Departure`. Not what handlers wait for, which is part of the calls that they serve."""
+        ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(why)]
+        ended += [each for peer in self.peers.all() for each in peer.owed.end_waits(why, calls=calls)]
         return [*ended, *self.retries.end_waits()]
+
+    def loop_ends(self) -> None:
+        """All tasks of the loop are cancelled, and the worker has not shut down: threads are not to wait for it.
+
+        The loop is closed next as a rule, which takes the worker down. What runs on the loop still may make calls, as a
+        task that is cancelled and has something left to say.
+        """
+        lifetime, engine = self.engine.lifetime, self.engine
+        lifetime.loop_ends = True
+        lifetime.may_begin = lambda: engine.on_loop or is_nested(self)
+        lifetime.close_door(alone=False)
+        why = str(loop_has_ended(f"worker {engine.name!r}"))
+        self.end_waits(lambda what: WorkerClosed(f"{what} got no answer: {why}"), calls=True)
+        self.publications.leave()
 
     def continues(self, trace: int) -> bool:
         """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""

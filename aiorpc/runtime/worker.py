@@ -255,6 +255,7 @@ class Worker:
         peers = node.peers
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, wait=True)
+        call.parked = True
         return reworded(call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: Any) -> Future[Publication]:
@@ -319,9 +320,10 @@ class Worker:
     async def shutdown(self, graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
         """Leave the group. Idempotent: later calls wait for the first one. On the worker's loop.
 
-        graceful: serve until every live member has entered its own shutdown and no call is under way; from the moment
-        that all have entered the calls have ``rpc_timeout``. In a group without a size: until no call is under way
-        here. False leaves at once, also where a graceful shutdown waits already.
+        graceful: close the door, and leave once what was accepted before is over. In a group of fixed size the door
+        closes when every live member has entered its own shutdown, and calls have ``rpc_timeout`` from then on; in one
+        without a size it closes now. Then what this worker's program begins raises WorkerClosed, and what it still waits
+        for does so after 3 s. False leaves at once, also where a graceful shutdown waits already.
         timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
         Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
         but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).

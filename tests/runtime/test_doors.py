@@ -248,7 +248,7 @@ async def test_what_a_program_waits_for_ends_with_its_worker(
             await asyncio.wait_for(begun, LIMIT), (WorkerClosed, PeerClosed) if not name else WorkerClosed
         )
         if name:
-            assert "worker worker0 leaves, and its program still waited for this after 0.05 s" in caplog.text
+            assert "worker worker0 leaves. After 0.05 s its program still waited for this" in caplog.text
             assert name in caplog.text and ", since " in caplog.text
     return None
 

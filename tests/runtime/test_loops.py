@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import NotInitialized, PeerClosed, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.protocol.states import WorkerState
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.engine import Engine
 from aiorpc.runtime.engine.loops import Handed, LoopThread
 from aiorpc.testing import cluster
@@ -535,6 +536,63 @@ def test_the_others_see_a_goodbye_of_a_worker_whose_loop_was_closed(loop_factory
     over.set()
     staying.join(LIMIT)
     assert staid == [None]
+
+
+@pytest.mark.parametrize("verb", ["call", "get", "back to back", "wait_for"])
+def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory: LoopFactory, tmp_path: Path) -> None:
+    """The main program raises before it has shut down: `asyncio.run` waits for the threads of `to_thread`."""
+    options, place = RpcBackendOptions(rpc_timeout=0), f"file://{tmp_path / 'store'}"
+    ready, end, made = threading.Event(), threading.Event(), threading.Event()
+    over.clear()
+    errors: list[RpcError] = []
+
+    async def stay() -> None:
+        async with aiorpc.init("second", init_method=place, options=options):
+            queue = aiorpc.Queue("q")
+            ready.set()
+            await asyncio.to_thread(end.wait, LIMIT)
+            del queue
+
+    def wait(worker: Worker) -> None:
+        try:
+            if verb == "call":
+                worker.call("second", block).wait()
+            elif verb == "get":
+                aiorpc.queue("q", owner="second").get().wait()
+            elif verb == "wait_for":
+                worker.wait_for("third").wait()
+            while True:
+                worker.call("second", abs, -3).wait()
+                made.set()
+        except RpcError as error:
+            errors.append(error)
+
+    async def fail() -> None:
+        worker = await aiorpc.init("first", init_method=place, options=options)
+        await worker.wait_for("second")
+        waiting = asyncio.ensure_future(asyncio.to_thread(in_context, worker, wait))
+        if verb != "wait_for":
+            await until(lambda: made.is_set() if verb == "back to back" else worker.pending_calls())
+        else:
+            await until(lambda: any(peer.name == "third" for peer in worker.node.peers.all()))
+        assert not waiting.done()
+        raise KeyError
+
+    staying = threading.Thread(target=lambda: asyncio.run(stay()))
+    staying.start()
+    assert ready.wait(LIMIT)
+    with asyncio.Runner(loop_factory=loop_factory) as runner, pytest.raises(KeyError):
+        runner.run(fail())
+    (error,) = errors
+    assert isinstance(error, WorkerClosed) and "its event loop has ended" in str(error)
+    over.set()
+    end.set()
+    staying.join(LIMIT)
+
+
+def in_context(worker: Worker, function: Callable[[Worker], None]) -> None:
+    current_node.set(worker.node)
+    function(worker)
 
 
 def test_a_worker_that_was_joining_when_its_loop_was_closed(loop_factory: LoopFactory) -> None:

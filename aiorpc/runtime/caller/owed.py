@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ import torch
 from ... import foreign
 from ...channels.accelerator import DeviceBuffer
 from ...channels.landing import Landing
-from ...errors import PeerClosed, RpcCancelled, RpcError, RpcTimeout
+from ...errors import PeerClosed, RpcCancelled, RpcError, RpcTimeout, WorkerClosed
 from ...futures import GRACE
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
@@ -35,7 +35,6 @@ from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall
 from ..calls.values import LARGE_PICKLE, Results, decode
 from ..engine.deadlines import Deadlines
-from ..engine.lifetime import no_longer_waits
 from ..links.links import Links
 from ..links.reassembly import Message
 from .future import CallFuture, copy_for
@@ -266,16 +265,16 @@ class OwedCalls:
                 future.settle(None, failure)
                 self._peer.call_off(call_id)
 
-    def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
-        """This worker leaves, and its program has waited for so many seconds more: what it waits for ends.
+    def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
+        """This worker leaves: what its program waits for ends, but not what its handlers wait for.
 
-        calls: also calls of users' functions, and not streams and the like alone. Returns what has ended, for people.
-        What handlers wait for is part of the calls that they serve; what is put into queues and taken from them has no
-        site, and is ended there. On the loop.
+        why: the error, for each. calls: also calls of users' functions, and not streams and what is `parked` alone.
+        Returns what has ended, for people. What is put into queues and taken from them has no site, and ends there. On
+        the loop.
         """
         ended, now = [], time.monotonic()
         for future in list(self.pending.values()):
-            if future.system or future.nested or future.site is None:
+            if future.nested or (not future.parked and (future.system or future.site is None)):
                 continue
             if not (calls or future.streamed or future.parked) or self.take(future.call_id) is None:
                 continue
@@ -284,7 +283,7 @@ class OwedCalls:
                 f"the stream of {future.function} on worker {self._peer.name!r}" if future.streamed else future.subject
             )
             ended.append(f"{what}, since {now - future.started:.1f} s")
-            future.settle(None, no_longer_waits(self._engine.name, future.describe(), seconds))
+            future.settle(None, why(future.describe()))
             self._peer.call_off(future.call_id)
         return ended
 

@@ -34,10 +34,10 @@ from .tasks import Tasks
 class Waits(Protocol):
     """What users wait for that is no call, as at one worker's side of a queue."""
 
-    def end_waits(self, seconds: float) -> list[str]:
-        """This worker leaves: end what its program has waited for these seconds, and not what its handlers wait for.
+    def end_waits(self, why: Callable[[str], WorkerClosed]) -> list[str]:
+        """This worker leaves: end what its program waits for, and not what its handlers wait for.
 
-        Returns what has ended, for people. On the loop.
+        why: the error, for each. Returns what has ended, for people. On the loop.
         """
 
 

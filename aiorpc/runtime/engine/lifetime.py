@@ -15,12 +15,13 @@ class Lifetime:
     closed: whether the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: whether it is
     leaving but still serves, until its group is done. shut: whether its door is closed, so that its program begins
     nothing more; always so if it is closed. parting: whether it takes nothing new of others, either. forked: whether
-    this is a child of the worker's process. loop_ended: whether it ended because its loop had. exits: whether that was
+    this is a child of the worker's process. loop_ends, loop_ended: whether its loop is about to end without a
+    shutdown, and whether it ended for that reason. exits: whether that was
     as its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the state and the door;
     they are attributes of their own because each call looks at `shut`.
 
-    failed: the name of the error that has ended its program; "" for none. is_nested: whether the code that asks belongs
-    to a call that is being served here.
+    failed: the name of the error that has ended its program; "" for none. may_begin: whether the code that asks
+    may begin something although the door is closed, as in a call that is being served here.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,11 +31,11 @@ class Lifetime:
         self.leaving = False
         self.shut = True
         self.parting = False
-        self.is_nested: Callable[[], bool] = bool
+        self.may_begin: Callable[[], bool] = bool
         self._door_closed = False
         self.failed = ""
         self.forked = False
-        self.loop_ended = False
+        self.loop_ends = self.loop_ended = False
         self.exits = False
 
     def enter(self, event: WorkerEvent) -> None:
@@ -73,7 +74,9 @@ class Lifetime:
         begun: whether it goes on with what was begun before, or is the runtime's own. Any thread.
         """
         self.check_open()
-        if self.shut and not begun and not self.is_nested():
+        if self.shut and not begun and not self.may_begin():
+            if self.loop_ends:
+                raise loop_has_ended(f"worker {self.name!r}")
             raise WorkerClosed(
                 f"worker {self.name!r} is leaving, as its program has asked it to: it finishes what was begun before, "
                 "and begins nothing more"
@@ -113,7 +116,7 @@ def loop_has_ended(worker: str) -> WorkerClosed:
     )
 
 
-def no_longer_waits(worker: str, what: str, seconds: float) -> WorkerClosed:
+def no_longer_waits(worker: str, seconds: float, what: str) -> WorkerClosed:
     """What a program's waits end with that are longer than its worker, which leaves, lets them be."""
     return WorkerClosed(
         f"worker {worker!r} is leaving, and waits no longer for {what}: what its program waits for as it leaves has "

@@ -55,6 +55,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
     patience = timeout + min(_GRACE, max(_LEAST_GRACE, _SHARE * timeout)) if timeout else 0.0
     host = ids[min(ids)]
     call = host.call(come_to_barrier, (tag, pack(sorted(ids)), timeout), None, patience, system=True)
+    call.parked = True
     try:
         return _Coming(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
     except BaseException:  # as in `reworded`

@@ -10,14 +10,16 @@ import contextvars
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, assert_never
 
-from ...errors import RendezvousError, RpcError
+from ...errors import RendezvousError, RpcError, WorkerClosed
 from ...protocol import leaving
 from ...protocol.identity import WorkerRecord, legible
 from ...protocol.leaving import Activity, GroupTable, Outputs
 from ..caller.peers import Peers
 from ..engine.engine import Engine
+from ..engine.lifetime import no_longer_waits
 from ..engine.tasks import begin
 from ..meeting.rendezvous import Rendezvous
 
@@ -57,8 +59,9 @@ class Home(Protocol):
     def describe_pending(self) -> str:
         """The calls of users that are under way, as text for a log message; empty if there are none."""
 
-    def end_waits(self, seconds: float, *, calls: bool) -> list[str]:
-        """End what this worker's program has waited for these seconds; returns what, for people. calls: calls, too."""
+    def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
+        """End what this worker's program waits for; returns what, for people. why: the error, for each. calls: also
+        calls of users' functions, and not streams and what waits at others alone."""
 
 
 class Departure:
@@ -162,15 +165,14 @@ class Departure:
         over, which is part of what they have accepted.
         """
         seconds = self._engine.bounds.grace
-        ended = self._home.end_waits(seconds, calls=alone)
+        ended = self._home.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=alone)
         if ended:
-            more = f"; and {len(ended) - 5} more" if len(ended) > 5 else ""
+            named = [*ended[:5], f"and {len(ended) - 5} more"] if len(ended) > 5 else ended
             logger.warning(
-                "worker %s leaves, and its program still waited for this after %g s, which has ended with WorkerClosed: %s%s",
+                "worker %s leaves. After %g s its program still waited for this, which has ended with WorkerClosed: %s",
                 self._engine.name,
                 seconds,
-                legible("; ".join(ended[:5])),
-                more,
+                legible("; ".join(named)),
             )
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
