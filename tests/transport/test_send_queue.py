@@ -54,7 +54,7 @@ class Taker:
 
 
 def write(queue: SendQueue, sock: Taker) -> tuple[int, bool]:
-    return queue.write(cast(socket.socket, sock), DONT_WAIT)
+    return queue.write(cast(socket.socket, sock), Turn(nothing, queue.frames, DONT_WAIT))
 
 
 def drain(queue: SendQueue, sock: Taker, calls: int = 10_000) -> None:
@@ -143,7 +143,7 @@ def test_frames_cross_a_real_socket() -> None:
             if not queue:
                 break
             try:
-                queue.write(left, DONT_WAIT)
+                queue.write(left, Turn(nothing, queue.frames, DONT_WAIT))
             except BlockingIOError:
                 found += right.recv(1 << 16)
         left.close()

@@ -258,7 +258,7 @@ def test_large_buffers_take_few_steps_and_no_copies(credentials: Credentials) ->
         heads += len(chunk[0])
         queue.append(chunk)
     while queue:
-        queue.write(sock, 0)  # type: ignore[arg-type]  # in place of a socket
+        queue.write(sock, Turn(nothing, queue.frames, 0))  # type: ignore[arg-type]  # in place of a socket
     assert len(sock.taken[0]) < 2 * PIECE
     assert len(sock.taken) <= 20, "it was 64 with a system call for each piece"
     frames: list[Frame] = []
