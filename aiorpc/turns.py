@@ -20,7 +20,7 @@ from typing import Any
 TurnEnded = IndexError
 
 
-class Turn(list[Any]):
+class SocketTurn(list[Any]):
     """What one turn needs in its calls of C; empty once it has ended. end: has others go on; idempotent."""
 
     __slots__ = ("end",)
@@ -30,20 +30,20 @@ class Turn(list[Any]):
         self.end = end
 
 
-class _Turns(threading.local):
+class _SocketTurns(threading.local):
     def __init__(self) -> None:
-        self.mine: list[Turn] = []
+        self.mine: list[SocketTurn] = []
 
 
-_turns = _Turns()
+_turns = _SocketTurns()
 
 
-def begin(turn: Turn) -> None:
+def begin(turn: SocketTurn) -> None:
     """The calling thread is about to take that turn; `leave` has to follow."""
     _turns.mine.append(turn)
 
 
-def leave(turn: Turn) -> None:
+def leave(turn: SocketTurn) -> None:
     """That turn is over."""
     mine = _turns.mine
     while mine and mine[-1] is not turn:  # one of a frame above that was interrupted before it could leave it

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ..protocol.frames import Buffer, Frame
 from ..protocol.session import Session
 from ..protocol.states import SessionEvent
-from ..turns import Turn
+from ..turns import SocketTurn
 from .connection import Connection
 from .silence import Silence
 
@@ -98,7 +98,7 @@ class LastingConnection(Connection):
             return
         try:
             if not self.queue.frames and self.queue.between:
-                self._prepend_ack(session, Turn(self._give_writing_back, None))
+                self._prepend_ack(session, SocketTurn(self._give_writing_back, None))
         finally:
             self._lock.release()
         if self._full:
@@ -106,12 +106,12 @@ class LastingConnection(Connection):
         else:
             self.flush()
 
-    def _prepend_ack(self, session: Session, turn: Turn) -> None:
+    def _prepend_ack(self, session: Session, turn: SocketTurn) -> None:
         ack = self._ack = session.ack()
         self.queue.prepend(ack, turn)
         session.told(ack)
 
-    def _may_begin(self, session: Session, turn: Turn) -> bool:
+    def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
         if not self.queue.between:
             return True
         if not self._awaiting:

@@ -36,7 +36,7 @@ from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import ACK_BYTES, Session
-from ..turns import Turn, TurnEnded, begin, leave
+from ..turns import SocketTurn, TurnEnded, begin, leave
 from .tls import TlsLayer
 from .writing import FrameWriter
 
@@ -225,7 +225,7 @@ class FrameReader(FrameWriter):
             return ()
         if self._closed or is_owned(self._reading):
             return ()
-        turn = Turn(self._give_reading_back, 0, READ_HERE, self._unread)
+        turn = SocketTurn(self._give_reading_back, 0, READ_HERE, self._unread)
         begin(turn)
         try:
             if not self._reading.acquire(False) or self._unread or self._closed or not self._source.empty:
@@ -275,7 +275,7 @@ class FrameReader(FrameWriter):
         reader, answers = self._answers[thread == _MAIN]
         return answers if reader == thread else ()
 
-    def _read_answers(self, enough: Callable[[], bool], turn: Turn) -> Sequence[Frame]:
+    def _read_answers(self, enough: Callable[[], bool], turn: SocketTurn) -> Sequence[Frame]:
         """What is read stays in `_unread`, or decrypted in `tls`, until it is used or the loop takes it."""
         part = turn.__getitem__
         unread, receive, unsealer, tls = self._unread, self._sock.recv, self._unsealer, self.tls

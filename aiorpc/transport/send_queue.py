@@ -32,7 +32,7 @@ from typing import Any
 from ..protocol.frames import ACK, HEAD, Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
 from ..protocol.session import Session
-from ..turns import Turn, TurnEnded
+from ..turns import SocketTurn, TurnEnded
 from .tls import PIECE, RECORD, TlsLayer
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
@@ -137,7 +137,7 @@ class SendQueue:
         """How many frames are neither waiting nor kept."""
         return 0 if self._in_pieces else len(self.begun)
 
-    def prepend(self, frame: Sequence[Buffer], turn: Turn) -> None:
+    def prepend(self, frame: Sequence[Buffer], turn: SocketTurn) -> None:
         """Append it before all that waits. By the writer, `between` frames, in its turn."""
         size = sum(map(len, frame)) + FRAME_COST
         steps: list[Callable[[], object]] = [partial(turn.__getitem__, 0), partial(self.frames.appendleft, frame)]
@@ -207,7 +207,7 @@ class SendQueue:
         self._announced = self._announced.copy()
         self.recount()
 
-    def write(self, sock: socket.socket, turn: Turn) -> tuple[int, bool]:
+    def write(self, sock: socket.socket, turn: SocketTurn) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.
 
         turn: with `frames` and the flags for the socket. Raises what the socket raises; nothing is written then. TurnEnded if the
@@ -258,7 +258,7 @@ class SendQueue:
         return count, count == size
 
     def _begin_pieces(
-        self, seal: Seal, begun: deque[Sequence[Buffer]], turn: Turn
+        self, seal: Seal, begun: deque[Sequence[Buffer]], turn: SocketTurn
     ) -> tuple[Sequence[Buffer], int]:
         """The next piece, or as many as may leave at once. The head of a large buffer leaves with the first of it."""
         frames = self.frames
@@ -285,7 +285,7 @@ class SendQueue:
         return buffers, sum(map(len, buffers))
 
     def _begin_records(
-        self, tls: TlsLayer, begun: deque[Sequence[Buffer]], turn: Turn
+        self, tls: TlsLayer, begun: deque[Sequence[Buffer]], turn: SocketTurn
     ) -> tuple[Sequence[Buffer], int]:
         frames, announced = self.frames, self._announced
         if not turn:  # as in `write`
@@ -322,7 +322,7 @@ class SendQueue:
         buffers = list(chain.from_iterable(begun))
         return buffers, sum(map(len, buffers))
 
-    def _taking(self, count: int, size: int, turn: Turn) -> list[Callable[[], object]]:
+    def _taking(self, count: int, size: int, turn: SocketTurn) -> list[Callable[[], object]]:
         """Steps that take so many frames from those that wait, as the piece of so many bytes is made that ends them."""
         frames, session = self.frames, self._session
         allowed: Callable[[], object] = partial(turn.__getitem__, 0)

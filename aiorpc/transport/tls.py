@@ -29,7 +29,7 @@ from ..locks import RLock
 from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
-from ..turns import Turn, TurnEnded
+from ..turns import SocketTurn, TurnEnded
 from .certificates import Certificate
 
 # What one record of TLS carries at most.
@@ -231,7 +231,7 @@ class TlsLayer:
 
     # --- what has come, in a thread that waits for it -----------------------------------------------------------------
 
-    def look(self, unread: deque[bytes], most: int, turn: Turn) -> bytes:
+    def look(self, unread: deque[bytes], most: int, turn: SocketTurn) -> bytes:
         """What is decrypted, with that of what is unread, which is emptied. Nothing is settled by it: see `take`.
 
         most: bytes; if there are more the rest is left to the loop. turn: of who reads; what changes something here
@@ -271,13 +271,13 @@ class TlsLayer:
                 raise self._broken(error) from error
             return bytes(clear[: self._step.end])
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: SocketTurn) -> None:
         """All that was looked at is used. TurnEnded: the loop has it."""
         self._step = _NOTHING if turn else self._step
         if not turn:
             raise TurnEnded
 
-    def _settle(self, turn: Turn | None = None) -> None:
+    def _settle(self, turn: SocketTurn | None = None) -> None:
         """Find out whether a read was done that was begun when something was raised. With `lock` held.
 
         One that was to take all that was left of a record was done if that is gone now. One of the first byte of a

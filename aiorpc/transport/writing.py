@@ -29,7 +29,7 @@ from ..locks import RLock, is_owned, release
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
 from ..threads import waits_in_main_thread
-from ..turns import Turn, TurnEnded, begin, leave
+from ..turns import SocketTurn, TurnEnded, begin, leave
 from .send_queue import FRAME_COST, SendQueue, Unsent
 from .tls import TlsLayer
 
@@ -157,7 +157,7 @@ class FrameWriter:
             # Ours already: a signal handler sends something in the midst of our own writing.
             if lock._is_owned():  # type: ignore[attr-defined]  # see `is_owned`
                 return
-            turn = Turn(self._give_writing_back, frames, _DONT_WAIT)
+            turn = SocketTurn(self._give_writing_back, frames, _DONT_WAIT)
             begin(turn)
             try:
                 if not lock.acquire(False):
@@ -214,7 +214,7 @@ class FrameWriter:
         self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
 
-    def _may_begin(self, session: Session, turn: Turn) -> bool:
+    def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
         """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer, in its turn."""
         raise NotImplementedError  # only `LastingConnection` has a session
 

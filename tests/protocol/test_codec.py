@@ -711,3 +711,12 @@ def test_what_is_more_than_plain_values(data: bytes) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_code_that_another_version_of_python_has_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is made, whoever has brought it; both versions are named."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("aiorpc.protocol.codec._MINOR", "3.99")
+        data = dumps(lambda: 1, Outgoing())
+    with pytest.raises(SerializationError, match=r"Python 3\.99, and this is 3\.1"):
+        loads(data, Incoming((), ()))

@@ -58,6 +58,10 @@ class Destination(Protocol):
     def same_main(self) -> bool: ...
 
     @property
+    def other_python(self) -> str:
+        """Its minor version of Python if that is known, and not ours; else ""."""
+
+    @property
     def safe(self) -> bool:
         """Whether it reads no pickles."""
 
@@ -122,7 +126,13 @@ def encode(
         else:
             same_main = target.same_main and not other_main
             out = Outgoing(
-                target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe, lends=lends
+                target,
+                same_main=same_main,
+                route=route,
+                apart=tape is not None,
+                safe=target.safe,
+                lends=lends,
+                other_python=target.other_python,
             )
             said, buffers = _in_general(values, out, route, tape)
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
