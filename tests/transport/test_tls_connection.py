@@ -360,7 +360,7 @@ async def test_alarm_that_rings_in_a_read_is_no_word_of_tls(
     """A TimeoutError that a signal handler has raised is its thread's; the loop reads what came, and goes on."""
     end, far = shared
 
-    def ring(unread: object, most: int) -> bytes:
+    def ring(unread: object, most: int, turn: object) -> bytes:
         raise TimeoutError("the time of the program is up")
 
     def read() -> None:
