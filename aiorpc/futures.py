@@ -44,6 +44,7 @@ from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observ
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
 from .overseeing import LOOK, Watched, oversee
 from .sites import CallSite, Unobserved, describe_site
+from .turns import give_back
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -333,6 +334,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 f"wait() on {self.describe()} would block the event loop that has to answer it; "
                 "use `await future` here, or call it from a `def` handler or another thread"
             )
+        give_back()
         executor = self.executor
         if executor is None or not executor.may_stay_awake:
             self._sleep(timeout)

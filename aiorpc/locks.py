@@ -33,6 +33,14 @@ else:
     Lock, RLock = threading.Lock, threading.RLock
 
 
+def release(lock: Any) -> None:
+    """Let go of that RLock, once; nothing if this thread does not hold it (any more)."""
+    try:
+        lock.release()
+    except RuntimeError:
+        return
+
+
 def is_owned(lock: Any) -> bool:
     """Whether this thread holds that RLock; as threading.Condition asks."""
     owned: bool = lock._is_owned()

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from ..errors import ProtocolError
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
+from ..turns import give_back
 from . import Arrived, Traffic, Wire, count_refused, size_said
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
@@ -273,6 +274,7 @@ class SharedMemory:
         return index in self._mapped
 
     def _wait_for(self, index: int, seconds: float) -> None:
+        give_back()
         gate, until = threading.Lock(), time.monotonic() + seconds
         self._gates.append(gate)  # before the look: it is opened after what is looked for has changed
         try:

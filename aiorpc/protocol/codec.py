@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType
+from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -41,6 +41,8 @@ _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later n
 _LONG = 1 << 20  # bytes: what is shorter does not matter where messages have their limits
 
 _new: Any = tuple.__new__
+_MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
+code_reduce = cloudpickle.Pickler.dispatch_table[CodeType]
 
 Tensor = torch.Tensor
 Past = reductions.Past
@@ -56,6 +58,7 @@ class Outgoing:
     need not count; None if nothing can be lent, as nobody keeps it. on_unsent: what to undo if the frame never leaves.
     most: bytes that a pickle may have; None: no limit.
     posted: whether who hands the message to a link sees to that; until then whoever has made it does.
+    other_python: the minor version of Python there, if that is known and another one: no code travels by value then.
     places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
     """
 
@@ -65,6 +68,7 @@ class Outgoing:
         "lent",
         "most",
         "on_unsent",
+        "other_python",
         "places",
         "posted",
         "references",
@@ -85,9 +89,11 @@ class Outgoing:
         safe: bool = False,
         lends: bool = False,
         most: int | None = None,
+        other_python: str = "",
     ) -> None:
         self.target = target
         self.most = most
+        self.other_python = other_python
         self.apart: list[Tensor] | None = [] if apart else None
         self.route = route
         self.safe = safe
@@ -375,11 +381,37 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # It was made by `exec`, and is no module's. cloudpickle would look for it in all of them, which takes long,
             # and those that make up what they are asked for, as torch.ops does, keep that.
             return self._dynamic_function_reduce(value)
+        if isinstance(value, CodeType):  # whatever holds it: compiled for this version, another one dies of it
+            return load_code, (_MINOR, *code_reduce(value)[1])
         reduced = super().reducer_override(value)
-        return with_annotations(value, reduced) if isinstance(value, type) else reduced
+        if isinstance(value, type):
+            if self._out.other_python and type(reduced) is tuple and len(reduced) > 2:
+                raise _needs_same_python(value, self._out.other_python)
+            return with_annotations(value, reduced)
+        return reduced
 
     def _dynamic_function_reduce(self, function: FunctionType) -> Any:
+        if self._out.other_python:
+            raise _needs_same_python(function, self._out.other_python)
         return super()._dynamic_function_reduce(readable(function))
+
+
+def _needs_same_python(value: Any, theirs: str) -> SerializationError:
+    return SerializationError(
+        f"{value.__qualname__!r} would travel by value, which needs one version of Python on both sides: here it is "
+        f"{_MINOR}, there {theirs}; define it at the top of a module that both can import"
+    )
+
+
+def load_code(python: str, *parts: Any) -> CodeType:
+    """Used in pickles: compiled code, by the minor version of Python that has compiled it."""
+    if python != _MINOR:
+        made = python if isinstance(python, str) and len(python) < 8 and python.isascii() else "another version"
+        raise SerializationError(
+            f"a function or class that came by value was made by Python {made}, and this is {_MINOR}: the code of one "
+            "does not run in the other; define it at the top of a module that both can import"
+        )
+    return CodeType(*parts)
 
 
 def load_tensor(index: int) -> Tensor:

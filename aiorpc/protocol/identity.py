@@ -17,6 +17,8 @@ from .registered import register_safe
 NAME_LIMIT = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
 _TEXT_LIMIT = 4096
+VERSION_LIMIT = 64
+_TEXT_LIMITS = dict.fromkeys(("python", "torch", "aiorpc"), VERSION_LIMIT)
 UNUSABLE = "!"
 ID_LIMIT = 1 << 31
 _NUMBER_LIMITS = {"id": (0, ID_LIMIT), "rank": (0, ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
@@ -80,7 +82,8 @@ class WorkerRecord:
     group, by which others decide what they run for it; "" if nothing. tls: "1.3" if it speaks nothing but TLS
     there, and over TCP at all; "" if it speaks none. Behind `UNUSABLE` stands why it cannot: such a worker joins
     only to tell the others, which would wait for it. rank: its place in the group, the id of its WorkerInfo. It is
-    its id, but in a worker that has taken the place of one that was lost.
+    its id, but in a worker that has taken the place of one that was lost. python, torch, aiorpc: the versions that it
+    runs; "" if it does not say.
     """
 
     name: str
@@ -96,6 +99,9 @@ class WorkerRecord:
     role: str = ""
     tls: str = ""
     rank: int = -1  # the id, where nothing else is said
+    python: str = ""
+    torch: str = ""
+    aiorpc: str = ""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -109,6 +115,11 @@ class WorkerRecord:
     def describe(self) -> str:
         """One phrase for error messages: name, rank, pid and host name."""
         return f"{self.name} (rank {self.rank}, pid {self.pid} on {self.hostname})"
+
+    @property
+    def minor(self) -> str:
+        """The minor version of Python, on which code that travels by value depends, as "3.11"; "" if it is unknown."""
+        return ".".join(self.python.split(".")[:2])
 
     def to_wire(self) -> list[str | int]:
         """A flat list of strings and integers, in the order of the fields."""
@@ -136,10 +147,11 @@ class WorkerRecord:
 
 def _checked(name: str, kind: str, value: object) -> str | int:
     if kind == "str":
-        if isinstance(value, str) and len(value) <= _TEXT_LIMIT and (value.isascii() or is_text(value)):
+        most = _TEXT_LIMITS.get(name, _TEXT_LIMIT)
+        if isinstance(value, str) and len(value) <= most and (value.isascii() or is_text(value)):
             return value
         raise ProtocolError(
-            f"worker record: {name} must be a string of at most {_TEXT_LIMIT}, not {type(value).__name__}"
+            f"worker record: {name} must be a string of at most {most}, not {type(value).__name__}"
         )
     low, high = _NUMBER_LIMITS[name]
     if isinstance(value, int) and not isinstance(value, bool) and low <= value < high:

@@ -188,9 +188,12 @@ class Unsealer:
             start = stop
         return b"".join(payloads), len(payloads), stop - len(data) if start < len(data) else 0
 
-    def take(self, unread: deque[bytes], count: int) -> None:
-        """So many pieces that were looked at are used, and what holds them is emptied: both or, interrupted, none."""
-        steps: list[Callable[[], object]] = [unread.clear]
+    def take(self, unread: deque[bytes], count: int, allowed: Callable[[], object]) -> None:
+        """So many pieces that were looked at are used, and what holds them is emptied: both or, interrupted, none.
+
+        allowed: a function of C that raises if none is to be.
+        """
+        steps: list[Callable[[], object]] = [allowed, unread.clear]
         steps.append(partial(self._numbers.append, self._numbers[0] + count))
         list(map(_RUN, steps))
 

@@ -38,7 +38,7 @@ from ..transport.certificates import Credentials
 from .calls.functions import check_pattern
 from .engine.bounds import Bounds
 from .engine.engine import Engine
-from .engine.host import host_identity, main_identity
+from .engine.host import host_identity, main_identity, versions
 from .engine.lifetime import Lifetime
 from .engine.loops import occupy_standard_streams
 from .engine.steps import Steps
@@ -244,6 +244,7 @@ class Life:
                 tcp_port=listeners.port,
                 role=plan.role,
                 tls=f"{UNUSABLE}{unusable}"[:1000] if unusable else "" if credentials is None else "1.3",
+                **versions(),
             )
 
         records = await steps.run(lambda: rendezvous.join(make_record, plan.claims))

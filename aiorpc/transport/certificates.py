@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..errors import RpcUsageError
 from ..options import Tls
+from ..private import exposure
 
 logger = logging.getLogger("aiorpc")
 
@@ -180,12 +181,9 @@ def _check_files(tls: Tls) -> None:
             raise _Unusable(f"the file of the {what} cannot be read: {error}") from None
         if not stat.S_ISREG(status.st_mode):
             raise _Unusable(f"the file of the {what} is no file: {path}")
-    mode = os.stat(tls.key).st_mode
-    if stat.S_IMODE(mode) & 0o077:
-        raise _Unusable(
-            f"others can read or write the key {tls.key} (mode {stat.S_IMODE(mode):04o}): make a new one, or if they "
-            "never did, chmod 600"
-        )
+    exposed = exposure(os.stat(tls.key))
+    if exposed is not None:
+        raise _Unusable(f"others than this user can read or write the key {tls.key} {exposed}")
 
 
 def _context(tls: Tls, protocol: int) -> ssl.SSLContext:

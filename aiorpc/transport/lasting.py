@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from ..protocol.frames import Buffer, Frame
 from ..protocol.session import Session
 from ..protocol.states import SessionEvent
+from ..turns import SocketTurn
 from .connection import Connection
 from .silence import Silence
 
@@ -97,7 +98,7 @@ class LastingConnection(Connection):
             return
         try:
             if not self.queue.frames and self.queue.between:
-                self._prepend_ack(session)
+                self._prepend_ack(session, SocketTurn(self._give_writing_back, None))
         finally:
             self._lock.release()
         if self._full:
@@ -105,21 +106,21 @@ class LastingConnection(Connection):
         else:
             self.flush()
 
-    def _prepend_ack(self, session: Session) -> None:
+    def _prepend_ack(self, session: Session, turn: SocketTurn) -> None:
         ack = self._ack = session.ack()
-        self.queue.prepend(ack)
+        self.queue.prepend(ack, turn)
         session.told(ack)
 
-    def _may_begin(self, session: Session) -> bool:
+    def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
         if not self.queue.between:
             return True
         if not self._awaiting:
             if session.due:
-                self._prepend_ack(session)
+                self._prepend_ack(session, turn)
                 return True
             if self.queue.frames and self.queue.frames[0] is self._ack:  # else two that are full would wait for ever
                 return True
-        self._full = self._blocked = True
+        self._full = self._blocked = True if turn else False
         # The loop may just have taken an acknowledgement, or the word of the opener, and not have seen this yet.
         if session.size < session.limit and not self._awaiting:
             self._full = self._blocked = False

@@ -27,14 +27,16 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import ProtocolError
 from ..foreign import log_error
-from ..locks import RLock, is_owned
+from ..locks import RLock, is_owned, release
 from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import ACK_BYTES, Session
+from ..turns import SocketTurn, TurnEnded, begin, leave
 from .tls import TlsLayer
 from .writing import FrameWriter
 
@@ -59,6 +61,8 @@ _STANDS_BY = 0.001
 _ENDED = "the other side closed the connection"
 _MAIN = threading.main_thread().ident  # the only thread that runs signal handlers
 _NO_ANSWERS: tuple[int, Sequence[Frame]] = 0, ()  # of no thread
+# What a turn of a waiter has: for what the loop is told, how much to read, and where that is kept.
+_NOTHING, _LENGTH, _UNREAD = (0,), (1,), (2,)
 
 
 class FrameReader(FrameWriter):
@@ -226,25 +230,50 @@ class FrameReader(FrameWriter):
         if self._epoll is None:
             self._ask_to_share()
             return ()
-        if self._closed or is_owned(self._reading) or not self._reading.acquire(False):
+        if self._closed or is_owned(self._reading):
             return ()
-        tls = self.tls
+        turn = SocketTurn(self._give_reading_back, 0, READ_HERE, self._unread)
+        begin(turn)
         try:
-            if self._unread or self._closed or not self._source.empty:
+            if not self._reading.acquire(False) or self._unread or self._closed or not self._source.empty:
                 return ()
-            self._epoll.modify(self._fd, 0)  # the loop sleeps on
+            list(map(self._epoll.modify, (self._fd,), map(turn.__getitem__, _NOTHING)))  # the loop sleeps on
             if self.queue.frames:
                 self._write_here()  # rather than wait until the loop does
-            return self._read_answers(enough)
+            return self._read_answers(enough, turn)
+        except (TurnEnded, RuntimeError):  # the latter for the lock of TLS, which was given back, too
+            if turn:
+                self._reading_failed()
+                raise
+            return ()
         except BaseException:
-            if self._unread or (tls is not None and tls.left):  # the loop will have them
-                self._answers[threading.get_ident() == _MAIN] = _NO_ANSWERS
-            elif self.lasting is not None:
-                self.lasting.took()
-            self._interrupted()
+            self._reading_failed()
             raise
         finally:
             self.read_on_loop()
+            leave(turn)
+
+    def _reading_failed(self) -> None:
+        """A signal handler has raised in this thread as it read."""
+        if not self._settle_reading():  # the loop will have them
+            self._answers[threading.get_ident() == _MAIN] = _NO_ANSWERS
+        self._interrupted()
+
+    def _settle_reading(self) -> bool:
+        """Whether what this thread has read last is its own; else it is left to the loop. By who reads."""
+        if self._unread or (self.tls is not None and self.tls.left):
+            return False
+        if self.lasting is not None:
+            self.lasting.took()
+        return True
+
+    def _give_reading_back(self) -> None:
+        """This thread is about to block in the midst of reading: the loop goes on from there."""
+        if is_owned(self._reading):
+            self._settle_reading()
+        if self.tls is not None and is_owned(self.tls.lock):
+            self.tls.lock.release()
+        self.read_on_loop()
 
     @property
     def answers(self) -> Sequence[Frame]:
@@ -253,8 +282,9 @@ class FrameReader(FrameWriter):
         reader, answers = self._answers[thread == _MAIN]
         return answers if reader == thread else ()
 
-    def _read_answers(self, enough: Callable[[], bool]) -> Sequence[Frame]:
+    def _read_answers(self, enough: Callable[[], bool], turn: SocketTurn) -> Sequence[Frame]:
         """What is read stays in `_unread`, or decrypted in `tls`, until it is used or the loop takes it."""
+        part = turn.__getitem__
         unread, receive, unsealer, tls = self._unread, self._sock.recv, self._unsealer, self.tls
         if tls is not None and is_owned(tls.lock):  # ours already: this is a signal handler's call
             return ()
@@ -263,7 +293,7 @@ class FrameReader(FrameWriter):
         while not self._closed:
             try:
                 # Into the deque by one call: no signal handler runs before the bytes are there.
-                unread.extend(map(receive, (READ_HERE,), (_DONT_WAIT,)))
+                unread.extend(map(receive, map(part, _LENGTH), (_DONT_WAIT,)))
             except (BlockingIOError, InterruptedError):
                 if enough():
                     break
@@ -278,7 +308,7 @@ class FrameReader(FrameWriter):
                 break
             if tls is not None:
                 try:
-                    clear = tls.look(unread, READ_HERE)
+                    clear = tls.look(unread, READ_HERE, turn)
                 except (OSError, ProtocolError) as error:  # it is said once, so the loop would not hear of it
                     if isinstance(error, TimeoutError):  # but that is a signal handler's: TLS itself waits for nothing
                         raise
@@ -307,14 +337,15 @@ class FrameReader(FrameWriter):
                 if session is not None:
                     session.expect(len(frames))
                 if tls is not None:
-                    tls.take()
+                    tls.take(turn)
                 elif unsealer is not None:
-                    unsealer.take(unread, pieces)
+                    unsealer.take(unread, pieces, partial(part, 0))
                 else:
-                    unread.clear()
+                    list(map(deque.clear, map(part, _UNREAD)))
                 self.bytes_received += len(data)  # with TLS they were counted as they came
                 if session is not None:
-                    session.took()
+                    if turn:
+                        session.took()
                     if self.bytes_received - session.said_at >= ACK_BYTES:
                         self._call_on_loop(self.look)
                 return frames
@@ -332,7 +363,7 @@ class FrameReader(FrameWriter):
         if is_owned(self._reading):
             if not self._closed and self._epoll is not None:
                 self._epoll.modify(self._fd, select.EPOLLIN)
-            self._reading.release()
+            release(self._reading)
         if self._unread or (self.tls is not None and self.tls.left):  # only now: the loop does not wait for us
             self._left = True
             self._call_on_loop(self._readable)

@@ -15,13 +15,15 @@ Invariants
    by what waits in TLS, how many of them were made; the others are made again.
 4. With a session (protocol/session.py) a frame is in one of `frames`, `begun` and `Session.kept`, whatever is raised.
    It goes to `kept` when it was written as a whole; with pieces, when its last byte is in one.
+5. A writer whose turn has ended (turns.py) changes nothing that others see: `end_turn` has them go on with copies of
+   `begun`, `sent` and what is announced, and every other step fails without the turn.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import call, is_not, itemgetter
@@ -30,6 +32,7 @@ from typing import Any
 from ..protocol.frames import ACK, HEAD, Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
 from ..protocol.session import Session
+from ..turns import SocketTurn, TurnEnded
 from .tls import PIECE, RECORD, TlsLayer
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
@@ -50,7 +53,9 @@ _TELLING = 64
 _WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 _READ: Callable[[Callable[[], bytes]], bytes] = call
-_WITHOUT_COUNT: Callable[[tuple[int, bytes]], tuple[bytes]] = itemgetter(slice(1, None))
+_LAST: Callable[[tuple[Any, ...]], tuple[bytes]] = itemgetter(slice(-1, None))
+# What a turn has for `SendQueue.write`: the frames that wait, and the flags for the socket.
+_FRAMES, _FLAGS = (0,), (1,)
 
 #: Has something in it until its frame is among those that wait: so whoever is interrupted can tell.
 Unsent = list[Any]
@@ -132,11 +137,12 @@ class SendQueue:
         """How many frames are neither waiting nor kept."""
         return 0 if self._in_pieces else len(self.begun)
 
-    def prepend(self, frame: Sequence[Buffer]) -> None:
-        """Append it before all that waits. By the writer, `between` frames."""
+    def prepend(self, frame: Sequence[Buffer], turn: SocketTurn) -> None:
+        """Append it before all that waits. By the writer, `between` frames, in its turn."""
         size = sum(map(len, frame)) + FRAME_COST
-        self.size += size
-        self.frames.appendleft(frame)
+        steps: list[Callable[[], object]] = [partial(turn.__getitem__, 0), partial(self.frames.appendleft, frame)]
+        self.size += size if turn else 0  # in one step with the next, see `recount`
+        list(map(_RUN, steps))
 
     def go_on(self, other: SendQueue, received: int) -> None:
         """Begin again behind the frames that the other side has received, over the connection of another queue.
@@ -195,12 +201,22 @@ class SendQueue:
             wrong = sum(map(len, chain.from_iterable(kept))) + in_pieces - before
             session.size += wrong
 
-    def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
+    def end_turn(self) -> None:
+        """The turn of the writer ends in the midst of what it does: others go on from there. By its thread."""
+        self.begun, self._sent = self.begun.copy(), self._sent.copy()
+        self._announced = self._announced.copy()
+        self.recount()
+
+    def write(self, sock: socket.socket, turn: SocketTurn) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.
 
-        Raises what the socket raises; nothing is written then.
+        turn: with `frames` and the flags for the socket. Raises what the socket raises; nothing is written then. TurnEnded if the
+        turn has ended meanwhile.
         """
         frames, begun, sent = self.frames, self.begun, self._sent
+        if not turn:  # before it has looked, or in the midst of that; from here on these are its own if it ends
+            raise TurnEnded
+        part = turn.__getitem__
         buffers: Sequence[Buffer]
         if begun and not self._announced:
             rest = _rest(list(chain.from_iterable(begun)), sum(sent))
@@ -209,41 +225,43 @@ class SendQueue:
         else:
             sent.clear()
             if self._seal is not None:
-                buffers, size = self._begin_pieces(self._seal)
+                buffers, size = self._begin_pieces(self._seal, begun, turn)
             elif self._tls is not None:
-                buffers, size = self._begin_records(self._tls)
+                buffers, size = self._begin_records(self._tls, begun, turn)
             elif len(frames) == 1 and len(frames[0]) <= 2:  # a small message, or a head and one segment
                 buffers = frames[0]
                 size = sum(map(len, buffers))
-                begun.extend(map(deque.popleft, (frames,)))
+                begun.extend(map(deque.popleft, map(part, _FRAMES)))
             else:
                 buffers, size, taken = _joined(_first_of(frames, MAX_FRAMES))
-                begun.extend(map(deque.popleft, repeat(frames, taken)))
+                begun.extend(map(deque.popleft, map(part, repeat(0, taken))))
             left = size
         if len(buffers) == 1:
-            sent.extend(map(sock.send, buffers, (flags,)))
+            sent.extend(map(sock.send, buffers, map(part, _FLAGS)))
         else:
-            sent.extend(map(sock.sendmsg, (buffers,), ((),), (flags,)))
+            sent.extend(map(sock.sendmsg, (buffers,), ((),), map(part, _FLAGS)))
         count = sent[-1]
-        if not self._in_pieces:
-            self.size -= count
+        # The look at the turn is one step with what it allows; who ends a turn counts anew.
+        if turn and not self._in_pieces: self.size -= count  # fmt: skip  # noqa: E701
         if count == left:
-            if not self._in_pieces:
-                cost = FRAME_COST * len(begun)
-                self.size -= cost
+            cost = 0 if self._in_pieces else FRAME_COST * len(begun)
+            self.size -= cost if turn else 0
             session = self._session
             if session is None or self._in_pieces:
                 begun.clear()
             else:
                 kept = sum(map(len, chain.from_iterable(begun)))
-                session.size += kept  # in a step like that: the loop may take from it meanwhile
-                steps: list[Callable[[], object]] = [partial(session.kept.extend, begun), begun.clear]
+                # The loop may take from it meanwhile.
+                session.size += kept if turn else 0
+                steps: list[Callable[[], object]] = [partial(part, 0), partial(session.kept.extend, begun), begun.clear]
                 list(map(_RUN, steps))
         return count, count == size
 
-    def _begin_pieces(self, seal: Seal) -> tuple[Sequence[Buffer], int]:
+    def _begin_pieces(
+        self, seal: Seal, begun: deque[Sequence[Buffer]], turn: SocketTurn
+    ) -> tuple[Sequence[Buffer], int]:
         """The next piece, or as many as may leave at once. The head of a large buffer leaves with the first of it."""
-        frames, begun = self.frames, self.begun
+        frames = self.frames
         number, start = self._next_piece[0]
         first = frames[0]
         if len(frames) == 1 == len(first) and not start and len(first[0]) <= self._piece_size:  # a message alone
@@ -257,51 +275,62 @@ class SendQueue:
                 parts, length, ended, rest = _cut_apart(queued[taken:] if taken else queued, rest, self._piece_size)
                 pieces.append(seal.piece(number + len(pieces), parts, length))
                 size, taken = size + length, taken + ended
-        steps = self._taking(taken, size)
+        steps = self._taking(taken, size, turn)
         steps += (partial(begun.extend, pieces), partial(self._next_piece.append, (number + len(pieces), rest)))
         list(map(_RUN, steps))
         self._run = min(2 * self._run, SEALED_RUN) if frames else self._piece_size
-        self.size -= size + FRAME_COST * taken
+        written = size + FRAME_COST * taken
+        self.size -= written if turn else 0
         buffers = pieces[0] if len(pieces) == 1 else [*chain.from_iterable(pieces)]
         return buffers, sum(map(len, buffers))
 
-    def _begin_records(self, tls: TlsLayer) -> tuple[Sequence[Buffer], int]:
-        frames, begun, announced = self.frames, self.begun, self._announced
+    def _begin_records(
+        self, tls: TlsLayer, begun: deque[Sequence[Buffer]], turn: SocketTurn
+    ) -> tuple[Sequence[Buffer], int]:
+        frames, announced = self.frames, self._announced
+        if not turn:  # as in `write`
+            raise TurnEnded
+        # Whatever TLS is asked for, in one call with a look at the turn.
+        allowed: Iterator[Any] = map(turn.__getitem__, repeat(0))
         with tls.lock:
             if not begun and not tls.outgoing.pending:
                 first = frames[0]
                 if len(frames) == 1 == len(first) and 1 < len(first[0]) <= RECORD and not self._next_piece[0][1]:
                     announced.append([(1, 0, len(first[0]))])  # a short message alone
-                    tls.encrypt(first[0])
+                    list(map(_RUN, (partial(turn.__getitem__, 0), partial(tls.encrypt, first[0]))))
                 else:
                     pieces, parts = _cut_run(frames, self._next_piece[0][1], self._run)
                     announced.append(pieces)
-                    made = zip(map(tls.encrypt, parts), map(_READ, repeat(tls.outgoing.read)), strict=False)
-                    begun.extend(map(_WITHOUT_COUNT, made) if parts else (_WAKE,))
+                    read = map(_READ, repeat(tls.outgoing.read))
+                    # Twice, as ssl looks for signals once it has encrypted.
+                    made = zip(allowed, map(tls.encrypt, parts), allowed, read, strict=False)
+                    begun.extend(map(_LAST, made) if parts else (_WAKE,))
             # Else it is what an interrupted writer has encrypted; or TLS itself has something to say, before all else.
             if tls.outgoing.pending:
-                begun.extend(zip(map(_READ, (tls.outgoing.read,)), strict=True))
+                begun.extend(map(_LAST, zip(allowed, map(_READ, (tls.outgoing.read,)), strict=False)))
             taken, rest, size = 0, self._next_piece[0][1], 0
             for ends, start, length in announced[0][: len(begun)] if announced else ():
                 taken, rest, size = taken + ends, start, size + length
-            steps = self._taking(taken, size)
+            steps = self._taking(taken, size, turn)
             steps += (partial(self._next_piece.append, (0, rest)), announced.clear)
             list(map(_RUN, steps))
         self._run = min(2 * self._run, ENCRYPTED_RUN) if frames else PIECE
-        self.size -= size + FRAME_COST * taken
+        written = size + FRAME_COST * taken
+        self.size -= written if turn else 0
         if len(begun) == 1:
             return begun[0], len(begun[0][0])
         buffers = list(chain.from_iterable(begun))
         return buffers, sum(map(len, buffers))
 
-    def _taking(self, count: int, size: int) -> list[Callable[[], object]]:
+    def _taking(self, count: int, size: int, turn: SocketTurn) -> list[Callable[[], object]]:
         """Steps that take so many frames from those that wait, as the piece of so many bytes is made that ends them."""
         frames, session = self.frames, self._session
+        allowed: Callable[[], object] = partial(turn.__getitem__, 0)
         if session is None:
-            return [frames.popleft] * count
-        session.size += size
+            return [allowed, *[frames.popleft] * count]
+        session.size += size if turn else 0
         taken = map(deque.popleft, repeat(frames, count))
-        return [partial(session.kept.extend, filter(partial(is_not, _WAKE), taken))]
+        return [allowed, partial(session.kept.extend, filter(partial(is_not, _WAKE), taken))]
 
 
 def _merged(frame: Sequence[Buffer]) -> list[Buffer]:

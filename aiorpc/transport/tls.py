@@ -19,7 +19,9 @@ import hashlib
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
+from operator import call
 from typing import NamedTuple, cast
 
 from ..errors import PeerRefused, ProtocolError
@@ -27,6 +29,7 @@ from ..locks import RLock
 from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
+from ..turns import SocketTurn, TurnEnded
 from .certificates import Certificate
 
 # What one record of TLS carries at most.
@@ -58,6 +61,7 @@ class _Step(NamedTuple):
 
 
 _NOTHING = _Step()
+_RUN: Callable[[Callable[[], int]], int] = call  # as mypy understands it
 
 
 class TlsLayer:
@@ -227,19 +231,22 @@ class TlsLayer:
 
     # --- what has come, in a thread that waits for it -----------------------------------------------------------------
 
-    def look(self, unread: deque[bytes], most: int) -> bytes:
+    def look(self, unread: deque[bytes], most: int, turn: SocketTurn) -> bytes:
         """What is decrypted, with that of what is unread, which is emptied. Nothing is settled by it: see `take`.
 
-        most: bytes; if there are more the rest is left to the loop. Raises what `feed` raises.
+        most: bytes; if there are more the rest is left to the loop. turn: of who reads; what changes something here
+        looks at it in the same step. Raises what `feed` raises, and TurnEnded.
         """
+        part = turn.__getitem__
         pending, read, incoming = self._object.pending, self._read, self._incoming
         with self.lock:
             if self._step is not _NOTHING:
-                self._settle()
+                self._settle(turn)
             if len(self._clear) < most:
-                self._clear = bytearray(most)
+                larger = bytearray(most)
+                self._clear = larger if turn else self._clear
             # By one call of C: no signal handler runs between the two.
-            deque(map(incoming.write, map(deque.popleft, repeat(unread, len(unread)))), maxlen=0)
+            deque(map(incoming.write, map(deque.popleft, map(part, repeat(2, len(unread))))), maxlen=0)
             clear = memoryview(self._clear)
             left = pending() if self._step.end else 0  # of a record: nobody else begins one and does not end it
             try:
@@ -249,22 +256,28 @@ class TlsLayer:
                     end, size = self._step.end, left or 1
                     if not left and end + RECORD > most:  # none is begun that cannot be ended
                         break
-                    self._step = _Step(end, left, size)
-                    if not read(size, clear[end : end + size]):
+                    begun, done, place = _Step(end, left, size), _Step(end + size), clear[end : end + size]
+                    self._step = begun if turn else self._step
+                    if not all(map(_RUN, (turn.__len__, partial(read, size, place)))):
+                        if not turn:
+                            raise TurnEnded
                         raise self._ended()
-                    self._step = _Step(end + size)
+                    self._step = done if turn else self._step
                     left = 0 if left else pending()
             except ssl.SSLWantReadError:
-                self._step = _Step(self._step.end)
+                over = _Step(self._step.end)
+                self._step = over if turn else self._step
             except ssl.SSLError as error:
                 raise self._broken(error) from error
             return bytes(clear[: self._step.end])
 
-    def take(self) -> None:
-        """All that was looked at is used."""
-        self._step = _NOTHING
+    def take(self, turn: SocketTurn) -> None:
+        """All that was looked at is used. TurnEnded: the loop has it."""
+        self._step = _NOTHING if turn else self._step
+        if not turn:
+            raise TurnEnded
 
-    def _settle(self) -> None:
+    def _settle(self, turn: SocketTurn | None = None) -> None:
         """Find out whether a read was done that was begun when something was raised. With `lock` held.
 
         One that was to take all that was left of a record was done if that is gone now. One of the first byte of a
@@ -273,7 +286,8 @@ class TlsLayer:
         end, left, size = self._step
         if size:
             done = self._object.pending() != left
-            self._step = _Step(end + size if done else end)
+            settled = _Step(end + size if done else end)
+            self._step = settled if turn is None or turn else self._step
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ Invariants
 2. Whoever fails to get the write lock may go: its holder looks at the queue again after it let go of the lock.
 3. `_scheduled` is cleared before the queue is drained, so a frame appended later schedules a new drain.
 4. Once the queue is empty `on_drained` runs: after a drain on the loop at once, after any other one soon.
+5. A thread that blocks in the midst of a write, in a signal handler say, has given the write back to the loop (turns).
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import asyncio
 import contextlib
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
 
-from ..locks import RLock, is_owned
+from ..locks import RLock, is_owned, release
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
+from ..threads import waits_in_main_thread
+from ..turns import SocketTurn, TurnEnded, begin, leave
 from .send_queue import FRAME_COST, SendQueue, Unsent
 from .tls import TlsLayer
 
@@ -68,7 +72,8 @@ class FrameWriter:
         self._sock = sock
         self._fd = sock.fileno()
         self._lock = RLock()  # reentrant as it knows its owner; nobody enters it twice
-        self._scheduled = False
+        # Whether the loop is going to flush; the thread that is about to have it do so, until it was asked.
+        self._scheduled: bool | int = False
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
         self._closed = False
@@ -104,7 +109,7 @@ class FrameWriter:
                 self._write()
                 if self.on_drained is not None:  # as in `_write_here`
                     self._call_on_loop(self._drained)
-            elif not self._scheduled:
+            elif self._scheduled is not True and (not self._scheduled or self._scheduled == threading.get_ident()):
                 self._schedule()
         except BaseException:
             self._interrupted()
@@ -125,8 +130,9 @@ class FrameWriter:
             self._flush()
 
     def _schedule(self) -> None:
-        self._scheduled = True
+        self._scheduled = threading.get_ident()  # what interrupts us asks itself
         self._call_on_loop(self._flush)
+        self._scheduled = True if self._scheduled else False  # in one step: it may have flushed
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -149,27 +155,30 @@ class FrameWriter:
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
         while (frames or begun) and not self._blocked and not self._closed:
             # Ours already: a signal handler sends something in the midst of our own writing.
-            if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]  # see `is_owned`
+            if lock._is_owned():  # type: ignore[attr-defined]  # see `is_owned`
                 return
+            turn = SocketTurn(self._give_writing_back, frames, _DONT_WAIT)
+            begin(turn)
             try:
-                flags = _DONT_WAIT
+                if not lock.acquire(False):
+                    return
                 session = self.lasting
                 while (frames or begun) and not self._closed:
                     if (
                         session is not None
                         and (session.due or session.size >= session.limit)
-                        and not self._may_begin(session)
+                        and not self._may_begin(session, turn)
                     ):
                         break
                     try:
-                        sent, whole = queue.write(self._sock, flags)
+                        sent, whole = queue.write(self._sock, turn)
                     except (BlockingIOError, InterruptedError):
                         sent, whole = 0, False
                     self.bytes_sent += sent
                     if whole:
-                        flags = _DONT_WAIT
-                    elif self._patient and flags and sent:
-                        flags = 0  # once more, and this time wait a little
+                        turn[1] = _DONT_WAIT
+                    elif self._patient and turn[1] and sent and not waits_in_main_thread():
+                        turn[1] = 0  # once more, and this time wait a little; no signal handler runs in that
                     else:
                         self._blocked = True
                         self._call_on_loop(self._wait_writable)
@@ -179,8 +188,19 @@ class FrameWriter:
                     raise
                 self._call_on_loop(self._write_failed, error, self._sock)
                 return
+            except (TurnEnded, RuntimeError):  # the latter for the lock of TLS, which was given back, too
+                if turn:
+                    raise
+                return
             finally:
-                lock.release()
+                release(lock)
+                leave(turn)
+
+    def _give_writing_back(self) -> None:
+        """This thread is about to block in the midst of a write: the loop goes on from there."""
+        if is_owned(self._lock):
+            self.queue.end_turn()
+        self._interrupted()
 
     def _interrupted(self) -> None:
         """A signal handler has raised in the midst of a write: the loop goes on from there."""
@@ -194,8 +214,8 @@ class FrameWriter:
         self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
 
-    def _may_begin(self, session: Session) -> bool:
-        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer."""
+    def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
+        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer, in its turn."""
         raise NotImplementedError  # only `LastingConnection` has a session
 
     def _wait_writable(self) -> None:

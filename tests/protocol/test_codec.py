@@ -12,11 +12,8 @@ import gc
 import inspect
 import math
 import pathlib
-import pickle
-import struct
 import sys
 import threading
-import tracemalloc
 import types
 import uuid
 from collections.abc import Callable
@@ -681,3 +678,12 @@ def test_packer_is_usable_after_a_failure() -> None:
     with pytest.raises(TypeError):
         pack([1, object()])
     assert unpack(pack([2])) == [2]
+
+
+def test_code_that_another_version_of_python_has_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is made, whoever has brought it; both versions are named."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("aiorpc.protocol.codec._MINOR", "3.99")
+        data = dumps(lambda: 1, Outgoing())
+    with pytest.raises(SerializationError, match=r"Python 3\.99, and this is 3\.1"):
+        loads(data, Incoming((), ()))

@@ -76,6 +76,8 @@ def test_bad_names_are_refused_in_torchs_words(name: object, text: str) -> None:
         tcp_port=st.integers(0, 65535),
         role=NAMES | st.just(""),
         tls=st.sampled_from(["", "1.3"]),
+        python=st.sampled_from(["", "3.11.7"]),
+        torch=TEXTS,
     )
 )
 def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
@@ -101,6 +103,9 @@ def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
         (10, None, "role must be a string"),
         (10, "an actor", "role must be one"),
         (10, "*", "role must be one"),
+        (13, 3, "python must be a string of at most 64"),
+        (14, "x" * 65, "torch must be a string of at most 64"),
+        (15, None, "aiorpc must be a string"),
     ],
 )
 def test_a_malformed_part_of_a_record_is_a_protocol_error(index: int, value: object, text: str) -> None:

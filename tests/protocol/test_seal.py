@@ -240,7 +240,7 @@ def test_looking_settles_nothing(take: bool) -> None:
     with pytest.raises(ProtocolError):
         unsealer.look(TWO)
     if take:
-        unsealer.take(unread, 2)
+        unsealer.take(unread, 2, bool)
         assert not unread and [each.call_id for each in unsealer.feed(THREE)] == [3]
     else:
         assert [each.call_id for each in unsealer.feed(ONE + TWO)] == [1, 2]

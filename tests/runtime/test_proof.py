@@ -131,7 +131,7 @@ def test_a_file_holds_what_the_variable_says(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("content", "mode", "text"),
     [
-        (LONG.encode(), 0o640, "others than this user can read or write the secret's file"),
+        (LONG.encode(), 0o660, "others than this user can read or write the secret's file"),
         (LONG.encode(), 0o602, "others than this user can read or write the secret's file"),
         (b" \n", 0o600, "is set, and empty"),
         (b"fifteen letters\n", 0o600, "has 15 bytes"),

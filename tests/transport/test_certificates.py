@@ -88,7 +88,7 @@ def other_key(tls: Tls, authority: Authority) -> Tls:
 
 
 def readable(tls: Tls, authority: Authority) -> Tls:
-    os.chmod(tls.key, 0o640)
+    os.chmod(tls.key, 0o644)
     return tls
 
 
@@ -146,7 +146,7 @@ def other_name(tls: Tls, authority: Authority) -> Tls:
         (rubbish, "ca.pem holds no certificate of an authority"),
         (no_certificate, "w1.pem and .*w1.key are no certificate and its key"),
         (other_key, "the key .*w2.key does not fit the certificate .*w1.pem"),
-        (readable, r"others can read or write the key .*w1.key \(mode 0640\)"),
+        (readable, r"others than this user can read or write the key .*w1.key \(mode 0644, owner"),
         (other_authority, "none that the authority .*two/ca.pem vouches for now"),
         (expired, "certificate has expired"),
         (early, "certificate is not yet valid"),
@@ -215,7 +215,7 @@ def test_new_files_are_used_by_new_connections(authority: Authority) -> None:
 def test_new_files_that_could_not_be_used_are_tried_again(
     authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was wrong with them may be mended without a change of them, as the log asks for: chmod 600."""
+    """What was wrong with them may be mended without a change of them, as the log asks for: by chmod."""
     monkeypatch.setattr(certificates, "TRY_AGAIN", 0.0)
     tls = authority.tls("w1")
     credentials = Credentials(tls, "w1")
@@ -225,7 +225,7 @@ def test_new_files_that_could_not_be_used_are_tried_again(
     with caplog.at_level(logging.WARNING, "aiorpc"):
         for _ in range(3):
             assert credentials.context(opener=True)[1] == before
-    assert len(caplog.records) == 1 and "chmod 600" in caplog.text
+    assert len(caplog.records) == 1 and "mode 0600" in caplog.text
     Path(tls.key).chmod(0o600)
     assert credentials.context(opener=True)[1] != before
 

@@ -20,6 +20,7 @@ from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
 from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
+from aiorpc.turns import SocketTurn
 from tests.transport.ends import interrupted, meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
@@ -54,7 +55,7 @@ class Taker:
 
 
 def write(queue: SendQueue, sock: Taker) -> tuple[int, bool]:
-    return queue.write(cast(socket.socket, sock), DONT_WAIT)
+    return queue.write(cast(socket.socket, sock), SocketTurn(lambda: None, queue.frames, DONT_WAIT))
 
 
 def drain(queue: SendQueue, sock: Taker, calls: int = 10_000) -> None:
@@ -143,7 +144,7 @@ def test_frames_cross_a_real_socket() -> None:
             if not queue:
                 break
             try:
-                queue.write(left, DONT_WAIT)
+                queue.write(left, SocketTurn(lambda: None, queue.frames, DONT_WAIT))
             except BlockingIOError:
                 found += right.recv(1 << 16)
         left.close()
@@ -386,7 +387,7 @@ def test_the_size_is_right_whenever_others_append(work: str) -> None:
 
     def happened(at: int) -> bool:
         queue = filled([[b"one"], [b"two"]])
-        step = partial(drain, queue, Taker()) if work == "write" else partial(queue.prepend, [b"first"])
+        step = partial(drain, queue, Taker()) if work == "write" else partial(queue.prepend, [b"first"], SocketTurn(lambda: None, None))
         found = meanwhile(step, at, lambda _: queue.append([b"later"]), send_queue.__file__, signals=True)
         assert queue.size == sum(sum(map(len, frame)) + FRAME_COST for frame in queue.frames)
         return found

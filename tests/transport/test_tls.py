@@ -21,11 +21,22 @@ from aiorpc.protocol.states import TlsState
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
+from aiorpc.turns import SocketTurn
 from tests.authority import Authority
 from tests.tiers import examples
 from tests.transport.ends import Interruption, interrupted
 
 MOST = 128 * 1024
+
+
+def turn(unread: deque[bytes] | None = None) -> SocketTurn:
+    """One of a thread that reads for itself."""
+    return SocketTurn(lambda: None, 0, MOST, unread)
+
+
+def look(side: TlsLayer, unread: deque[bytes], most: int) -> bytes:
+    """`TlsLayer.look` in a turn."""
+    return side.look(unread, most, turn(unread))
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +258,7 @@ def test_what_comes_behind_the_end_is_not_waited_for(credentials: dict[str, Cred
     data = outgoing.read() + b"more"
     with pytest.raises(ConnectionResetError):
         if looks:
-            acceptor.look(deque([data]), MOST)
+            look(acceptor, deque([data]), MOST)
         else:
             acceptor.feed(data)
     assert acceptor.state is TlsState.SHUT
@@ -260,20 +271,20 @@ def test_what_is_looked_at_stays_until_it_is_taken(credentials: dict[str, Creden
     """A second look sees it again; whoever feeds gets it first; taken, it is gone."""
     opener, acceptor = shaken(credentials)
     unread = deque([encrypted(opener, frame(1, 10))])
-    assert acceptor.look(unread, MOST) == frame(1, 10)
+    assert look(acceptor, unread, MOST) == frame(1, 10)
     assert len(unread) == 0
     unread.append(encrypted(opener, frame(2)))
-    assert acceptor.look(unread, MOST) == frame(1, 10) + frame(2)
+    assert look(acceptor, unread, MOST) == frame(1, 10) + frame(2)
     assert found(acceptor.feed(encrypted(opener, frame(3)))) == [(1, 10, []), (2, 0, []), (3, 0, [])]
-    assert acceptor.look(deque([encrypted(opener, frame(4))]), MOST) == frame(4)
-    acceptor.take()
+    assert look(acceptor, deque([encrypted(opener, frame(4))]), MOST) == frame(4)
+    acceptor.take(turn())
     assert acceptor.feed() == []
 
 
 def test_what_is_too_long_to_look_at_is_left(credentials: dict[str, Credentials]) -> None:
     """No more than asked for is decrypted; the rest comes with the next feed."""
     opener, acceptor = shaken(credentials)
-    seen = acceptor.look(deque([encrypted(opener, frame(1, 40_000))]), 20_000)
+    seen = look(acceptor, deque([encrypted(opener, frame(1, 40_000))]), 20_000)
     assert frame(1, 40_000).startswith(seen) and len(seen) <= 20_000
     assert acceptor.left
     assert found(acceptor.feed()) == [(1, 40_000, [])]
@@ -284,8 +295,8 @@ def test_no_part_of_a_record_is_left_to_nobody(credentials: dict[str, Credential
     opener, acceptor = shaken(credentials)
     first, second = frame(1, 10_000), frame(2, 15_000)
     data = encrypted(opener, first[:-1]) + encrypted(opener, first[-1:] + second)
-    if acceptor.look(deque([data]), 20_000) == first:
-        acceptor.take()
+    if look(acceptor, deque([data]), 20_000) == first:
+        acceptor.take(turn())
     else:
         assert found(acceptor.feed()) == [(1, 10_000, []), (2, 15_000, [])]
         return
@@ -300,18 +311,18 @@ def test_a_look_that_is_interrupted_loses_nothing(credentials: dict[str, Credent
     expected = frame(1, 10) + frame(2, 20_000) + frame(3)
     opener, acceptor = shaken(credentials)
 
-    def look(unread: deque[bytes]) -> None:
-        acceptor.look(unread, MOST)
+    def reading(unread: deque[bytes]) -> None:
+        look(acceptor, unread, MOST)
 
     for at in range(10_000):
         data = encrypted(opener, expected[:50]) + encrypted(opener, expected[50:])
         unread = deque([data[: len(data) - cut]])
-        place = interrupted(partial(look, unread), at, tls_module.__file__)
+        place = interrupted(partial(reading, unread), at, tls_module.__file__)
         release(acceptor)
         unread.append(data[len(data) - cut :])
         if at % 2:
-            assert acceptor.look(unread, MOST) == expected, place
-            acceptor.take()
+            assert look(acceptor, unread, MOST) == expected, place
+            acceptor.take(turn())
         else:
             frames = acceptor.feed(b"".join(unread))
             assert found(frames) == [(1, 10, []), (2, 20_000, []), (3, 0, [])], place
@@ -350,6 +361,6 @@ def test_a_read_that_raises_when_it_is_done_counts(credentials: dict[str, Creden
     unread = deque([encrypted(opener, expected[:9]) + encrypted(opener, expected[9:])])
     raising = Raising(acceptor, after)
     with pytest.raises(Interruption):
-        acceptor.look(unread, MOST)
+        look(acceptor, unread, MOST)
     acceptor._read = raising.read
-    assert acceptor.look(unread, MOST) == expected
+    assert look(acceptor, unread, MOST) == expected

@@ -22,6 +22,7 @@ from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
+from aiorpc.turns import SocketTurn
 from tests.authority import Authority
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
 
@@ -258,7 +259,7 @@ def test_large_buffers_take_few_steps_and_no_copies(credentials: Credentials) ->
         heads += len(chunk[0])
         queue.append(chunk)
     while queue:
-        queue.write(sock, 0)  # type: ignore[arg-type]  # in place of a socket
+        queue.write(sock, SocketTurn(lambda: None, queue.frames, 0))  # type: ignore[arg-type]  # in place of a socket
     assert len(sock.taken[0]) < 2 * PIECE
     assert len(sock.taken) <= 20, "it was 64 with a system call for each piece"
     frames: list[Frame] = []
@@ -359,7 +360,7 @@ async def test_alarm_that_rings_in_a_read_is_no_word_of_tls(
     """A TimeoutError that a signal handler has raised is its thread's; the loop reads what came, and goes on."""
     end, far = shared
 
-    def ring(unread: object, most: int) -> bytes:
+    def ring(unread: object, most: int, turn: object) -> bytes:
         raise TimeoutError("the time of the program is up")
 
     def read() -> None:

@@ -72,7 +72,7 @@ class Addressee:
 
     name, record: of the worker; the record is None until it is known where the worker is. known: the functions that it
     knows by number. same_main: whether it runs the same main module as this worker, so that what that defines can go by
-    name; true until it is known. safe: whether it reads no pickles, as this worker. devices: whether this worker has
+    name; true until it is known. other_python: its minor version of Python where that is known and not ours. safe: whether it reads no pickles, as this worker. devices: whether this worker has
     devices on which tensors may arrive. route: where tensors on devices go; None if tensors need not be looked at.
     gone: the error that calls end with, once it is GONE, and ended: when that was; parting: what that will be, while
     answers may still come from one that has left. trouble: what has been in the way of a connection to it last, if that
@@ -90,6 +90,7 @@ class Addressee:
         self.route = self.accelerators.route_to(name)
         self.record: WorkerRecord | None = None
         self.same_main = True
+        self.other_python = ""
         self.known = KnownFunctions(self)
         if record is not None:
             self.identify(record)
@@ -130,6 +131,7 @@ class Addressee:
         if record.main != self.engine.record.main:
             self.same_main = False
             self.known.forget_main()
+        self.other_python = record.minor if record.minor != self.engine.record.minor else ""
         self.former = None
         self.record = record  # at last: whoever sees it relies on the above
 

@@ -59,6 +59,10 @@ class Destination(Protocol):
     def same_main(self) -> bool: ...
 
     @property
+    def other_python(self) -> str:
+        """Its minor version of Python if that is known, and not ours; else ""."""
+
+    @property
     def safe(self) -> bool:
         """Whether it reads no pickles."""
 
@@ -136,6 +140,7 @@ def encode(
                 safe=target.safe,
                 lends=lends,
                 most=target.max_body,
+                other_python=target.other_python,
             )
             try:
                 said, buffers = _in_general(values, out, route, tape)

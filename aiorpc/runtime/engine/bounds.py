@@ -17,6 +17,7 @@ class Bounds:
     refused: float = 1.0  # for one of this host that does: a worker listens for as long as it lives
     handshake: float = 10.0  # for whoever has connected to prove itself
     handshakes: int = 256  # connections that may be in their handshake at once: strangers must not use up descriptors
+    member_connections: int = 2  # that one member may have opened to here: its own, and one that takes its place
     opening: float = 1.0  # for handshakes that are under way when the worker leaves
     pipe: float = 10.0  # for the second connection of a link
     accept_pause: float = 0.5  # until connections are taken again after the system has refused one

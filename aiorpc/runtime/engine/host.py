@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
 import resource
 import secrets
 import socket
 import sys
+from importlib import metadata
 from pathlib import Path
 
-from ...protocol.identity import WorkerRecord, legible
+import torch
+
+from ...protocol.identity import VERSION_LIMIT, WorkerRecord, legible
 
 # Made at import, so that children that are forked later share it: they run the same interactive main as their parent.
 _PROCESS = secrets.token_hex(16)
@@ -74,6 +78,16 @@ def main_identity() -> str:
     # A folder or zip archive that is run has a spec too, but its name is just "__main__".
     name = getattr(getattr(main, "__spec__", None), "name", "__main__")
     return f"file:{os.path.realpath(file)}:{digest}" if name == "__main__" else f"module:{name}:{digest}"
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, torch and aiorpc, as a record has them."""
+    try:
+        own = metadata.version("aiorpc")
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        own = ""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "aiorpc": own}
+    return {name: legible(version)[:VERSION_LIMIT] for name, version in found.items()}
 
 
 def most_descriptors() -> int:

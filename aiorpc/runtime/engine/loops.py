@@ -15,6 +15,7 @@ from ...callbacks import block_observer, served
 from ...errors import RendezvousError, RpcCancelled, WorkerClosed
 from ...locks import Lock
 from ...threads import daemon
+from ...turns import give_back
 
 T = TypeVar("T")
 
@@ -122,6 +123,7 @@ class Handed(Generic[T]):
 
         WorkerClosed, with the text `ended`, if the loop has ended first.
         """
+        give_back()
         observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()

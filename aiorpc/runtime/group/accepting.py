@@ -137,7 +137,14 @@ class Acceptor:
             return f"process {process} is not the process of worker {record.name!r}, {record.pid}, whose name it uses"
         if self.home.group.is_lost(record):
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
-        return None
+        return self.reason_against_more(record)
+
+    def reason_against_more(self, record: WorkerRecord) -> str | None:
+        """Why a member gets no further connection to here; None if it does. A second one of a link does not count."""
+        most = self._engine.bounds.member_connections
+        if sum(each.record.incarnation == record.incarnation for each in self.home.services) < most:
+            return None
+        return f"worker {record.name!r} has {most} connections here already, and no member gets more"
 
     def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
         """What the first connection of that link has left for its second one; None if there is no such link.
@@ -302,6 +309,9 @@ class _Accepting:
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
+            reason = self.acceptor.reason_against_more(record)  # several may have been in their handshake at once
+            if reason is not None:
+                raise PeerRefused(reason)
             sure = self._process is not None or _is_proved(self.connection, record)
             service = self.acceptor.serve(record, self.connection, self.handshake.link, sure)
             self._serving = partial(self.acceptor.served, service)

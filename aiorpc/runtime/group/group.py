@@ -40,6 +40,7 @@ from .departure import Departure
 from .events import Events, WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
 from .hearsay import Hearsay
 from .newcomers import Newcomers, roster_to_wire
+from .versions import VersionNotes
 
 logger = logging.getLogger("aiorpc")
 
@@ -85,6 +86,8 @@ class Group:
         self._engine = home.engine
         newcomer = home.rendezvous.returned is not None
         self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic, newcomer=newcomer)
+        self._versions = VersionNotes(home.engine.record)
+        self._versions.tell(records)
         self._hearsay = Hearsay(home, self.is_gone, vouch)
         self.departure = Departure(
             home, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
@@ -238,6 +241,7 @@ class Group:
             return  # the rendezvous may list it a little longer
         self.departure.heard.add(record.id)
         self._home.peers.add(record)
+        self._versions.tell([record])
         self._carry_out(self._table.join(record))
 
     def on_process_exit(self, record: WorkerRecord) -> None:

@@ -141,7 +141,9 @@ class SecondConnection:
         if link.closed or self.connection is not None:
             pipe.abort()
             return
-        self.attached = pipe  # also in place of one that its opener has given up: whoever mends that ends it
+        former, self.attached = self.attached, pipe
+        if former is not None:  # its opener has given it up
+            former.abort()
         pipe.on_cut = link.bulk.displace
         pipe.decoder.place = link.bulk.place
         pipe.on_frames = partial(link.on_frames, pipe=pipe)

@@ -17,6 +17,7 @@ import stat
 from typing import Any, NoReturn
 
 from ...errors import RendezvousError, SerializationError
+from ...private import exposure
 
 #: Bytes. A random text of that length cannot be guessed: 128 bits, as RFC 9257 (section 6) asks for.
 MIN_SIZE = 16
@@ -76,19 +77,16 @@ def _checked(text: bytes, name: str, instead: str) -> Secret:
 
 
 def _in_file(path: str | os.PathLike[str]) -> bytes:
-    """What stands in a file of ours, or of root, that nobody else may read, without the space around it."""
+    """What stands in a file that is for this process alone (`private`), without the space around it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
-            mode = stat.S_IMODE(status.st_mode)
             if not stat.S_ISREG(status.st_mode):
                 raise RendezvousError(f"the secret's file {path} is no file")
-            if mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
-                raise RendezvousError(
-                    f"others than this user can read or write the secret's file {path} (mode {mode:04o}, owner "
-                    f"{status.st_uid}): make a new secret, or if they never did, chmod 600"
-                )
+            exposed = exposure(status)
+            if exposed is not None:
+                raise RendezvousError(f"others than this user can read or write the secret's file {path} {exposed}")
             return os.read(descriptor, _MAX_SIZE).strip()
         finally:
             os.close(descriptor)

@@ -39,6 +39,7 @@ class _AnyReader:
     max_body: int
     max_segment: int
     same_main: bool = True
+    other_python: str = ""  # whoever reads it sees by which version its code was made
 
 
 class Content(NamedTuple):

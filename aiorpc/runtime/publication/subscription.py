@@ -17,6 +17,7 @@ from ...callbacks import block_observer, served
 from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo
+from ...turns import give_back
 from ..calls.current import within_call
 from ..calls.failures import without_frames
 from .content import choose, put_together, unreadable
@@ -262,6 +263,7 @@ def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | 
 
     wake: gives it back. RpcCancelled in a handler whose caller gives up.
     """
+    give_back()
     observer, call = block_observer.get(), served.get()
     given_up = ""
     if observer is not None:

@@ -1,0 +1,28 @@
+"""Whether a file with a secret is for this process alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+_FOR_GROUP = stat.S_IRGRP
+_OF_GROUP = stat.S_IRWXG
+_OF_OTHERS = stat.S_IRWXO
+
+
+def exposure(status: os.stat_result) -> str | None:
+    """Who else may read or change a file with that status, and what would do; None if nobody may.
+
+    It is to be this user's, with nothing for others. One of root's may be read by a group that this process is in, as
+    Kubernetes mounts secrets for pods with `fsGroup`; PostgreSQL takes the same.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    shared = mode & (_OF_GROUP | _OF_OTHERS)
+    if status.st_uid in (os.geteuid(), 0) and not shared:
+        return None
+    if status.st_uid == 0 and shared == _FOR_GROUP and status.st_gid in (os.getegid(), *os.getgroups()):
+        return None
+    return (
+        f"(mode {mode:04o}, owner {status.st_uid}, group {status.st_gid}); mode 0600 or 0400 of this user or root will "
+        "do, and 0640 or 0440 of root with a group of this process: make a new one, or if nobody has read it, use chmod"
+    )

@@ -1,0 +1,61 @@
+"""What is told of members that run other versions of Python, torch or aiorpc than this worker does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ...protocol.identity import WorkerRecord, legible
+
+logger = logging.getLogger("aiorpc")
+
+_SHOWN = 5  # members in one line
+
+
+class VersionNotes:
+    """Logs other versions once, whichever members run them. On the loop."""
+
+    def __init__(self, own: WorkerRecord) -> None:
+        self._own = own
+        self._told = {_compared(own)}
+
+    def tell(self, members: Iterable[WorkerRecord]) -> None:
+        """These are members from now on, or were before."""
+        others: dict[tuple[str, ...], list[WorkerRecord]] = {}
+        for record in members:
+            if record.incarnation != self._own.incarnation:
+                others.setdefault(_compared(record), []).append(record)
+        for versions, records in others.items():
+            if versions in self._told:
+                continue
+            self._told.add(versions)
+            names = ", ".join(repr(each.name) for each in records[:_SHOWN])
+            more = f" and {len(records) - _SHOWN} more" if len(records) > _SHOWN else ""
+            first = records[0]
+            differing = [
+                (name, getattr(first, name) or "unknown", getattr(self._own, name) or "unknown")
+                for name, theirs, ours in zip(_NAMES, versions, _compared(self._own), strict=True)
+                if theirs != ours
+            ]
+            logger.warning(
+                "worker %r: %s%s %s %s; here it is %s.%s",
+                self._own.name,
+                names,
+                more,
+                "runs" if len(records) == 1 else "run",
+                ", ".join(f"{_SPELT[name]} {legible(theirs)}" for name, theirs, _ in differing),
+                ", ".join(f"{_SPELT[name]} {ours}" for name, _, ours in differing),
+                _ADVICE if first.minor != self._own.minor else "",
+            )
+
+
+_NAMES = ("python", "torch", "aiorpc")
+_SPELT = {"python": "Python", "torch": "torch", "aiorpc": "aiorpc"}
+_ADVICE = (
+    " Functions and classes that would travel by value are refused between the two; what both import goes by its name"
+)
+
+
+def _compared(record: WorkerRecord) -> tuple[str, ...]:
+    """What matters of its versions: a build of torch (+cpu) and a patch of Python make no difference to others."""
+    return record.minor, record.torch.partition("+")[0], record.aiorpc
