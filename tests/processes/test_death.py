@@ -92,6 +92,35 @@ async def test_kill_fails_pending_calls_at_once_and_names_the_worker() -> None:
         assert await children["w2"].ahear() == ["w1"]
 
 
+@pytest.mark.parametrize(
+    ("exits", "number", "how"),
+    [
+        (False, signal.SIGKILL, r"ended by signal 9 \(SIGKILL\)"),
+        (False, signal.SIGSEGV, r"ended by signal 11 \(SIGSEGV\)"),
+        (True, 3, "ended with exit code 3"),
+    ],
+    ids=["kill", "crash", "exit"],
+)
+async def test_a_loss_tells_how_the_process_has_ended(exits: bool, number: int, how: str) -> None:
+    """By which signal or with which code, as long as the kernel shows it; not that a connection broke."""
+    async with group(2, ended=("w1",)) as (worker, children):
+        call = rpc.call("w1", end_so, exits, int(number))
+        with pytest.raises(rpc.PeerLost) as caught:
+            await asyncio.wait_for(call, LIMIT)
+        assert re.search(rf"was lost: its process \(pid {children['w1'].pid}\) ({how}|has ended)", str(caught.value))
+        assert caught.value.cause in str(caught.value)
+        await until(lambda: worker.node.group.is_gone(worker.node.peers.find("w1").record))
+        with pytest.raises(rpc.PeerLost, match="its process"):
+            await rpc.call("w1", bodies.add, 1, 2)
+
+
+def end_so(exits: bool, number: int) -> None:
+    if exits:
+        os._exit(number)
+    os.kill(os.getpid(), number)
+    time.sleep(LIMIT)
+
+
 async def test_kill_ends_streams_and_references() -> None:
     """Streams raise after their items, and every user of a reference that lived there is told."""
     async with group(2, ended=("w1",)) as (_, children):

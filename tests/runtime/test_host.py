@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +40,35 @@ def test_zombies_and_the_collected_are_gone() -> None:
     os.waitpid(pid, 0)
     assert host.is_gone(pid)
     assert not host.is_gone(os.getpid()) and not host.is_gone(os.getppid())
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by signal 9 (SIGKILL)"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ended by signal 11 (SIGSEGV)"),
+        (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 1), f"ended by signal {signal.SIGRTMIN + 1}"),
+        (lambda: os._exit(3), "ended with exit code 3"),
+        (lambda: os._exit(0), "has ended"),
+    ],
+)
+def test_how_a_process_has_ended_is_shown_until_it_is_collected(end: Callable[[], object], how: str) -> None:
+    """By which signal, or with which code; to look does not take it from whoever waits for the process."""
+    ready, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(ready, 1)
+        end()
+        os._exit(77)
+    assert host.how_ended(pid) == ""
+    os.write(go, b".")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert host.how_ended(pid) == host.how_ended(pid) == how
+    collected, status = os.waitpid(pid, 0)
+    assert collected == pid and os.waitstatus_to_exitcode(status) != 77
+    assert host.how_ended(pid) == "has ended"
+    os.close(ready)
+    os.close(go)
 
 
 def test_a_zombie_that_is_collected_during_the_look_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

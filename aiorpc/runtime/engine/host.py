@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import secrets
+import signal
 import socket
 import sys
 from importlib import metadata
@@ -17,6 +18,7 @@ import torch
 
 from ...protocol.identity import VERSION_LIMIT, WorkerRecord, legible
 
+_EXIT_CODE = 49  # its place among the fields of /proc/PID/stat from the state on
 # Made at import, so that children that are forked later share it: they run the same interactive main as their parent.
 _PROCESS = secrets.token_hex(16)
 
@@ -112,6 +114,29 @@ def is_gone(pid: int) -> bool:
     return not _exists(pid) or _is_zombie(pid) or not _exists(pid)
 
 
+def how_ended(pid: int) -> str:
+    """How the process of that pid of this host has ended, as the end of a sentence; empty if there is one that lives.
+
+    By which signal, or with which code, the kernel shows to processes of the same user until its parent has asked for
+    it. It is looked at alone: whoever waits for that process gets it all the same.
+    """
+    status = _exit_status(pid)  # first: its parent may collect it at any time
+    if not is_gone(pid):
+        return ""
+    if status and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):  # a signal that Python has no name for
+            return f"ended by signal {number} ({signal.Signals(number).name})"
+        return f"ended by signal {number}"
+    return f"ended with exit code {os.WEXITSTATUS(status)}" if status else "has ended"
+
+
+def _exit_status(pid: int) -> int:
+    """What its parent will be told of a zombie; 0 if that is nothing, or not shown."""
+    fields = _stat(pid)
+    return int(fields[_EXIT_CODE]) if fields[:1] in (["Z"], ["X"]) and len(fields) > _EXIT_CODE else 0
+
+
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -123,9 +148,14 @@ def _exists(pid: int) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
+    return _stat(pid)[:1] in (["Z"], ["X"])
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; nothing if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return []
     # The command name, in parentheses, may hold anything; the state is the first field after it.
-    return stat.rpartition(")")[2].split()[:1] in (["Z"], ["X"])
+    return stat.rpartition(")")[2].split()

@@ -335,12 +335,15 @@ class Connector:
         """A worker cannot be reached any more: it is lost, if it has not left. error: what its loss is told by."""
         if await self._home.group.look_for_farewell(record):
             peer.fail(peer.parting or farewell(record))  # `_part` may wait for answers, which cannot come
-        elif not self._engine.closed:
+            return
+        await self._home.group.await_end(record)
+        if not self._engine.closed:
             self._on_lost(peer, record, reason, error, cause)
 
     def _on_lost(
         self, peer: Peer, record: WorkerRecord, reason: str, error: BaseException | None, cause: BaseException
     ) -> None:
+        reason = self._home.group.cause_of(record, reason)
         self._home.group.on_lost(record, reason, error)
         # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
         peer.fail(failure(record, reason, cause))

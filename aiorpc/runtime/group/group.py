@@ -29,7 +29,7 @@ from ..calls import current
 from ..calls.current import current_call
 from ..calls.declared import pack
 from ..calls.functions import system
-from ..engine.host import provably_dead, sees
+from ..engine.host import how_ended, is_gone, provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
 from ..links.links import Links
@@ -46,6 +46,8 @@ logger = logging.getLogger("aiorpc")
 
 # Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
 _EXIT_GRACE = 0.05
+# Seconds that a process has to end which has broken a connection, and between two looks at it.
+_DYING, _LOOK = 0.1, 0.002
 # Seconds between a goodbye and the end of the calls to that worker: replies may be on their way on another connection.
 _GOODBYE_GRACE = 1.0
 # Characters of what a member says of another one's end.
@@ -105,6 +107,7 @@ class Group:
         self.lost = self._table.lost
         self._failed: dict[int, str] = {}  # after which errors members leave, as they say, until that is carried out
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
+        self._ended: dict[str, str] = {}  # how processes of members have ended that are not lost yet, by incarnation
 
     @property
     def leader(self) -> int:
@@ -247,8 +250,9 @@ class Group:
     def on_process_exit(self, record: WorkerRecord) -> None:
         """The process of a member has ended."""
         self._home.links.memory.collect()
+        self._ended[record.incarnation] = how_ended(record.pid)  # now: its parent may collect it
         # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
-        self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, "its process ended")
+        self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, self.cause_of(record, "its process ended"))
 
     def _on_exit(self, record: WorkerRecord, cause: str) -> None:
         links = [each.link for each in self._home.services if each.record.incarnation == record.incarnation]
@@ -265,6 +269,7 @@ class Group:
 
     async def _look_and_lose(self, record: WorkerRecord, cause: str) -> None:
         if not await self.look_for_farewell(record):
+            await self.await_end(record)
             self.on_lost(record, cause)
 
     def on_lost(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> None:
@@ -273,8 +278,25 @@ class Group:
         It may be called several times for one member, by whoever sees a sign of it; the table takes the first one.
         """
         if not self._engine.closed:
-            self._carry_out(self._table.lose(record, cause, error))
+            self._carry_out(self._table.lose(record, self.cause_of(record, cause), error))
             self.newcomers.look()
+
+    async def await_end(self, record: WorkerRecord) -> None:
+        """Wait a moment for the end of a process of this host that has broken a connection: as a rule it is dying, which
+        closes its sockets first. So its loss is told by what has happened to it.
+        """
+        if record.pid == os.getpid() or not sees(self._engine.record.host, record.host):
+            return
+        until = time.monotonic() + _DYING
+        while time.monotonic() < until and not (is_gone(record.pid) or self.is_gone(record) or self._engine.closed):
+            await asyncio.sleep(_LOOK)
+
+    def cause_of(self, record: WorkerRecord, cause: str) -> str:
+        """Why that worker is lost: its process, if that is on this host and has ended, and not what it has broken."""
+        ended = self._ended.get(record.incarnation, "")
+        if not ended and sees(self._engine.record.host, record.host):
+            ended = how_ended(record.pid)
+        return f"its process (pid {record.pid}) {ended}" if ended else cause
 
     def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
         home, engine = self._home, self._engine
@@ -366,6 +388,7 @@ class Group:
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
+        self._ended.pop(record.incarnation, None)
         self.departure.forget(record)
         for service in list(self._home.services):
             if service.record.incarnation == record.incarnation:
