@@ -14,7 +14,16 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
-from aiorpc.protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, PieceWanted, Unpublished, write
+from aiorpc.protocol.publication import (
+    LAST_VERSION,
+    Claim,
+    DigestWanted,
+    Latest,
+    LatestWanted,
+    PieceWanted,
+    Unpublished,
+    write,
+)
 from aiorpc.runtime.publication import claims, publications
 from aiorpc.runtime.publication.claims import Standing
 from aiorpc.runtime.publication.content import take_apart
@@ -169,7 +178,7 @@ async def test_who_may_not_read_a_name_gets_nothing_of_it(serve: Any) -> None:
                 await anext(versions)
         for function, message in (
             (pieced, PieceWanted("policy", 1, 0, 64)),
-            (digest, publications.DigestWanted("policy", 1)),
+            (digest, DigestWanted("policy", 1)),
             (latest, LatestWanted("policy")),
         ):
             with pytest.raises(rpc.NotAllowed, match="may not read"):

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Message, PieceWanted, VersionArrived, VersionsReleased, Want
+from aiorpc.protocol.publication import PieceWanted, VersionArrived, VersionsReleased, Want
 from aiorpc.runtime.calls.values import Results
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE

@@ -1,8 +1,8 @@
 """Claims that other workers have told of: none is believed before the store of the group has it.
 
 A worker that publishes a name tells so to all members. That is a reason to look in the store, and no more: what stands
-there is taken, whatever was told. Only where the store does not answer is the word of a worker taken meanwhile, and only
-for a name that no member that lives is known to publish; the store is asked again until it answers.
+there is taken, whatever was told. Only while the store does not answer is the word of a worker taken, and only for a
+name that no member that lives is known to publish; the store is asked again until it answers.
 """
 
 from __future__ import annotations
