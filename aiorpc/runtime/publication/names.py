@@ -54,7 +54,7 @@ class Names:
         self._lost = lost
         self._claims = KnownClaims(home.engine.name, read_here, home.group.has_gone)
         self._stood_in: dict[str, Claim] = {}  # what was told and not found in the store yet, as that does not answer
-        self._told = ToldClaims(home.engine, home.rendezvous, self._take, self._stand_in)
+        self._told = ToldClaims(home.engine, home.rendezvous, read_here, self._take, self._stand_in)
 
     @property
     def changed(self) -> asyncio.Event:
@@ -115,7 +115,9 @@ class Names:
                 self._claims.end(name, stood_in.turn, stood_in.publisher)
             return
         known, holder = self._claims.get(name), self.holder(claim)
-        if holder is None and known is not None and self.holder(known) is not None:
+        # One that the store has had before the known one was read late; but what was told alone has any turn.
+        lesser = holder is None or (known is not None and claim.turn < known.turn and stood_in is None)
+        if lesser and known is not None and self.holder(known) is not None:
             return
         self._claims.offer(claim)
         if holder is not None and holder.id != self._engine.id:
