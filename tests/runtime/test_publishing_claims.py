@@ -25,7 +25,7 @@ from aiorpc.protocol.publication import (
     write,
 )
 from aiorpc.runtime.publication import claims, publications, told
-from aiorpc.runtime.publication.claims import Standing
+from aiorpc.runtime.publication.claims import StandingClaim
 from aiorpc.runtime.publication.content import take_apart
 from aiorpc.runtime.publication.handlers import claimed, digest, latest, pieced, unpublished
 from aiorpc.runtime.publication.publisher import Publisher
@@ -46,7 +46,7 @@ async def pretend(liar: Worker, value: float, turn: int = 1 << 30) -> Claim:
     """Give versions of "policy" to those that ask, without the name; the claim that goes with it."""
     record = liar.node.engine.record
     claim = Claim("policy", turn, record.id, record.name, 5)
-    publisher = Publisher(liar.node, Standing(claim, record.incarnation, 1000))
+    publisher = Publisher(liar.node, StandingClaim(claim, record.incarnation, 1000))
     liar.node.publications.publishers["policy"] = publisher
     await publisher.put(take_apart("policy", torch.full((4,), value), liar.node.engine))
     return claim

@@ -58,9 +58,10 @@ async def turn(subscriptions: list[Subscription], version: int) -> None:
 async def read_first(learner: Worker, *readers: Worker) -> list[Subscription]:
     """Subscriptions of these, one after the other, that have got version 1; the first one's worker leads its host."""
     await learner.publish("policy", weights(1, SIZE))
-    subscriptions = [reader.subscribe("policy") for reader in readers]
-    for subscription in subscriptions:
-        await turn([subscription], 1)
+    subscriptions: list[Subscription] = []
+    for reader in readers:
+        subscriptions.append(reader.subscribe("policy"))
+        await turn(subscriptions[-1:], 1)
     return subscriptions
 
 

@@ -21,7 +21,7 @@ from ..engine.engine import Engine
 from ..group.group import Group
 from ..meeting.rendezvous import Rendezvous
 from .access import Access
-from .claims import Standing, find_claim, make_claim, taken
+from .claims import StandingClaim, find_claim, make_claim, taken
 from .handlers import latest, leave
 from .known import KnownClaims
 from .told import ToldClaims
@@ -152,7 +152,7 @@ class Names:
         self._take(name, claim)
         return claim
 
-    async def claim(self, name: str) -> Standing:
+    async def claim(self, name: str) -> StandingClaim:
         """Claim a name for this worker. Raises what `make_claim` raises, and NotAllowed if no member would read it."""
         home, record = self._home, self._engine.record
         try:  # also where a claim is known: it may have ended, and another worker may have made one since
@@ -176,7 +176,7 @@ class Names:
         self._claims.hear(made.claim)
         return made
 
-    async def _newest(self, name: str, stands: Standing) -> int:
+    async def _newest(self, name: str, stands: StandingClaim) -> int:
         """The newest version of a name that is taken over: what members say of it, up to what the store knows."""
         found = await self.ask_all(name)
         silent = [record for record, said in found if said is None and not self._home.group.is_gone(record)]
