@@ -252,7 +252,8 @@ def publish(name: str, value: Any) -> Future[Publication]:
     stay shared, and what lies on a device is copied to the host, on the current streams. All readers of a host read one
     copy in shared memory, as long as ``options.shared_memory`` has room for it.
     A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
-    its name, and RendezvousError if the store of the group cannot be asked about that, the first time. Raised here:
+    its name, RendezvousError if the store of the group cannot be asked about that, the first time, and NotAllowed if no
+    other worker takes that name from this one's role (option ``serve``). Raised here:
     RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does
     not keep the version from being published. The newest version is kept until the name is unpublished, or this worker
     leaves.

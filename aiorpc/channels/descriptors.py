@@ -1,4 +1,4 @@
-"""The descriptors that one worker may have open for the memory of published values: a share of what its process may have.
+"""The descriptors that one worker may have open for the memory of published values: a share of those of its process.
 
 Who has none of it left does without: a version without a slot of its own goes as any other bytes do.
 """
@@ -19,7 +19,7 @@ class Descriptors:
         self._limit = limit
         self._on_full = on_full
         self._said = False
-        # One entry for each that is open: to append and to pop is one step each, also from inside the garbage collector.
+        # One entry for each that is open: to append and to pop is one step each, also in the garbage collector.
         self._open: list[None] = []
 
     @property

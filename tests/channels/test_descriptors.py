@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from aiorpc.channels.arena import Arena
 from aiorpc.channels.descriptors import Descriptors
@@ -59,7 +60,7 @@ def test_free_slots_are_given_back_at_once_where_descriptors_are_wanted() -> Non
 
 def test_free_slots_are_few() -> None:
     """However many versions there were, each longer than the one before: what nobody needs is closed by others."""
-    later = []
+    later: list[Callable[[], None]] = []
     arena = Arena(512 * MIB)
     slots = SharedSlots(arena, Descriptors(), later.append)
     for number in range(40):

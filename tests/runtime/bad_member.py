@@ -29,7 +29,8 @@ from aiorpc.transport.connection import Connection
 # Handlers of the runtime, which serve everybody.
 HANDLERS: Sequence[Any] = (
     *(group.attend, group.arrive, group.introduce, group.report_lost, group.vouch, group.present, group.poll),
-    *(handlers.claimed, handlers.unpublished, handlers.wanted, handlers.pieced, handlers.readers, handlers.latest),
+    *(handlers.claimed, handlers.unpublished, handlers.wanted, handlers.pieced, handlers.leave, handlers.latest),
+    *(handlers.digest, handlers.arrived, handlers.fetching),
     *(handlers.released, handlers.ended, hand_over, come_to_barrier, contexts.forget, contexts.has_ended),
     *(parts.gather, parts.plan, parts.go_on, parts.take, parts.abort),
 )
@@ -222,7 +223,7 @@ class BadMember:
         for name in declared._fields:
             if name == "name":
                 fields.append("model")
-            elif name in ("released", "versions", "held", "readers", "slots", "spans", "roles"):
+            elif name in ("released", "versions", "held", "slots", "spans", "roles"):
                 fields.append(self.chance.choice(([], [1], [self._int()], [[1, 2]])))
             else:
                 fields.append(self.chance.choice((self.worker.id, 0, 1, self._int(), self._anything())))

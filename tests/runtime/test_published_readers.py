@@ -10,7 +10,7 @@ from typing import Any
 from aiorpc import Worker
 from aiorpc.protocol.identity import WorkerInfo
 from aiorpc.protocol.publication import Want, needed
-from aiorpc.runtime.publication.readers import Awaited, Readers
+from aiorpc.runtime.publication.readers import AwaitedVersion, Readers
 from aiorpc.testing import cluster
 
 
@@ -24,7 +24,7 @@ def test_counts_are_what_looking_at_all_readers_gives() -> None:
     rng = random.Random(7)
     for _ in range(30):
         readers, have = Readers(), dict[tuple[int, int], int]()
-        awaited = [Awaited(version, quorum) for version in (1, 3, 5) for quorum in (None, 2, 0.5)]
+        awaited = [AwaitedVersion(version, quorum) for version in (1, 3, 5) for quorum in (None, 2, 0.5)]
         for each in awaited:
             readers.await_version(each)
         for _ in range(60):
@@ -50,7 +50,7 @@ def test_counts_are_what_looking_at_all_readers_gives() -> None:
 
 def test_who_is_expected_counts_until_it_asks_or_need_not() -> None:
     """A worker that was told of the name, and has not asked yet, is missing."""
-    readers, awaited = Readers(), Awaited(1, None)
+    readers, awaited = Readers(), AwaitedVersion(1, None)
     readers.await_version(awaited)
     readers.expect(info(1))
     readers.expect(info(2))
@@ -64,7 +64,7 @@ def test_who_is_expected_counts_until_it_asks_or_need_not() -> None:
 
 def test_lost_readers_that_are_remembered_are_bounded() -> None:
     """The last ones are."""
-    readers, awaited = Readers(), Awaited(1, None)
+    readers, awaited = Readers(), AwaitedVersion(1, None)
     for number in range(1000):
         readers.lost(info(number), 1, 0, 1)
     assert readers.delivery(awaited).lost == tuple(map(info, range(744, 1000)))

@@ -669,7 +669,7 @@ async def test_newest_raises_what_a_turn_raises(pair: list[Worker]) -> None:
     await published.delivered(quorum=1)
     with pytest.raises(rpc.RpcError, match="version 1 of 'policy' cannot be read here"):
         versions.newest()
-    await pair[1].shutdown()
+    await pair[1].shutdown(graceful=False)
     with pytest.raises(rpc.WorkerClosed):
         versions.newest()
 

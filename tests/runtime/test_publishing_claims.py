@@ -14,9 +14,18 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
-from aiorpc.protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, PieceWanted, Unpublished, write
-from aiorpc.runtime.publication import claims, publications
-from aiorpc.runtime.publication.claims import Standing
+from aiorpc.protocol.publication import (
+    LAST_VERSION,
+    Claim,
+    DigestWanted,
+    Latest,
+    LatestWanted,
+    PieceWanted,
+    Unpublished,
+    write,
+)
+from aiorpc.runtime.publication import claims, publications, told
+from aiorpc.runtime.publication.claims import StandingClaim
 from aiorpc.runtime.publication.content import take_apart
 from aiorpc.runtime.publication.handlers import claimed, digest, latest, pieced, unpublished
 from aiorpc.runtime.publication.publisher import Publisher
@@ -37,7 +46,7 @@ async def pretend(liar: Worker, value: float, turn: int = 1 << 30) -> Claim:
     """Give versions of "policy" to those that ask, without the name; the claim that goes with it."""
     record = liar.node.engine.record
     claim = Claim("policy", turn, record.id, record.name, 5)
-    publisher = Publisher(liar.node, Standing(claim, record.incarnation, 1000))
+    publisher = Publisher(liar.node, StandingClaim(claim, record.incarnation, 1000))
     liar.node.publications.publishers["policy"] = publisher
     await publisher.put(take_apart("policy", torch.full((4,), value), liar.node.engine))
     return claim
@@ -169,7 +178,7 @@ async def test_who_may_not_read_a_name_gets_nothing_of_it(serve: Any) -> None:
                 await anext(versions)
         for function, message in (
             (pieced, PieceWanted("policy", 1, 0, 64)),
-            (digest, publications.DigestWanted("policy", 1)),
+            (digest, DigestWanted("policy", 1)),
             (latest, LatestWanted("policy")),
         ):
             with pytest.raises(rpc.NotAllowed, match="may not read"):
@@ -224,3 +233,28 @@ async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it
         trusting = await stack.enter_async_context(Worker("trusting", store=store))
         with trusting.subscribe("policy", timeout=20) as versions:
             assert (await anext(versions)).version == 1
+
+
+async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names that it reads are looked up first, also where there is no room for more of them."""
+    monkeypatch.setattr(told, "_MOST_TOLD", 2000)
+    monkeypatch.setattr(told, "_AT_ONCE", 1)
+    looked: list[str] = []
+    find_claim = told.find_claim
+
+    def find(rendezvous: Any, name: str) -> Any:
+        looked.append(name)
+        return find_claim(rendezvous, name)
+
+    async with pair[0].subscribe("policy", timeout=20) as versions:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(versions), 0.05)
+        there, record = pair[0].node.publications, pair[1].node.engine.record
+        for number in range(2500):
+            there.on_claim(Claim(f"of{number}", 1, record.id, record.name, 1), record)
+        monkeypatch.setattr(told, "find_claim", find)
+        await pair[1].publish("policy", torch.ones(4))
+        assert (await anext(versions)).publisher == pair[1].info
+    assert len(looked) < 1000

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Message, PieceWanted, VersionArrived, VersionsReleased, Want
+from aiorpc.protocol.publication import PieceWanted, VersionArrived, VersionsReleased, Want
 from aiorpc.runtime.calls.values import Results
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
@@ -58,9 +58,10 @@ async def turn(subscriptions: list[Subscription], version: int) -> None:
 async def read_first(learner: Worker, *readers: Worker) -> list[Subscription]:
     """Subscriptions of these, one after the other, that have got version 1; the first one's worker leads its host."""
     await learner.publish("policy", weights(1, SIZE))
-    subscriptions = [reader.subscribe("policy") for reader in readers]
-    for subscription in subscriptions:
-        await turn([subscription], 1)
+    subscriptions: list[Subscription] = []
+    for reader in readers:
+        subscriptions.append(reader.subscribe("policy"))
+        await turn(subscriptions[-1:], 1)
     return subscriptions
 
 

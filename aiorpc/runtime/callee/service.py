@@ -185,7 +185,7 @@ class Service:
         if frame.call_id in self.calls:  # it would take the place of the other one, which nobody could end any more
             raise ProtocolError(f"{frame}, and the call of that number is being served")
         call = ServedCall(self._home, self._info, frame, message, self._permits)
-        call.caller_id = self.record.id
+        call.caller_id, call.record = self.record.id, self.record
         if type(frame) is Message:
             call.landing = frame.landing
         if message.creates is not None:

@@ -21,7 +21,7 @@ from ...channels.landing import Arrival, Landing
 from ...errors import NotInitialized, RpcCancelled, RpcUsageError
 from ...locks import Lock
 from ...protocol.frames import Frame
-from ...protocol.identity import WorkerInfo
+from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
 from ..engine.engine import Engine
@@ -79,8 +79,9 @@ class ServedCall:
     message, with two exceptions: `replied` is written by whoever answers; the arguments, `begun`, `on_cancel` and
     `credits` by who prepares or runs the handler.
 
-    node: the worker that serves it. caller: the worker that made it. caller_id: the id in its record. permits: what
-    that may have run; None: everything. function: its name, "?" until it was found. names, arguments, segments: as
+    node: the worker that serves it. caller: the worker that made it. caller_id: the id in its record. record: that one,
+    as it was proved. permits: what that may have run; None: everything. function: its name, "?" until it was found.
+    names, arguments, segments: as
     in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
     keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
     the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
@@ -117,6 +118,7 @@ class ServedCall:
         "on_cancel",
         "once",
         "permits",
+        "record",
         "replied",
         "segments",
         "size",
@@ -137,6 +139,7 @@ class ServedCall:
         self.node = node
         self.caller = caller
         self.caller_id = caller.id
+        self.record: WorkerRecord | None = None
         self.permits = permits
         self.call_id = frame.call_id
         self.segments = frame.segments

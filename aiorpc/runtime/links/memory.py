@@ -140,8 +140,8 @@ class Memory:
     def _on_full(self, limit: int) -> None:
         logger.warning(
             "worker %s: published values have %d descriptors open, their share of those that this process may have; "
-            "further versions are sent without memory of their own, which takes longer: unpublish what is of no use any "
-            "more, publish several tensors together, or raise the limit (ulimit -n)",
+            "further versions are sent without memory of their own, which takes longer: unpublish what is of no use "
+            "any more, publish several tensors together, or raise the limit (ulimit -n)",
             self._engine.name,
             limit,
         )

@@ -27,7 +27,7 @@ _TRIES = 8
 _RELEASED = ""  # in place of the incarnation of a worker
 
 
-class Standing(NamedTuple):
+class StandingClaim(NamedTuple):
     """What the store has of a name. limit: no version of that claim, or of one before, is higher."""
 
     claim: Claim
@@ -35,7 +35,7 @@ class Standing(NamedTuple):
     limit: int
 
 
-def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: int, gone: set[int]) -> Standing:
+def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: int, gone: set[int]) -> StandingClaim:
     """Claim a name for a worker. Blocking, in bounds.
 
     newest: the newest version of that name that any member says it has, which counts up to the limit that stands in the
@@ -44,7 +44,7 @@ def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: 
     """
     expected, turn, first = "", 1, 1
     for _ in range(_TRIES):
-        mine = Standing(Claim(name, turn, record.id, record.name, first), record.incarnation, first + RESERVED)
+        mine = StandingClaim(Claim(name, turn, record.id, record.name, first), record.incarnation, first + RESERVED)
         found = rendezvous.swap(f"published/{name}", expected, _text(mine))
         stands = _parse(rendezvous, name, found)
         if stands.incarnation == record.incarnation:
@@ -56,7 +56,7 @@ def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: 
     raise RpcUsageError(f"{name!r} was claimed by other workers {_TRIES} times in a row")
 
 
-def raise_limit(rendezvous: Rendezvous, stands: Standing, limit: int) -> Standing:
+def raise_limit(rendezvous: Rendezvous, stands: StandingClaim, limit: int) -> StandingClaim:
     """The claim of this worker with a higher limit; as it was if the store holds another one by now. Blocking, in
     bounds. RendezvousError if the store cannot be asked."""
     higher = stands._replace(limit=limit)
@@ -64,13 +64,13 @@ def raise_limit(rendezvous: Rendezvous, stands: Standing, limit: int) -> Standin
     return higher if held == _text(higher) else stands
 
 
-def release_claim(rendezvous: Rendezvous, stands: Standing, last: int) -> None:
+def release_claim(rendezvous: Rendezvous, stands: StandingClaim, last: int) -> None:
     """Make a name free that this worker has claimed. last: its last version, 0 for none. Blocking, in bounds.
 
     Nothing if the store holds another claim by now. RendezvousError if the store cannot be asked.
     """
     last = max(last, 1)
-    free = Standing(stands.claim._replace(first=last), _RELEASED, last)
+    free = StandingClaim(stands.claim._replace(first=last), _RELEASED, last)
     expected = _text(stands)
     for _ in range(_TRIES):
         held = rendezvous.swap(f"published/{stands.claim.name}", expected, _text(free), lasting=False)
@@ -88,7 +88,7 @@ def taken(name: str, worker: str, holder: int) -> RpcUsageError:
     )
 
 
-def find_claim(rendezvous: Rendezvous, name: str) -> Standing | None:
+def find_claim(rendezvous: Rendezvous, name: str) -> StandingClaim | None:
     """The claim to a name that stands in the store, whether its worker lives or not. Blocking, in bounds.
 
     None if no worker has ever had the name, or if the last one has released it. RendezvousError if the store cannot be
@@ -101,13 +101,13 @@ def find_claim(rendezvous: Rendezvous, name: str) -> Standing | None:
     return None if stands.incarnation == _RELEASED else stands
 
 
-def _text(stands: Standing) -> str:
+def _text(stands: StandingClaim) -> str:
     claim = stands.claim
     return json.dumps([claim.turn, claim.publisher, claim.worker, stands.incarnation, claim.first, stands.limit])
 
 
-def _parse(rendezvous: Rendezvous, name: str, text: str) -> Standing:
-    def shape(value: Any) -> Standing:
+def _parse(rendezvous: Rendezvous, name: str, text: str) -> StandingClaim:
+    def shape(value: Any) -> StandingClaim:
         turn, holder, worker, incarnation, first, limit = value
         if not type(turn) is type(holder) is type(first) is type(limit) is int:
             raise ValueError("no claim")
@@ -115,12 +115,12 @@ def _parse(rendezvous: Rendezvous, name: str, text: str) -> Standing:
             raise ValueError("no claim")
         if not (0 < turn < LAST_VERSION and 0 <= holder <= LAST_VERSION and 0 < first <= limit < LAST_VERSION):
             raise ValueError("no numbers of a claim")
-        return Standing(Claim(name, turn, holder, worker, first), incarnation, limit)
+        return StandingClaim(Claim(name, turn, holder, worker, first), incarnation, limit)
 
     return rendezvous.load(f"published/{name}", text, shape)
 
 
-def _is_gone(rendezvous: Rendezvous, stands: Standing, gone: set[int]) -> bool:
+def _is_gone(rendezvous: Rendezvous, stands: StandingClaim, gone: set[int]) -> bool:
     if stands.claim.publisher in gone or stands.incarnation == _RELEASED:
         return True
     # Of a free group the store knows who is in it; a member may have gone before this worker came.

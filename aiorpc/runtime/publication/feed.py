@@ -395,7 +395,7 @@ class Feed:
         return view, data
 
     def _share(self) -> DescriptorShare | None:
-        """Leave to open one more slot, for which those that nobody uses are closed if need be; None if there is none."""
+        """Leave to open one more slot, for which unused ones are closed if need be; None if there is none."""
         share = self._descriptors.take()
         if share is None:
             self._views = {number: view for number, view in self._views.items() if view.adopted}

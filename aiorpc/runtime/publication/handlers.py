@@ -67,16 +67,13 @@ class PublicationsForOthers(Protocol):
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
 
-    def record_of(self, worker_id: int) -> WorkerRecord:
-        """The record of a member that calls. RpcUsageError if it is none any more."""
-
 
 def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
-    """In a handler: the published values of this worker, and the caller. RpcUsageError if it is no member any more."""
+    """In a handler: the published values of this worker, and the caller, which need not be known as a member yet."""
     call = current_call.get()
-    assert call is not None, "these functions are handlers"
+    assert call is not None and call.record is not None, "these functions are handlers"
     node: Any = call.node  # a Node: there is nothing else
-    return node.publications, node.publications.record_of(call.caller_id)
+    return node.publications, call.record
 
 
 @system

@@ -21,7 +21,7 @@ from ..engine.engine import Engine
 from ..group.group import Group
 from ..meeting.rendezvous import Rendezvous
 from .access import Access
-from .claims import Standing, find_claim, make_claim, taken
+from .claims import StandingClaim, find_claim, make_claim, taken
 from .handlers import latest, leave
 from .known import KnownClaims
 from .told import ToldClaims
@@ -54,7 +54,7 @@ class Names:
         self._lost = lost
         self._claims = KnownClaims(home.engine.name, read_here, home.group.has_gone)
         self._stood_in: dict[str, Claim] = {}  # what was told and not found in the store yet, as that does not answer
-        self._told = ToldClaims(home.engine, home.rendezvous, self._take, self._stand_in)
+        self._told = ToldClaims(home.engine, home.rendezvous, read_here, self._take, self._stand_in)
 
     @property
     def changed(self) -> asyncio.Event:
@@ -115,7 +115,9 @@ class Names:
                 self._claims.end(name, stood_in.turn, stood_in.publisher)
             return
         known, holder = self._claims.get(name), self.holder(claim)
-        if holder is None and known is not None and self.holder(known) is not None:
+        # One that the store has had before the known one was read late; but what was told alone has any turn.
+        lesser = holder is None or (known is not None and claim.turn < known.turn and stood_in is None)
+        if lesser and known is not None and self.holder(known) is not None:
             return
         self._claims.offer(claim)
         if holder is not None and holder.id != self._engine.id:
@@ -150,7 +152,7 @@ class Names:
         self._take(name, claim)
         return claim
 
-    async def claim(self, name: str) -> Standing:
+    async def claim(self, name: str) -> StandingClaim:
         """Claim a name for this worker. Raises what `make_claim` raises, and NotAllowed if no member would read it."""
         home, record = self._home, self._engine.record
         try:  # also where a claim is known: it may have ended, and another worker may have made one since
@@ -174,7 +176,7 @@ class Names:
         self._claims.hear(made.claim)
         return made
 
-    async def _newest(self, name: str, stands: Standing) -> int:
+    async def _newest(self, name: str, stands: StandingClaim) -> int:
         """The newest version of a name that is taken over: what members say of it, up to what the store knows."""
         found = await self.ask_all(name)
         silent = [record for record, said in found if said is None and not self._home.group.is_gone(record)]

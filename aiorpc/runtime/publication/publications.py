@@ -551,13 +551,6 @@ class Publications:
         ended = [shelf for shelf in self._ended if shelf.name == name and shelf.has(version)]
         return ended[0] if ended else self.shelf_of(name)
 
-    def record_of(self, worker_id: int) -> WorkerRecord:
-        """The record of a member that calls. RpcUsageError if it is none any more."""
-        record = self.known(worker_id)
-        if record is None:
-            raise RpcUsageError(f"no member has the id {worker_id}")
-        return record
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:

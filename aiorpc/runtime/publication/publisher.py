@@ -21,10 +21,10 @@ from ...futures import Future
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import AskLeader, SubscriptionClosed, VersionArrived, Want, write
 from ..calls.values import Results
-from .claims import Standing
+from .claims import StandingClaim
 from .content import Content
 from .digests import Digests, digest_of
-from .readers import Awaited, Delivery, Readers
+from .readers import AwaitedVersion, Delivery, Readers
 from .shelf import IN_PIECES, Home, Key, Origin, Shelf, Stored, Subscriber, in_background
 
 # From so many bytes on a copy does not belong on the loop.
@@ -32,7 +32,7 @@ _LONG_COPY = 1 << 20
 
 
 @dataclass(eq=False)
-class _Waiter(Awaited):
+class _AwaitedDelivery(AwaitedVersion):
     """A delivery that a program waits for. bound: ends the wait."""
 
     future: Future[Delivery] = field(default_factory=Future)
@@ -55,7 +55,7 @@ class _Leader:
 class Publisher(Shelf):
     """See the module. On the loop."""
 
-    def __init__(self, home: Home, stands: Standing) -> None:
+    def __init__(self, home: Home, stands: StandingClaim) -> None:
         super().__init__(home, stands.claim.name)
         self.claim = stands.claim
         self.stands = stands  # what the store has of it
@@ -72,7 +72,7 @@ class Publisher(Shelf):
         self._put_at = 0.0  # when the newest version was there
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._readers = Readers()
-        self._waiters: set[_Waiter] = set()
+        self._waiters: set[_AwaitedDelivery] = set()
         self._digests = Digests()
 
     # --- publishing ---------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Publisher(Shelf):
 
     def delivered(self, version: int, quorum: float | None, timeout: float, future: Future[Delivery]) -> None:
         """Settle the Future when so many readers have the version, or after so many seconds; 0 for no limit."""
-        waiter = _Waiter(version, quorum, future=future)
+        waiter = _AwaitedDelivery(version, quorum, future=future)
         self._waiters.add(waiter)
         self._readers.await_version(waiter)
         if timeout:
@@ -287,7 +287,7 @@ class Publisher(Shelf):
             if waiter.future.done() or self._readers.reached(waiter):
                 self._settle(waiter)
 
-    def _settle(self, waiter: _Waiter, error: Exception | None = None) -> None:
+    def _settle(self, waiter: _AwaitedDelivery, error: Exception | None = None) -> None:
         self._waiters.discard(waiter)
         self._readers.leave(waiter)
         if waiter.bound is not None:

@@ -33,7 +33,7 @@ class Delivery:
 
 
 @dataclass(eq=False)
-class Awaited:
+class AwaitedVersion:
     """A version whose delivery is waited for. quorum: as of `needed`. has: how many readers have it."""
 
     version: int
@@ -42,7 +42,7 @@ class Awaited:
 
 
 @dataclass(eq=False)
-class _Reader:
+class _ReadingWorker:
     """One worker. has: what each of its subscriptions has, by number. least: what all of them have."""
 
     has: dict[int, int] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Readers:
     """See the module. On one thread."""
 
     def __init__(self) -> None:
-        self._readers: dict[WorkerInfo, _Reader] = {}
+        self._readers: dict[WorkerInfo, _ReadingWorker] = {}
         self._lost: dict[WorkerInfo, tuple[int, int]] = {}  # what they had, and what was the newest one then
-        self._awaited: set[Awaited] = set()
+        self._awaited: set[AwaitedVersion] = set()
 
     # --- readers ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Readers:
     def _put(self, info: WorkerInfo, subscription: int, version: int) -> None:
         reader = self._readers.get(info)
         if reader is None:
-            reader = self._readers[info] = _Reader()
+            reader = self._readers[info] = _ReadingWorker()
         if reader.has.get(subscription) != version:
             reader.has[subscription] = version
             self._count(reader)
@@ -99,27 +99,27 @@ class Readers:
             if not reader.has:
                 del self._readers[info]
 
-    def _count(self, reader: _Reader) -> None:
+    def _count(self, reader: _ReadingWorker) -> None:
         before, reader.least = reader.least, min(reader.has.values(), default=0)
         for awaited in self._awaited if before != reader.least else ():
             awaited.has += (reader.least >= awaited.version) - (before >= awaited.version)
 
     # --- deliveries ---------------------------------------------------------------------------------------------------
 
-    def await_version(self, awaited: Awaited) -> None:
+    def await_version(self, awaited: AwaitedVersion) -> None:
         """Count who has that version, until it is left."""
         awaited.has = sum(reader.least >= awaited.version for reader in self._readers.values())
         self._awaited.add(awaited)
 
-    def leave(self, awaited: Awaited) -> None:
+    def leave(self, awaited: AwaitedVersion) -> None:
         """Its delivery is waited for no more."""
         self._awaited.discard(awaited)
 
-    def reached(self, awaited: Awaited) -> bool:
+    def reached(self, awaited: AwaitedVersion) -> bool:
         """Whether as many readers have that version as were asked for."""
         return awaited.has >= needed(awaited.quorum, len(self._readers))
 
-    def delivery(self, awaited: Awaited) -> Delivery:
+    def delivery(self, awaited: AwaitedVersion) -> Delivery:
         """How far that version has come, with all readers by name."""
         version = awaited.version
         has = sorted(info for info, reader in self._readers.items() if reader.least >= version)

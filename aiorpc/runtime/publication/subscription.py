@@ -83,17 +83,19 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     come was taken.
 
     Versions go up, also from one publisher to the next. Whoever takes a name over asks all members for the newest that
-    they have; if one that lives does not say so within 5 s, as its loop is blocked, 1,000,000,000 versions are skipped
-    in its place. Only what was on its way to a reader while the name was taken over, from a publisher that ended right
-    then, may have a number that the next publisher gives once more; the reader gets that version of it all the same.
+    they have; if one that lives does not say so within 5 s, as its loop is blocked, the next version is above the limit
+    that the store has of the claim before (up to 65,536 ahead). Only what was on its way to a reader while the name was
+    taken over, from a publisher that ended right then, may have a number that the next publisher gives once more; the
+    reader gets that version of it all the same.
 
     `newest` does not wait: it gives the newest version if there is one that was not taken yet, and None if not.
 
     A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; in a handler it waits
-    no longer than the handler's caller does. It raises WorkerClosed once this worker has shut down; NotAllowed for a
-    pickle of a publisher that may not have everything run here (option ``serve``); RpcError for a value that cannot be
-    read here, or that is longer than what this worker takes (`max_incoming_bytes`). When the publisher has left or was
-    lost nothing is raised: whoever publishes the name next is followed.
+    no longer than the handler's caller does. It raises WorkerClosed once this worker has shut down; NotAllowed where
+    the publisher's option ``serve`` keeps this worker's role from reading the name, and for a pickle of a publisher
+    that may not have everything run here; RpcError for a value that cannot be read here, or that is longer than what
+    this worker takes (`max_incoming_bytes`). When the publisher has left or was lost nothing is raised: whoever
+    publishes the name next is followed.
     """
 
     def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
@@ -245,8 +247,8 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
 
 def _look_at_the_end() -> None:
-    """In a turn that is a task by itself (``asyncio.ensure_future(anext(versions))``): asyncio is not to log its end as a
-    failure where the program does not look at it any more."""
+    """In a turn that is a task by itself (``asyncio.ensure_future(anext(versions))``): asyncio is not to log its end as
+    a failure where the program does not look at it any more."""
     task = asyncio.current_task()
     coroutine: Any = None if task is None else task.get_coro()
     if task is not None and getattr(coroutine, "cr_code", None) is Subscription.__anext__.__code__:

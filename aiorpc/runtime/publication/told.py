@@ -1,15 +1,16 @@
 """Claims that other workers have told of: none is believed before the store of the group has it.
 
 A worker that publishes a name tells so to all members. That is a reason to look in the store, and no more: what stands
-there is taken, whatever was told. Only where the store does not answer is the word of a worker taken meanwhile, and only
-for a name that no member that lives is known to publish; the store is asked again until it answers.
+there is taken, whatever was told. Only while the store does not answer is the word of a worker taken, and only for a
+name that no member that lives is known to publish; the store is asked again until it answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ...errors import RendezvousError, StoreGone
 from ...protocol.publication import Claim
@@ -21,24 +22,28 @@ logger = logging.getLogger("aiorpc")
 
 # Names that wait for the store. A worker that reads one of further ones asks the store itself.
 _MOST_TOLD = 65_536
+# Names that are looked up at a time.
+_AT_ONCE = 256
 
 
 class ToldClaims:
     """See the module. On the loop.
 
-    take: is given a name and the claim that stands in the store, None if none does. stand_in: is given one that was
-    told, as the store does not answer.
+    read_here: gives the names that are read here. take: is given a name and the claim that stands in the store, None if
+    none does. stand_in: is given one that was told, as the store does not answer.
     """
 
     def __init__(
         self,
         engine: Engine,
         rendezvous: Rendezvous,
+        read_here: Callable[[], Collection[str]],
         take: Callable[[str, Claim | None], None],
         stand_in: Callable[[Claim], None],
     ) -> None:
         self._engine = engine
         self._rendezvous = rendezvous
+        self._read_here = read_here
         self._take = take
         self._stand_in = stand_in
         self._told: dict[str, Claim] = {}  # by name, the one that was told first
@@ -46,7 +51,7 @@ class ToldClaims:
 
     def tell(self, claim: Claim) -> None:
         """A worker has told of a claim of its own."""
-        if len(self._told) < _MOST_TOLD or claim.name in self._told:
+        if len(self._told) < _MOST_TOLD or claim.name in self._told or claim.name in self._read_here():
             self._told.setdefault(claim.name, claim)
             self._run()
 
@@ -65,7 +70,7 @@ class ToldClaims:
         try:
             while self._told or look is not None:
                 if look is None:
-                    asked, self._told = self._told, {}
+                    asked = {name: self._told.pop(name) for name in self._next()}
                     look = self._engine.tasks.spawn(self._find([*asked]))
                 await asyncio.wait((look,), timeout=patience)
                 if not look.done():  # one thread waits for the store at a time
@@ -82,6 +87,11 @@ class ToldClaims:
                     await asyncio.sleep(patience)
         finally:
             self._running = False
+
+    def _next(self) -> list[str]:
+        """The names to look up next: those that are read here first, as a member may tell of any number of others."""
+        read = [name for name in self._read_here() if name in self._told]
+        return read or [*itertools.islice(self._told, _AT_ONCE)]
 
     async def _find(self, names: Sequence[str]) -> dict[str, Claim | None]:
         """The claims that stand in the store; without those that it does not say."""
