@@ -74,18 +74,21 @@ class Waiting:
     def add(self, peer: PeerForContexts, sizes: Mapping[SentName, int]) -> None:
         """These have come from that worker. Raises Overloaded, and they do not count then."""
         self._kept.hold(peer, sum(sizes.values()))
+        if not self.sizes.keys().isdisjoint(sizes):
+            self.used(sizes)
         with self._lock:
-            again = [self.sizes.pop(name) for name in sizes if name in self.sizes]
             for name, size in sizes.items():
                 self.sizes[name] = peer, size
-        for before, size in again:
-            self._kept.let_go(before, size)
 
     def used(self, names: Iterable[SentName]) -> None:
         """These were used, if they have waited."""
+        used: dict[PeerForContexts, int] = {}
         with self._lock:
-            used = [self.sizes.pop(name) for name in names if name in self.sizes]
-        for peer, size in used:
+            for name in names:
+                if name in self.sizes:
+                    peer, size = self.sizes.pop(name)
+                    used[peer] = used.get(peer, 0) + size
+        for peer, size in used.items():
             self._kept.let_go(peer, size)
 
     def end(self) -> None:

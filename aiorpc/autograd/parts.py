@@ -55,7 +55,6 @@ from .wire import (
     NOT_CLOSED,
     Gradients,
     Wire,
-    bytes_of,
     pack_table,
     to_wire,
     unpack_names,
@@ -368,18 +367,11 @@ class Part:
             with torch.no_grad():  # as in torch's engine: what hooks make of gradients has no graph of its own
                 leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
             pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
-        self._give(pairs, gradients)
+        self._context.accumulate(pairs, partial(arrival_of, self._node, gradients), self._node.gradients.kept)
         if hooked:
             with torch.no_grad():
                 for leaf, gradient in leaves:
                     leaf.after(gradient)
-
-    def _give(self, pairs: Sequence[tuple[Tensor, Tensor]], gradients: Sequence[Tensor]) -> None:
-        """Add to the gradients of leaves. gradients: all that were made for that."""
-        context = self._context
-        if context.brought_by is not None and (new := context.without_gradient(pairs)):
-            self._node.gradients.kept.make_room(context, sum(map(bytes_of, new)))
-        context.accumulate(pairs, partial(arrival_of, self._node, gradients))
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
@@ -456,7 +448,9 @@ class Part:
                 self._ended = True
         if first:
             if kept := self._kept(failed=False):
-                self._give(kept, [gradient for _, gradient in kept])
+                gradients = [gradient for _, gradient in kept]
+                made = partial(arrival_of, self._node, gradients)
+                self._context.accumulate(kept, made, self._node.gradients.kept)
             if self._closing is not None and self._node.engine.on_loop:  # an answer has come there
                 self._node.engine.pool.submit(self._close, self._closing)
                 return
@@ -619,7 +613,7 @@ def plan(
         raise RpcError(f"worker {node.engine.name!r} knows nothing of a tensor that it is said to have sent")
     brought = brought_by(node, context, peer, given, gradients)
     part = part_of(node, context, number, maker=peer)
-    asked = part.question(opener_of(number))
+    asked = part.question(peer.record.id)
     try:
         entries = {}
         for name, edge in zip(wanted, edges, strict=True):
@@ -662,7 +656,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
         over.settle(to_wire({}, MORE), context.passed[number][0])
         return over
     part = part or part_of(node, context, number, maker=peer)
-    asked = part.question(opener_of(number))
+    asked = part.question(peer.record.id)
     try:
         part.take_brought(brought)
         part.advance()

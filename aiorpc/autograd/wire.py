@@ -122,7 +122,7 @@ def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName,
     numbers = iter(given.names)
     if len(given.names) % 2:
         raise ProtocolError("the names of gradients are pairs of numbers")
-    names: list[SentName] = [_new(SentName, pair) for pair in zip(numbers, numbers, strict=True)]
+    names: list[SentName] = list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
     for each in tensors:
         if type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized or each.is_nested:
             raise ProtocolError("a gradient travels as plain dense tensors")
@@ -179,7 +179,7 @@ def unpack_names(packed: object) -> list[SentName]:
     if len(found) % 2:
         raise ProtocolError("the names of entries are pairs of numbers")
     numbers = iter(found)
-    return [_new(SentName, pair) for pair in zip(numbers, numbers, strict=True)]
+    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
 
 
 def pack_table(received: list[tuple[int, int, int, int]], entries: list[tuple[int, int, bytes]]) -> bytes:
@@ -212,6 +212,10 @@ def pack_reference(rref: ReferenceId) -> bytes:
 def unpack_reference(packed: object) -> ReferenceId:
     """What `pack_reference` was given."""
     return ReferenceId(*_read(_read_reference, packed))
+
+
+#: What an answer without gradients says, by what it has packed: most are read so.
+SAID = {_encode(Given([], said)): said for said in (LAST, MORE, NOT_CLOSED)}
 
 
 def _read(read: Any, packed: object) -> Any:
