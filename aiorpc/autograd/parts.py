@@ -46,7 +46,7 @@ from ..runtime.gradients.kept import PeerForContexts
 from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
 from ..runtime.node import Node, serving
 from .awaited import Awaited
-from .brought import Brought, Waiting, brought_by
+from .brought import BroughtGradients, Waiting, brought_by
 from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_what_changed, say_where, unshared
 from .resent import Entry, Resent, mask_of
 from .wire import (
@@ -171,7 +171,7 @@ class Part:
                 self._resent = Resent.of(entries, self._context.received)
                 self._resent.came(self._gradients)
 
-    def take_brought(self, brought: Brought) -> None:
+    def take_brought(self, brought: BroughtGradients) -> None:
         """Gradients of another worker; they count as its own until they are used. Raises Overloaded."""
         peer, gradients, tensors, sizes, _ = brought
         if not gradients:
@@ -579,7 +579,7 @@ Id = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 @intrinsic
 def gather(context_id: Id, name: bytes) -> bytes:
-    """Handler: for each entry of this worker the tensors it leads to, a packed `Table`. name: of an entry, packed."""
+    """Handler: for each entry of this worker the tensors it leads to, a packed table. name: of an entry, packed."""
     _, context, _ = _asked(context_id, None, _first(name))
     reach, entries, every = context.reach, [], 0
     for each, edge in list(context.sent.items()):

@@ -230,8 +230,8 @@ class Pass:
             unknown = todo.keys() - tables.keys()
             calls = {}
             for worker_id in unknown:
-                name = pack_names([next(iter(todo[worker_id]))])
-                calls[worker_id] = ask(self._node, worker_id, gather, self._context.id, name, until=self._until)
+                one = pack_names([next(iter(todo[worker_id]))])
+                calls[worker_id] = ask(self._node, worker_id, gather, self._context.id, one, until=self._until)
             for worker_id, call in calls.items():
                 tables[worker_id] = _Table(call.wait())
             current, todo = todo, {}

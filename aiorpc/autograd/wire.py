@@ -58,7 +58,7 @@ class Given(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     sparse: list[Sparse] = []
 
 
-class Table(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+class EntryTable(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
     """What a worker has sent in a context, and where the gradients of that go on to.
 
     received: the tensors that it has received and that its entries lead to, as bit, worker, message and place. entries:
@@ -72,7 +72,7 @@ class Table(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_given = msgspec.msgpack.Decoder(Given).decode
-_read_table = msgspec.msgpack.Decoder(Table).decode
+_read_table = msgspec.msgpack.Decoder(EntryTable).decode
 _read_numbers = msgspec.msgpack.Decoder(list[_Number]).decode
 _read_reference = msgspec.msgpack.Decoder(tuple[int, int, int]).decode
 
@@ -184,12 +184,12 @@ def unpack_names(packed: object) -> list[SentName]:
 
 def pack_table(received: list[tuple[int, int, int, int]], entries: list[tuple[int, int, bytes]]) -> bytes:
     """What `gather` answers."""
-    return _encode(Table(received, entries))
+    return _encode(EntryTable(received, entries))
 
 
-def unpack_table(packed: object) -> Table:
+def unpack_table(packed: object) -> EntryTable:
     """What `pack_table` was given."""
-    table: Table = _read(_read_table, packed)
+    table: EntryTable = _read(_read_table, packed)
     return table
 
 

@@ -22,7 +22,8 @@ from ..calls.functions import is_intrinsic
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..engine.forked import end_child
-from ..gradients.contexts import OF_VALUE, Gradients, PeerForContexts, Tape
+from ..gradients.contexts import OF_VALUE, Gradients, Tape
+from ..gradients.kept import PeerForContexts
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link

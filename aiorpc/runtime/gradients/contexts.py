@@ -40,7 +40,7 @@ from ...locks import Lock
 from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
-from .kept import Kept, PeerForContexts
+from .kept import KeptForOthers, PeerForContexts
 from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
 
@@ -143,13 +143,13 @@ class AutogradContext:
         self.lock = Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
-        # The latest that have ended: why, if they failed, and for whom each is kept (`Kept`).
+        # The latest that have ended: why, if they failed, and for whom each is kept (`KeptForOthers`).
         self.passed: OrderedDict[int, tuple[BaseException | None, PeerForContexts | None]] = OrderedDict()
         self.untracked = untracked
         self._anchor = anchor
         self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(int.from_bytes(os.urandom(8)) >> 2)  # else who knows one would know all
-        self.kept: dict[PeerForContexts, int] = {}  # what is kept here for whom, as `Kept` counts it
+        self.kept: dict[PeerForContexts, int] = {}  # what is kept here for whom, as `KeptForOthers` counts it
         self.leaf_bytes = 0  # of gradients of leaves, the same
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # of leaves, by `id`: a tensor's hash runs in Python
 
@@ -231,7 +231,7 @@ class AutogradContext:
         self,
         gradients: Sequence[tuple[Tensor, Tensor]],
         arrival: Callable[[], Arrival | None] | None = None,
-        kept: Kept | None = None,
+        kept: KeptForOthers | None = None,
     ) -> None:
         """Add to the gradients of leaves of this worker. arrival: gives that of what is made here on devices.
 
@@ -362,7 +362,7 @@ class Tape:
         self,
         context: AutogradContext,
         to: PeerForContexts,
-        counts: Kept | None = None,
+        counts: KeptForOthers | None = None,
         on_untracked: Callable[[PeerForContexts], None] | None = None,
     ) -> None:
         """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does.
@@ -421,7 +421,7 @@ class Gradients:
         self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing = Trailing(engine)
-        self.kept = Kept(engine)
+        self.kept = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}

@@ -27,7 +27,7 @@ class CountedContext(Protocol):
     def brought_by(self) -> PeerForContexts | None: ...
 
 
-class Kept:
+class KeptForOthers:
     """The counts of one worker, over all its contexts. Any thread.
 
     A gradient that waits is one that another worker has given for a pass, until it is used or the pass ends.
