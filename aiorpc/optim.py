@@ -67,9 +67,9 @@ class DistributedOptimizer:
     RpcTimeout.
 
     remote_optimizers: an RRef of each owner's part, whose attribute ``optim`` is the ordinary optimizer there: its
-    learning rate is changed in a handler on the owner (``ref.local_value().optim.param_groups``), or by a scheduler made
-    there. The object may be used from any thread, by several at once, and sent to other workers, which step the same
-    optimizers then.
+    learning rate is changed in a handler on the owner (``ref.local_value().optim.param_groups``), or by a scheduler
+    made there. The object may be used from any thread, by several at once, and sent to other workers, which step the
+    same optimizers then.
     """
 
     remote_optimizers: list[RRef[Any]]

@@ -10,16 +10,16 @@ import torch
 from ..errors import NotAllowed
 from ..locks import Lock
 from ..runtime.gradients.contexts import AutogradContext
-from ..runtime.gradients.kept import Kept, PeerForContexts
+from ..runtime.gradients.kept import KeptForOthers, PeerForContexts
 from ..runtime.gradients.reach import SentName
 from ..runtime.node import Node
 from .wire import bytes_of, from_wire
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what Brought(...) does, without its call into Python
+_new: Any = tuple.__new__  # what BroughtGradients(...) does, without its call into Python
 
 
-class Brought(NamedTuple):
+class BroughtGradients(NamedTuple):
     """Gradients that another worker may give. sizes: in bytes. said: see `wire.MORE`."""
 
     peer: PeerForContexts
@@ -31,7 +31,7 @@ class Brought(NamedTuple):
 
 def brought_by(
     node: Node, context: AutogradContext, peer: PeerForContexts, packed: object, tensors: Sequence[Any]
-) -> Brought:
+) -> BroughtGradients:
     """What that worker gives, as `to_wire` has made it.
 
     Raises NotAllowed for a tensor that was not sent to it from here, or has another shape; ProtocolError.
@@ -48,7 +48,7 @@ def brought_by(
                 raise _not_its_own(node, context, peer, "of another shape than the tensor has that it was sent")
             strided = gradient.layout is torch.strided
             sizes[name] = min(gradient.nbytes, gradient.untyped_storage().nbytes()) if strided else bytes_of(gradient)
-    brought: Brought = _new(Brought, (peer, gradients, tensors, sizes, said))
+    brought: BroughtGradients = _new(BroughtGradients, (peer, gradients, tensors, sizes, said))
     return brought
 
 
@@ -61,12 +61,12 @@ def _not_its_own(node: Node, context: AutogradContext, peer: PeerForContexts, wh
 
 
 class Waiting:
-    """Gradients of others that wait in one part of a pass, as `Kept.hold` counts them. Any thread.
+    """Gradients of others that wait in one part of a pass, as `KeptForOthers.hold` counts them. Any thread.
 
     sizes: whose each is, and how many bytes.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptForOthers) -> None:
         self.sizes: dict[SentName, tuple[PeerForContexts, int]] = {}
         self._kept = kept
         self._lock = Lock()
@@ -74,18 +74,21 @@ class Waiting:
     def add(self, peer: PeerForContexts, sizes: Mapping[SentName, int]) -> None:
         """These have come from that worker. Raises Overloaded, and they do not count then."""
         self._kept.hold(peer, sum(sizes.values()))
+        if not self.sizes.keys().isdisjoint(sizes):
+            self.used(sizes)
         with self._lock:
-            again = [self.sizes.pop(name) for name in sizes if name in self.sizes]
             for name, size in sizes.items():
                 self.sizes[name] = peer, size
-        for before, size in again:
-            self._kept.let_go(before, size)
 
     def used(self, names: Iterable[SentName]) -> None:
         """These were used, if they have waited."""
+        used: dict[PeerForContexts, int] = {}
         with self._lock:
-            used = [self.sizes.pop(name) for name in names if name in self.sizes]
-        for peer, size in used:
+            for name in names:
+                if name in self.sizes:
+                    peer, size = self.sizes.pop(name)
+                    used[peer] = used.get(peer, 0) + size
+        for peer, size in used.items():
             self._kept.let_go(peer, size)
 
     def end(self) -> None:

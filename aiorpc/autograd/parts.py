@@ -46,7 +46,7 @@ from ..runtime.gradients.kept import PeerForContexts
 from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
 from ..runtime.node import Node, serving
 from .awaited import Awaited
-from .brought import Brought, Waiting, brought_by
+from .brought import BroughtGradients, Waiting, brought_by
 from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_what_changed, say_where, unshared
 from .resent import Entry, Resent, mask_of
 from .wire import (
@@ -55,7 +55,6 @@ from .wire import (
     NOT_CLOSED,
     Gradients,
     Wire,
-    bytes_of,
     pack_table,
     to_wire,
     unpack_names,
@@ -172,7 +171,7 @@ class Part:
                 self._resent = Resent.of(entries, self._context.received)
                 self._resent.came(self._gradients)
 
-    def take_brought(self, brought: Brought) -> None:
+    def take_brought(self, brought: BroughtGradients) -> None:
         """Gradients of another worker; they count as its own until they are used. Raises Overloaded."""
         peer, gradients, tensors, sizes, _ = brought
         if not gradients:
@@ -368,18 +367,11 @@ class Part:
             with torch.no_grad():  # as in torch's engine: what hooks make of gradients has no graph of its own
                 leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
             pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
-        self._give(pairs, gradients)
+        self._context.accumulate(pairs, partial(arrival_of, self._node, gradients), self._node.gradients.kept)
         if hooked:
             with torch.no_grad():
                 for leaf, gradient in leaves:
                     leaf.after(gradient)
-
-    def _give(self, pairs: Sequence[tuple[Tensor, Tensor]], gradients: Sequence[Tensor]) -> None:
-        """Add to the gradients of leaves. gradients: all that were made for that."""
-        context = self._context
-        if context.brought_by is not None and (new := context.without_gradient(pairs)):
-            self._node.gradients.kept.make_room(context, sum(map(bytes_of, new)))
-        context.accumulate(pairs, partial(arrival_of, self._node, gradients))
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
@@ -456,7 +448,9 @@ class Part:
                 self._ended = True
         if first:
             if kept := self._kept(failed=False):
-                self._give(kept, [gradient for _, gradient in kept])
+                gradients = [gradient for _, gradient in kept]
+                made = partial(arrival_of, self._node, gradients)
+                self._context.accumulate(kept, made, self._node.gradients.kept)
             if self._closing is not None and self._node.engine.on_loop:  # an answer has come there
                 self._node.engine.pool.submit(self._close, self._closing)
                 return
@@ -585,7 +579,7 @@ Id = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 @intrinsic
 def gather(context_id: Id, name: bytes) -> bytes:
-    """Handler: for each entry of this worker the tensors it leads to, a packed `Table`. name: of an entry, packed."""
+    """Handler: for each entry of this worker the tensors it leads to, a packed table. name: of an entry, packed."""
     _, context, _ = _asked(context_id, None, _first(name))
     reach, entries, every = context.reach, [], 0
     for each, edge in list(context.sent.items()):
@@ -619,7 +613,7 @@ def plan(
         raise RpcError(f"worker {node.engine.name!r} knows nothing of a tensor that it is said to have sent")
     brought = brought_by(node, context, peer, given, gradients)
     part = part_of(node, context, number, maker=peer)
-    asked = part.question(opener_of(number))
+    asked = part.question(peer.record.id)
     try:
         entries = {}
         for name, edge in zip(wanted, edges, strict=True):
@@ -662,7 +656,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
         over.settle(to_wire({}, MORE), context.passed[number][0])
         return over
     part = part or part_of(node, context, number, maker=peer)
-    asked = part.question(opener_of(number))
+    asked = part.question(peer.record.id)
     try:
         part.take_brought(brought)
         part.advance()

@@ -55,7 +55,7 @@ from ..runtime.node import Node
 from .brought import brought_by
 from .parts import LONGEST_REASON, Closing, Part, abort, arrival_of, ask, gather, go_on, part_of, plan
 from .resent import Entry
-from .wire import MORE, NOT_CLOSED, Gradients, Wire, pack_names, to_wire, unpack_table
+from .wire import MORE, NOT_CLOSED, SAID, Gradients, Wire, pack_names, to_wire, unpack_table
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
@@ -230,8 +230,8 @@ class Pass:
             unknown = todo.keys() - tables.keys()
             calls = {}
             for worker_id in unknown:
-                name = pack_names([next(iter(todo[worker_id]))])
-                calls[worker_id] = ask(self._node, worker_id, gather, self._context.id, name, until=self._until)
+                one = pack_names([next(iter(todo[worker_id]))])
+                calls[worker_id] = ask(self._node, worker_id, gather, self._context.id, one, until=self._until)
             for worker_id, call in calls.items():
                 tables[worker_id] = _Table(call.wait())
             current, todo = todo, {}
@@ -275,11 +275,13 @@ class Pass:
             return
         answer = call.value()
         packed, *gradients = answer if type(answer) is Wire else (answer,)
-        brought = brought_by(self._node, self._context, self._node.peers.by_id(worker_id), packed, gradients)
-        if brought.gradients:
+        said = SAID.get(packed) if type(packed) is bytes and not gradients else None
+        if said is None:
+            peer = self._node.peers.by_id(worker_id)
+            brought = brought_by(self._node, self._context, peer, packed, gradients)
             self._part.take_brought(brought)
             self._part.advance()
-        said = brought.said
+            said = brought.said
         with self._lock:
             self._open[worker_id] -= 1
             if said != MORE:

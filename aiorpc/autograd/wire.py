@@ -58,7 +58,7 @@ class Given(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     sparse: list[Sparse] = []
 
 
-class Table(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+class EntryTable(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
     """What a worker has sent in a context, and where the gradients of that go on to.
 
     received: the tensors that it has received and that its entries lead to, as bit, worker, message and place. entries:
@@ -72,7 +72,7 @@ class Table(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_given = msgspec.msgpack.Decoder(Given).decode
-_read_table = msgspec.msgpack.Decoder(Table).decode
+_read_table = msgspec.msgpack.Decoder(EntryTable).decode
 _read_numbers = msgspec.msgpack.Decoder(list[_Number]).decode
 _read_reference = msgspec.msgpack.Decoder(tuple[int, int, int]).decode
 
@@ -122,7 +122,7 @@ def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName,
     numbers = iter(given.names)
     if len(given.names) % 2:
         raise ProtocolError("the names of gradients are pairs of numbers")
-    names: list[SentName] = [_new(SentName, pair) for pair in zip(numbers, numbers, strict=True)]
+    names: list[SentName] = list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
     for each in tensors:
         if type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized or each.is_nested:
             raise ProtocolError("a gradient travels as plain dense tensors")
@@ -182,17 +182,17 @@ def unpack_names(packed: object) -> list[SentName]:
     if len(found) % 2:
         raise ProtocolError("the names of entries are pairs of numbers")
     numbers = iter(found)
-    return [_new(SentName, pair) for pair in zip(numbers, numbers, strict=True)]
+    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
 
 
 def pack_table(received: list[tuple[int, int, int, int]], entries: list[tuple[int, int, bytes]]) -> bytes:
     """What `gather` answers."""
-    return _encode(Table(received, entries))
+    return _encode(EntryTable(received, entries))
 
 
-def unpack_table(packed: object) -> Table:
+def unpack_table(packed: object) -> EntryTable:
     """What `pack_table` was given."""
-    table: Table = _read(_read_table, packed)
+    table: EntryTable = _read(_read_table, packed)
     return table
 
 
@@ -215,6 +215,10 @@ def pack_reference(rref: ReferenceId) -> bytes:
 def unpack_reference(packed: object) -> ReferenceId:
     """What `pack_reference` was given."""
     return ReferenceId(*_read(_read_reference, packed))
+
+
+#: What an answer without gradients says, by what it has packed: most are read so.
+SAID = {_encode(Given([], said)): said for said in (LAST, MORE, NOT_CLOSED)}
 
 
 def _read(read: Any, packed: object) -> Any:

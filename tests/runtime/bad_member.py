@@ -194,14 +194,18 @@ class BadMember:
                 record[self.chance.randrange(len(record))] = self._anything()
             said = pack(record)
             arguments = [said, "it was seen to die"] if function is group.report_lost else [said]
-        elif function in (contexts.forget, contexts.has_ended, parts.gather):
+        elif function in (contexts.forget, contexts.has_ended):
             arguments = [self._context()]
-        elif function is parts.abort:
-            arguments = [self._context(), self._context(), "it failed"]
-        elif function in (parts.go_on, parts.take, parts.plan):
-            names = pack_names(self.chance.randrange(1, 9), 0)
-            more = [False, 1.0, b"", names, None] if function is parts.plan else [None]
-            arguments = [self._context(), self._context(), names, *more]
+        elif function in (parts.gather, parts.abort, parts.go_on, parts.take, parts.plan):
+            name = SentName(self.chance.randrange(1, 9), 0)
+            names, given = wire.pack_names([name]), wire.to_wire({name: None})
+            arguments = [self._context(), self._context()]
+            if function is parts.plan:
+                arguments += [names, False, 1.0, b"", *given]
+            elif function is parts.gather:
+                arguments = [self._context(), names]
+            else:
+                arguments += [names, "it failed"] if function is parts.abort else given
         elif function is come_to_barrier:
             arguments = ["", pack([0, 1, 2]), self.chance.choice((0.0, 0.1, 1e300, float("inf")))]
         elif getattr(function, "__module__", "") == handlers.__name__:
@@ -388,8 +392,3 @@ def call_of(function: Any, *values: Any) -> Call:
 def values_of(values: list[Any]) -> Values:
     """Values without anything but plain ones."""
     return Values(values, [], [], None, 0, None, [], None)
-
-
-def pack_names(*name: int) -> bytes:
-    """The name of one entry of a context."""
-    return wire.pack_names([SentName(*name)])

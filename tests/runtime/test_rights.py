@@ -286,11 +286,11 @@ def look_up(to: str, sparse: bool) -> None:
         autograd.backward(context, [rows.sum()])
 
 
-async def test_gradients_need_no_rule() -> None:
-    """Sparse ones go as the dense tensors that they consist of, so that nothing is unpickled for them."""
+@pytest.mark.parametrize("sparse", [False, True])
+async def test_gradients_need_no_rule(sparse: bool) -> None:
+    """Sparse ones neither: they travel as plain tensors, and no pickle is needed."""
     async with served_by([f"{HERE}:table"]) as (worker, _):
-        await worker.call("worker0", look_up, "worker1", False)
-        await worker.call("worker0", look_up, "worker1", True)
+        await worker.call("worker0", look_up, "worker1", sparse)
 
 
 def arguments(*values: Any) -> Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ... import foreign
@@ -22,7 +23,8 @@ from ..calls.functions import is_intrinsic
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..engine.forked import end_child
-from ..gradients.contexts import OF_VALUE, Gradients, PeerForContexts, Tape
+from ..gradients.contexts import OF_VALUE, Gradients, Tape
+from ..gradients.kept import PeerForContexts
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link
@@ -121,15 +123,10 @@ class Answers:
         Returns why it is not run, if it is not. A handler that serves everybody is run in none: else to call one would
         make a worker take part that may have nothing run.
         """
-        id = call.autograd
-        assert id is not None, "it was made in a context"
-        context = self._gradients.find(id)
-        new = context is None or self._caller not in context.known
-        if new and call.handler is not None and is_intrinsic(call.handler.function):
-            call.autograd = None
-            return None
+        assert call.autograd is not None, "it was made in a context"
+        serves_all = None if call.handler is None else partial(is_intrinsic, call.handler.function)
         try:
-            call.autograd = self._gradients.called(id, self._caller)
+            call.autograd = self._gradients.called(call.autograd, self._caller, serves_all)
         except Overloaded as error:
             call.autograd = None
             return error.with_traceback(None)  # which would hold this frame, and that the call

@@ -40,7 +40,7 @@ from ...locks import Lock
 from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
-from .kept import Kept, PeerForContexts
+from .kept import KeptForOthers, PeerForContexts
 from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
 
@@ -83,11 +83,6 @@ def opener_of(id: int) -> int:
     if id < _THIRD:
         return (id ^ _SECOND) >> _FORMS[1][1]
     return (id ^ _THIRD) >> _FORMS[2][1]
-
-
-def random_bits(count: int) -> int:
-    """A number of so many bits that cannot be guessed."""
-    return int.from_bytes(os.urandom(8)) >> (64 - count)
 
 
 class _Received(torch.autograd.Function):
@@ -139,7 +134,7 @@ class AutogradContext:
     ) -> None:
         self.id = id
         self.most_behind = most_behind
-        self.opener = opener_of(id)
+        self.opener = id >> _FORMS[0][1] if id < _SECOND else opener_of(id)
         self.sent: dict[SentName, GradientEdge] = {}
         self.receivers: dict[int, PeerForContexts] = {}  # of the messages in which they were sent, by number
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
@@ -148,13 +143,13 @@ class AutogradContext:
         self.lock = Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
-        # The latest that have ended: why, if they failed, and for whom each is kept (`Kept`).
+        # The latest that have ended: why, if they failed, and for whom each is kept (`KeptForOthers`).
         self.passed: OrderedDict[int, tuple[BaseException | None, PeerForContexts | None]] = OrderedDict()
         self.untracked = untracked
         self._anchor = anchor
         self._arrivals: list[Arrival] = []  # of gradients on devices
-        self._numbers = itertools.count(random_bits(62))
-        self.kept: dict[PeerForContexts, int] = {}  # what is kept here for whom, as `Kept` counts it
+        self._numbers = itertools.count(int.from_bytes(os.urandom(8)) >> 2)  # else who knows one would know all
+        self.kept: dict[PeerForContexts, int] = {}  # what is kept here for whom, as `KeptForOthers` counts it
         self.leaf_bytes = 0  # of gradients of leaves, the same
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # of leaves, by `id`: a tensor's hash runs in Python
 
@@ -233,10 +228,24 @@ class AutogradContext:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def accumulate(
-        self, gradients: Sequence[tuple[Tensor, Tensor]], arrival: Callable[[], Arrival | None] | None = None
+        self,
+        gradients: Sequence[tuple[Tensor, Tensor]],
+        arrival: Callable[[], Arrival | None] | None = None,
+        kept: KeptForOthers | None = None,
     ) -> None:
-        """Add to the gradients of leaves of this worker. arrival: gives that of what is made here on devices."""
+        """Add to the gradients of leaves of this worker. arrival: gives that of what is made here on devices.
+
+        kept: counts those of leaves that had none. Raises Overloaded, and nothing is added then.
+        """
         with self.lock:
+            if kept is not None and self.brought_by is not None:
+                size = 0
+                for leaf, gradient in gradients:
+                    if id(leaf) not in self._gradients:
+                        strided = gradient.layout is torch.strided
+                        size += gradient.nbytes if strided else _values_of(gradient).nbytes
+                if size:
+                    kept.make_room(self, size)
             if self._arrivals:
                 self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
             for leaf, gradient in gradients:
@@ -270,10 +279,6 @@ class AutogradContext:
                 self._join(pairs)
             return [None if pair is None else pair[1] for pair in pairs]
 
-    def without_gradient(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Of these leaves, each with its gradient, the gradients of those that have none here yet."""
-        return [gradient for leaf, gradient in pairs if id(leaf) not in self._gradients]
-
     def take_back(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
         with self.lock:
@@ -287,6 +292,11 @@ class AutogradContext:
         """The context was left: whoever still waits for a pass in it gets the error."""
         for part in list(self.parts.values()):
             part.fail(error)
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    values: Tensor = gradient._values() if gradient.is_sparse else gradient.values()
+    return values
 
 
 def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
@@ -352,7 +362,7 @@ class Tape:
         self,
         context: AutogradContext,
         to: PeerForContexts,
-        counts: Kept | None = None,
+        counts: KeptForOthers | None = None,
         on_untracked: Callable[[PeerForContexts], None] | None = None,
     ) -> None:
         """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does.
@@ -368,9 +378,11 @@ class Tape:
 
         on_unsent: a list that gets the function to undo it. Raises Overloaded.
         """
-        if self._on_untracked is not None and (untracked := self.untracked):
-            if any(isinstance(each, untracked) and each.requires_grad for each in tensors):
-                self._on_untracked(self._to)
+        untracked = self.untracked
+        if self._on_untracked is not None and any(
+            each.requires_grad and isinstance(each, untracked) for each in tensors
+        ):
+            self._on_untracked(self._to)
         sent = self._context.send(tensors, self.untracked, self._to)
         if sent is None:
             return None
@@ -409,7 +421,7 @@ class Gradients:
         self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing = Trailing(engine)
-        self.kept = Kept(engine)
+        self.kept = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
@@ -533,14 +545,19 @@ class Gradients:
             tape.untracked = ()
         return tape
 
-    def called(self, id: int, peer: PeerForContexts) -> int | None:
+    def called(self, id: int, peer: PeerForContexts, serves_all: Callable[[], bool] | None = None) -> int | None:
         """A call from that peer in context `id`, which it may have run, is about to: the peer takes part from now on.
 
-        Returns the id, or None if the context was left by now, or never was. Raises Overloaded.
+        serves_all: whether what it calls is served to everybody, so that to call it makes nobody take part. Returns the
+        id, or None if the context was left by now, or never was, or if the peer takes no part. Raises Overloaded.
         """
         if id in self._left or (self._gone and opener_of(id) in self._gone):
             return None
         context = self._contexts.get(id)
+        if context is not None and peer in context.known:
+            return id
+        if serves_all is not None and serves_all():
+            return None
         if context is None:
             if not 0 < id < 1 << 63 or opener_of(id) == self._engine.id:  # which would be open
                 return None
@@ -556,7 +573,8 @@ class Gradients:
         with self._lock:
             context = self._contexts.pop(id, None)
             if context is not None:
-                self.kept.drop(context)
+                if context.kept or context.leaf_bytes:
+                    self.kept.drop(context)
                 if context.brought_by is not None:
                     left = self._brought[context.brought_by] - 1
                     if left:
@@ -583,7 +601,10 @@ class Gradients:
             # the message were of a call in this context.
             if context is None or peer not in context.known:
                 return tensors, None
-            count = sum([1 if names is None else 1 + len(names) // (3 * _NAMES_IN_ONE) for names in behind])
+            count = len(behind)
+            for names in behind:
+                if names:
+                    count += len(names) // (3 * _NAMES_IN_ONE)
             self.kept.keep(context, peer, count)
             sender, tracked = peer.record.id, list(tensors)
             apart: dict[int, tuple[SentName, Any]] = {}
@@ -599,7 +620,8 @@ class Gradients:
 
     def leave(self, id: int) -> set[PeerForContexts]:
         """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
-        self._remember_left(id)
+        context = self._contexts.get(id)
+        self._remember_left(id, opener_of(id) if context is None else context.opener)
         context = self._drop(id)
         if context is None:
             return set()
@@ -618,12 +640,12 @@ class Gradients:
         with self._lock:
             self._left.difference_update(self._left_of.pop(worker_id, ()))
 
-    def _remember_left(self, id: int) -> None:
+    def _remember_left(self, id: int, opener: int) -> None:
         """For each opener by itself: however many contexts one leaves, those of others stay remembered."""
         with self._lock:
             if id in self._left:
                 return
-            left = self._left_of.setdefault(opener_of(id), deque())
+            left = self._left_of.setdefault(opener, deque())
             left.append(id)
             self._left.add(id)
             if len(left) > _REMEMBERED:

@@ -27,7 +27,7 @@ class CountedContext(Protocol):
     def brought_by(self) -> PeerForContexts | None: ...
 
 
-class Kept:
+class KeptForOthers:
     """The counts of one worker, over all its contexts. Any thread.
 
     A gradient that waits is one that another worker has given for a pass, until it is used or the pass ends.
@@ -100,7 +100,11 @@ class Kept:
         """That context has ended."""
         with self._lock:
             for peer, count in context.kept.items():
-                _subtract(self._pieces, peer, count)
+                left = self._pieces.get(peer, 0) - count
+                if left > 0:
+                    self._pieces[peer] = left
+                else:
+                    self._pieces.pop(peer, None)
             context.kept.clear()
             if context.brought_by is not None:
                 _subtract(self._leaf_bytes, context.brought_by, context.leaf_bytes)
