@@ -17,16 +17,16 @@ TICKET = 16  # bytes
 # Items that one worker has put back, the last ones, which are known again if they come twice.
 _MOST_RETURNED = 65_536
 _NUMBER = struct.Struct("<Q")
-_SALT = struct.Struct("<QQ")
+_SEALED = struct.Struct("<QQ?")  # the worker, the number, and whether the item is named or there; the item follows
 
 
 class Tickets:
     """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
 
-    __slots__ = ("_count", "_key", "_used")
+    __slots__ = ("_count", "_keyed", "_used")
 
     def __init__(self) -> None:
-        self._key = secrets.token_bytes(16)
+        self._keyed = blake2b(key=secrets.token_bytes(32), digest_size=TICKET - _NUMBER.size)
         self._count = 0
         # What each worker has put back, and below which number nothing is taken back any more.
         self._used: dict[int, tuple[dict[int, None], int]] = {}
@@ -67,8 +67,8 @@ class Tickets:
         content = repr((*item.reference._rref, item.place)).encode() if kept else item
         if type(content) is not bytes:
             return bytes(TICKET)  # it is gone, and does not come back
-        salt, person = _SALT.pack(worker, number), b"kept" if kept else b""
-        seal = blake2b(content, digest_size=TICKET - _NUMBER.size, key=self._key, salt=salt, person=person)
+        seal = self._keyed.copy()  # half the time of a new one with the key
+        seal.update(_SEALED.pack(worker, number, kept) + content)
         return _NUMBER.pack(number) + seal.digest()
 
 
