@@ -28,7 +28,7 @@ class Tickets:
     def __init__(self) -> None:
         self._keyed = blake2b(key=secrets.token_bytes(32), digest_size=TICKET - _NUMBER.size)
         self._count = 0
-        # What each worker has put back, and below which number nothing is taken back any more.
+        # What the worker in each place has put back, and below which number nothing is taken back any more.
         self._used: dict[int, tuple[dict[int, None], int]] = {}
 
     def issue(self, worker: int, items: Sequence[Item]) -> bytes:
@@ -40,9 +40,13 @@ class Tickets:
         self._count += len(items)
         return b"".join(self._ticket(worker, first + place, item) for place, item in enumerate(items))
 
-    def redeem(self, worker: int, taken: Sequence[Taken]) -> bool:
-        """Whether that worker was given all of these and has put none of them back; from now on it has."""
-        used, floor = self._used.get(worker, ({}, 0))
+    def redeem(self, worker: int, place: int, taken: Sequence[Taken]) -> bool:
+        """Whether that worker was given all of these and has put none of them back; from now on it has.
+
+        worker: its id, which no other one of the group ever has, so that who takes its place has nothing to put back.
+        place: by which it is forgotten.
+        """
+        used, floor = self._used.get(place, ({}, 0))
         numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}
         if len(numbers) < len(taken) or min(numbers, default=1) <= floor or not used.keys().isdisjoint(numbers):
             return False
@@ -55,12 +59,12 @@ class Tickets:
                 oldest = next(iter(used))
                 del used[oldest]
                 floor = max(floor, oldest)
-        self._used[worker] = used, floor
+        self._used[place] = used, floor
         return True
 
-    def forget(self, worker: int) -> None:
-        """That worker is gone."""
-        self._used.pop(worker, None)
+    def forget(self, place: int) -> None:
+        """The worker in that place is gone."""
+        self._used.pop(place, None)
 
     def _ticket(self, worker: int, number: int, item: Item) -> bytes:
         kept = type(item) is Kept

@@ -284,8 +284,8 @@ class PeerGroup:
 
         A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerClosed if one has left,
         and RpcTimeout, which names who has not come, when the timeout of the group is over, or soon afterwards (a tenth
-        of it, from half a second to five) if the member with the lowest id does not answer. Cancelling it, or a timeout,
-        takes this worker back from the barrier. Raised here: RpcUsageError for a worker that is no member, and
+        of it, from half a second to five) if the member with the lowest id does not answer. Cancelling it, or a
+        timeout, takes this worker back from the barrier. Raised here: RpcUsageError for a worker that is no member, and
         UnknownWorker for a member that has not joined yet, which `aiorpc.wait_for` waits for.
         """
         return come(self._home, self._members.now(), tag, self._options.timeout)
