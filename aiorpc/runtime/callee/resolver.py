@@ -90,7 +90,7 @@ class Resolver:
             return None
         if self._permits is not None:
             place = functions.find_place(name, ask=False)
-            if place is None or not functions.is_intrinsic(place.found):
+            if place is None or place.within is not None or not functions.is_intrinsic(place.found):
                 return None
             return functions.classify(place.found, name)
         return functions.resolve(name) if functions.is_loaded(name) else None
