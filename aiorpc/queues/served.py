@@ -165,7 +165,7 @@ class ServedQueue:
                 self._finish(1, who)
             elif item.reference._owner not in names:
                 names[item.reference._owner] = item.reference.owner_name()
-        return Results((HERE, self._tickets.issue(who, items), names or None, *to_wire(items)))
+        return Results((HERE, self._tickets.issue(_id_of_caller(), items), names or None, *to_wire(items)))
 
     async def _take_in(self, items: list[Item], apart: Sequence[int]) -> None:
         """Have this worker keep those of the items that their getter cannot fetch, as it has lost who has kept them.
@@ -284,7 +284,7 @@ class ServedQueue:
             raise RpcUsageError(
                 f"{len(items)} items are put back, and worker {caller().name!r} has {given} of {self.name!r}"
             )
-        if not self._tickets.redeem(who, [*map(Taken, split_tickets(tickets), items)]):
+        if not self._tickets.redeem(_id_of_caller(), who, [*map(Taken, split_tickets(tickets), items)]):
             raise RpcUsageError(
                 f"what is put back into queue {self.name!r} was not given to worker {caller().name!r}, or is back "
                 "already"
@@ -492,10 +492,17 @@ def _check(wait: object, number: object, count: object) -> None:
         raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time")
 
 
+def _id_of_caller() -> int:
+    """The id that no other worker of the group has or had; that of `caller()` is its place in the group."""
+    call = current_call.get()
+    assert call is not None, "this is asked in a handler"
+    return call.caller_id
+
+
 def _is_kept_by_caller(item: Kept) -> bool:
     """Whether an item that stays with its producer is one of the caller's, which alone can say so."""
-    call = current_call.get()
-    return call is not None and item.reference._owner == call.caller_id
+    owner: int = item.reference._owner
+    return owner == _id_of_caller()
 
 
 def _items(said: Sequence[Said]) -> list[Item] | None:

@@ -2002,6 +2002,21 @@ async def test_only_its_own_items_are_said_to_be_kept_by_a_producer(trio: list[W
     assert (await queue.get()).sum() == LARGE
 
 
+async def test_no_other_name_leads_to_a_queue() -> None:
+    """Neither the name of its class, whose methods are no functions of their own, nor a reference, nor `object/`."""
+    serve = {"all": ["*:*", "object/*:*", rpc.exposed], "": "*"}
+    async with cluster(2, options=RpcBackendOptions(serve=serve), roles=["", "all"]) as workers:
+        queue = make(workers[0])
+        await queue.put("an item")
+        peer = workers[1].node.peers.find("worker0")
+        for method in ("put_items", "take_items", "return_items", "withdraw", "qsize", "shut_down", "unfinished"):
+            with pytest.raises(rpc.NotAllowed, match="queue/q"):
+                await peer.call(ObjectMethod("q", method), (), None, LONG)
+        with pytest.raises(rpc.NotAllowed, match="qsize"):
+            await workers[1].remote("worker0", ServedQueue, "q", 0, "worker0", 1 << 20).rpc_async().qsize()
+        assert await queue.get() == "an item"
+
+
 async def test_who_has_few_rights_finishes_what_it_has_got() -> None:
     """And not what others have got, unless it may shut the queue down: that ends their items as well."""
     serve = {"reader": "queue/q:get", "boss": ["queue/q:get", "queue/q:shutdown"], "": "*"}

@@ -283,7 +283,8 @@ class PeerGroup:
         """Wait until every member has come to the barrier of that tag; each of them calls this, on a group of the same.
 
         A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerClosed if one has left,
-        and RpcTimeout, which names who has not come, when the timeout of the group is over. Cancelling it, or a
+        and RpcTimeout, which names who has not come, when the timeout of the group is over, or soon afterwards (a tenth
+        of it, from half a second to five) if the member with the lowest id does not answer. Cancelling it, or a
         timeout, takes this worker back from the barrier. Raised here: RpcUsageError for a worker that is no member, and
         UnknownWorker for a member that has not joined yet, which `aiorpc.wait_for` waits for.
         """
