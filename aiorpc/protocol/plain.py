@@ -118,13 +118,14 @@ class _Reader:
         self._push(made)
         self._begun[-1] = begun
 
-    def filled(self, kind: type, count: int | None = None) -> None:
+    def filled(self, kind: type[Any], count: int | None = None) -> None:
         """The container under those items gets them."""
         first = self._marks.pop() if count is None else len(self._stack) - count
         if first - 1 < (self._marks[-1] if self._marks else 0):
             raise ValueError("a container that is not there")
-        target, items = self._stack[first - 1], self._stack[first:]
-        if type(target) is not kind or id(target) in self._weights:
+        target: Any = self._stack[first - 1]
+        items = self._stack[first:]
+        if target.__class__ is not kind or id(target) in self._weights:
             raise ValueError("items for what takes none")
         self._depths[id(target)] = max(self._depths[id(target)], self._settle(first) + 1)
         del self._stack[first:], self._begun[first:]

@@ -7,6 +7,7 @@ inputs, in a process that nobody misses: ``python -m tests.fuzz.parts SEED COUNT
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import warnings
@@ -148,7 +149,8 @@ def _meta(choose: Chooser) -> list[Any]:
 
 def _storages(choose: Chooser) -> list[Any]:
     tree = _mark(Mark.STORAGE, choose.tensor(_FLOATS))
-    return choose.of((tree, _mark(Mark.TYPED_STORAGE, tree, _mark(Mark.DTYPE, choose.of(_NAMES)))))
+    typed = _mark(Mark.TYPED_STORAGE, tree, _mark(Mark.DTYPE, choose.of(_NAMES)))
+    return tree if choose.of((True, False)) else typed
 
 
 def _plain(choose: Chooser) -> Any:
@@ -197,7 +199,9 @@ def _ways(tensor: torch.Tensor) -> list[Callable[[], object]]:
         ]
     if tensor.numel() > _FEW and (tensor.layout is torch.strided or tensor.is_quantized):
         return ways[1:]
-    ways += [plain.clone, lambda: plain + plain, lambda: plain * 2, plain.sum, plain.contiguous, plain.tolist]
+    ways += [plain.clone, lambda: plain + plain, lambda: plain * 2, plain.sum, plain.contiguous]
+    if tensor.layout is torch.strided and math.prod(max(size, 1) for size in tensor.shape) <= _FEW:
+        ways.append(plain.tolist)  # of no elements it makes as many lists as a size says
     ways += [lambda: plain[0], lambda: plain.abs().max(), lambda: plain == plain, plain.nonzero]
     if tensor.is_quantized:
         return [*ways, plain.dequantize, plain.int_repr, lambda: torch.relu(plain), lambda: plain.view(-1)]

@@ -21,7 +21,7 @@ from tests.fuzz.trap import PAYLOAD, Sprung, nothing_unpickled
 
 ROOT = Path(__file__).parents[2]
 # Broken inputs of a target; of all others as many as MANY.
-ROUNDS = {"strangers": 40, "members": 40, "encrypted": 60, "tls": 100, "lives": 100}
+ROUNDS = {"strangers": 40, "members": 40, "encrypted": 60, "tls": 100, "lives": 100, "parts": 60}
 MANY = 400
 
 

@@ -78,7 +78,7 @@ from aiorpc.protocol.reference_messages import (
     PassedReference,
     ReferenceId,
 )
-from tests import wire
+from tests import colliding, wire
 from tests.documents import WIRE, wire_differences
 
 NOTHING = Values([])
@@ -726,3 +726,44 @@ def test_a_body_gets_another_head(named: Any) -> None:
     heads = [(function, ["key"], 1.5, None, None, None, None, None) for function in (300, named)]
     bodies = [write_with(Call, head, values) for head in heads]
     assert with_head(heads[1], without_head(bodies[0], heads[0])) == bodies[1]
+
+
+# --- what is in the values of a body ----------------------------------------------------------------------------------
+
+NOT_PLAIN: dict[str, Any] = {
+    "a map by numbers": {1: 2},
+    "a map by tuples": {(): 2},
+    "a map of lists": {"a": [1]},
+    "a list of lists": [[1]],
+    "a list of texts": ["a"],
+    "a timestamp": msgpack.Timestamp(1, 2),
+    "a list of timestamps": [msgpack.Timestamp(1, 2)],
+    "an extension": msgpack.ExtType(5, b""),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+@pytest.mark.parametrize("kind", [Kind.CALL, Kind.REPLY, Kind.ITEM])
+def test_values_are_what_a_worker_writes_there(kind: Kind, name: str) -> None:
+    """Scalars, and one list or dict of numbers; so nothing is nested, and keys of maps are text."""
+    head = [1, *[None] * 7] if kind == Kind.CALL else []
+    for value in (1, [1, 2.5, None], {"a": 1.5}):
+        read(kind, pack([*head, Values([value])]))
+    with pytest.raises(ProtocolError):
+        read(kind, pack([*head, Values([1, NOT_PLAIN[name]])]))
+
+
+def test_a_body_with_a_map_by_numbers_is_refused_at_once() -> None:
+    """Whatever these are: a map of those that a sender has chosen could take minutes."""
+    numbers = colliding.multiples(8)
+    pairs = b"".join(msgpack.packb(number % (1 << 63)) + b"\1" for number in numbers) * 100_000
+    begin = time.thread_time()
+    with pytest.raises(ProtocolError, match="no msgpack"):
+        unpack(b"\x91\xdf" + struct.pack(">I", 800_000) + pairs)
+    assert time.thread_time() - begin < 10
+
+
+def test_names_of_arguments_are_text() -> None:
+    """Of numbers a dict would be made."""
+    with pytest.raises(ProtocolError, match="no text"):
+        read(Kind.CALL, pack([1, [1], *[None] * 6, Values([1])]))

@@ -9,6 +9,7 @@ import enum
 import functools
 import os
 import pickle
+import struct
 import sys
 import uuid
 from collections import Counter, OrderedDict, deque
@@ -27,6 +28,7 @@ from aiorpc.protocol.identity import WorkerInfo
 from aiorpc.protocol.messages import Reply, Values, read_values, write
 from aiorpc.protocol.registered import register_safe
 from aiorpc.protocol.trees import Mark, read_tree, write_tree
+from tests import colliding
 from tests.tiers import examples
 
 Tensor = torch.Tensor
@@ -121,6 +123,22 @@ class Stateful:
     def __setstate__(self, state: Any) -> None:
         assert state[0] == "state"
         self.value = state[1]
+
+
+#: The numbers of what `Counted` has made, in their order.
+made: list[int] = []
+
+
+@register_safe
+class Counted:
+    """Says when one of it is read."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        made.append(self.number)
 
 
 class Unknown:
@@ -434,6 +452,15 @@ def test_no_pickle_is_read(payload: Any, protocol: int) -> None:
 NOTHING: list[Any] = [False, [], {}, None, None, None]
 ONE = torch.ones(4)
 INDEX = torch.tensor([[0, 9]])
+
+
+def quantised(dtype: str, size: int, *parts: Any) -> list[Any]:
+    """A tree of one of that type and size; its first parts are numbers of tensors, but for a scale."""
+    scaled = type(parts[1]) is float
+    tensors = [tensor(number) for number in parts[: 1 if scaled else 3]]
+    return [mark(Mark.QUANTISED), [mark(Mark.DTYPE), dtype], [mark(Mark.SIZE), size], *tensors, *parts[len(tensors) :]]
+
+
 BAD: dict[str, list[Any]] = {
     "a name": [mark(Mark.NAMED), "os:system"],
     "a builtin": [mark(Mark.NAMED), "builtins:eval"],
@@ -565,6 +592,26 @@ BAD: dict[str, list[Any]] = {
     "a parameter on a device": [
         *(mark(Mark.UNINITIALIZED), True, False, [mark(Mark.DEVICE), "cuda:0"], [mark(Mark.DTYPE), "float32"]),
     ],
+    "scales of a type that torch has not": quantised("qint32", 1, 19, 20, 2, 0),
+    "zero points of a type that torch has not": quantised("qint32", 1, 19, 22, 2, 0),
+    "scales of a shape that torch has not": quantised("qint8", 4, 4, 24, 25, 0),
+    "zero points beyond the integers": quantised("qint8", 2, 26, 23, 33, 0),
+    "a zero point beyond the integers": quantised("qint8", 4, 4, 0.5, 128),
+    "stored integers that are not all there": quantised("qint8", 4, 27, 0.5, 0),
+    "compressed indices that fall": [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_csr"], [mark(Mark.SIZE), 4, 4], False, False),
+        *(tensor(28), tensor(11), tensor(29)),
+    ],
+    "more elements than can be counted": [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 1 << 62, 4], False, False),
+        *(tensor(30), tensor(31)),
+    ],
+    "parts with a past": [mark(Mark.JAGGED), tensor(32), tensor(15), None, 1, False],
+    "a tensor of a tensor that is quantised": [
+        *(mark(Mark.SUBCLASS), f"{__name__}:Tagged", quantised("qint8", 4, 4, 0.5, 0), False),
+    ],
+    "a range of very large numbers": [mark(Mark.RANGE), 0, [mark(Mark.INT), b"\x7f" * 2000], [mark(Mark.INT), b"\x7f" * 999]],
+    "a type by a list": [mark(Mark.DTYPE), [mark(Mark.TUPLE), 1]],
     "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(7), None, 1, False],
     "jagged that falls": [mark(Mark.JAGGED), tensor(0), tensor(8), None, 1, False],
     "jagged with long parts": [mark(Mark.JAGGED), tensor(0), tensor(9), tensor(6), 1, False],
@@ -575,6 +622,11 @@ PARTS = (
     *(torch.zeros((0, 2), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
     *(torch.ones(1).expand(4), torch.tensor([[4]]), torch.tensor([[1]]), torch.tensor([0])),
     *(torch.zeros(1, dtype=torch.int64).expand(1, 3), torch.ones(3), torch.zeros(1, dtype=torch.int64).expand(4)),
+    *(torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.float16), torch.zeros(1), torch.ones(1, dtype=torch.float64)),
+    *(torch.ones(2, dtype=torch.float64), torch.ones((4, 1), dtype=torch.float64), torch.zeros((4, 1), dtype=torch.int64)),
+    *(torch.zeros(2, dtype=torch.int8), torch.zeros(1, dtype=torch.int8).expand(4)),
+    *(torch.tensor([0, 0, 0, 2, 0]), torch.zeros(0), torch.tensor([[0], [0]]), torch.ones(1), torch.ones(1, requires_grad=True)),
+    torch.tensor([0, 128]),
 )
 
 
@@ -605,6 +657,81 @@ def test_the_parts_that_are_refused_would_do_in_another_tensor(name: str) -> Non
         "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(5), None, 1, False],
     }
     assert isinstance(read(trees[name], tensors=(ONE, *good))[0], Tensor)
+
+
+def test_scales_that_torch_has_are_taken() -> None:
+    """The cases above fail for what is wrong with them; this is a tensor for each channel, as torch makes them."""
+    tree = quantised("qint32", 1, 0, 1, 2, 0)
+    parts = (torch.tensor([3], dtype=torch.int32), torch.full((1,), 0.5, dtype=torch.float64), torch.tensor([1]))
+    (made,) = read(tree, tensors=parts)
+    assert made.dequantize().tolist() == [1.0]
+    assert "0.5" in repr(made)
+
+
+def test_values_of_a_sparse_tensor_have_the_strides_of_their_shape() -> None:
+    """Kernels of torch take lengths from those, which no memory bounds where a size is 1."""
+    values = torch.ones(4).as_strided((1, 4), (1 << 40, 1))
+    tree = [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 4, 4, 4], False, False),
+        *(tensor(0), tensor(1)),
+    ]
+    (made,) = read(tree, tensors=(torch.tensor([[0], [1]]), values))
+    assert made.to_dense().sum() == 4
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "set of a class", "dict of a class", "nested sets"])
+def test_keys_that_collide_are_refused(kind: str) -> None:
+    """The table would take minutes; the error says what to send."""
+    keys = [[mark(Mark.TUPLE), *key] for key in colliding.equal_hashes(14)]
+    pairs = [[key, 1] for key in keys]
+    trees: dict[str, Any] = {
+        "set": [mark(Mark.SET), *keys],
+        "frozenset": [mark(Mark.FROZENSET), *keys],
+        "nested sets": [mark(Mark.SET), *([mark(Mark.FROZENSET), key] for key in keys)],
+        "set of a class": [mark(Mark.OBJECT), f"{__name__}:Chosen", True, [keys], {}, None, None, None],
+        "dict of a class": [mark(Mark.OBJECT), "collections:Counter", True, [], {}, None, None, pairs],
+    }
+    packed = msgpack.packb(trees[kind]) if kind in trees else b"\xdf" + struct.pack(">I", len(keys)) + b"".join(
+        msgpack.packb(key) + b"\1" for key in keys
+    )
+    with pytest.raises(SerializationError, match="hashes collide.*Send lists"):
+        read_tree(packed, Incoming((), (), None, True))
+
+
+def test_keys_of_all_kinds_are_taken() -> None:
+    """Also among objects of classes, each of which is made once."""
+    made.clear()
+    sent = [Counted(1), {"a": Counted(2), 7: Counted(3)}, Counted(4), {(1, "b"): 1.5, None: 2, 1.5: {2: {3: 4}}}, {b"b": 5}]
+    (arrived,) = travel([sent])
+    assert arrived[3:] == sent[3:] and arrived[1].keys() == {"a", 7}
+    assert [arrived[0].number, arrived[1]["a"].number, arrived[1][7].number, arrived[2].number] == [1, 2, 3, 4]
+    assert made == [1, 2, 3, 4]
+
+
+def test_a_part_that_is_named_very_often_is_refused() -> None:
+    """Each time it would be copied, and looked through."""
+    index, values = torch.zeros((1, 50_000), dtype=torch.int64), torch.ones(50_000)
+    tree = [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 3], False, False),
+        *(tensor(0), tensor(1)),
+    ]
+    assert len(read(*[tree] * 20, tensors=(index, values))) == 20
+    with pytest.raises(SerializationError, match="much oftener"):
+        read(*[tree] * 2000, tensors=(index, values))
+
+
+def test_a_timestamp_of_msgpack_is_a_number() -> None:
+    """No worker sends one; an object of its class would have a hash of its own."""
+    assert read(msgpack.Timestamp(3, 500_000_000)) == (3.5,)
+
+
+def test_no_error_shows_what_was_sent() -> None:
+    """Only what it is."""
+    secret = [[["a list"] * 3]]
+    for tree in ([mark(Mark.SIZE), secret], [mark(Mark.NAMED), secret], [mark(Mark.ARRAY), secret, secret, 1, 1, b""]):
+        with pytest.raises(SerializationError) as refused:
+            read(tree)
+        assert "a list" in f"{refused.value}" and "['a list'" not in f"{refused.value}"
 
 
 def test_the_product_of_very_many_sizes_is_not_taken() -> None:
