@@ -322,8 +322,8 @@ class Worker:
 
         graceful: close the door, and leave once what was accepted before is over. In a group of fixed size the door
         closes when every live member has entered its own shutdown, and calls have ``rpc_timeout`` from then on; in one
-        without a size it closes now. Then what this worker's program begins raises WorkerClosed, and what it still waits
-        for does so after 3 s. False leaves at once, also where a graceful shutdown waits already.
+        without a size it closes now. Then what this worker's program begins raises WorkerClosed, and what it still
+        waits for does so after 3 s. False leaves at once, also where a graceful shutdown waits already.
         timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
         Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
         but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).

@@ -153,3 +153,26 @@ async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
         assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerClosed)
         await leaver.shutdown(graceful=False)
         assert isinstance(await error_of(waiting), PeerClosed)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyError("x"), r"left after an error \(KeyError\)"), (asyncio.CancelledError(), "shut down")]
+)
+async def test_who_leaves_after_an_error_says_which_one(error: BaseException, said: str) -> None:
+    """To calls that wait, and to those that come later; to be cancelled is no error of the program's."""
+    store = HashStore()
+    leaver, caller = (Worker(name, rank=rank, world_size=2, store=store) for rank, name in enumerate("ab"))
+    await asyncio.gather(leaver.start(), caller.start())
+    waiting = caller.peer("a", timeout=0).call(for_ever)
+    await until(lambda: leaver.statistics().calls_running == 1)
+    with pytest.raises(type(error)):
+        async with leaver:
+            raise error
+    for call in (waiting, caller.call("a", abs, -3)):
+        with pytest.raises(PeerClosed, match=rf"a \(rank 0, pid .*\) has {said}"):
+            await call
+    await caller.shutdown()
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
