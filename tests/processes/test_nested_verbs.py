@@ -1,4 +1,4 @@
-"""Blocking verbs in what interrupts the runtime in the midst of another one: signal handlers, trace functions, finalizers."""
+"""Blocking verbs in signal handlers, trace functions and finalizers that interrupt another one anywhere."""
 
 from __future__ import annotations
 
