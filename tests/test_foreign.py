@@ -153,7 +153,8 @@ def test_code_that_a_signal_handler_shares_is_told_from_the_handler() -> None:
     kind = type("Kind", (), {"__setstate__": shared})
     before = signal.signal(signal.SIGUSR1, shared)
     try:
-        for state in ({}, int(signal.SIGUSR1)):
+        states: tuple[object, ...] = {}, int(signal.SIGUSR1)
+        for state in states:
             with pytest.raises(ValueError, match="as an argument") as caught:
                 kind().__setstate__(state)
             assert not foreign.from_signal(caught.value)
