@@ -7,16 +7,19 @@ those can raise, even SystemExit. What has to go on whatever comes goes past all
 from __future__ import annotations
 
 import contextlib
+import dis
 import logging
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, TracebackType
+from inspect import CO_VARARGS
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, TracebackType
 from typing import Any
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
 # The attributes where the interpreter itself looks, which no class can redefine.
 _FIELDS: dict[str, Any] = {
@@ -87,27 +90,46 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it may be Ctrl-C: KeyboardInterrupt where Python runs signal handlers, in the main thread."""
-    return is_a(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    """Whether it is Ctrl-C: a KeyboardInterrupt that a signal handler has raised, and not what code of users has."""
+    return is_a(error, KeyboardInterrupt) and from_signal(error)
 
 
 def from_signal(error: BaseException) -> bool:
-    """Whether a signal handler has raised it: KeyboardInterrupt, or an error that came out of one that is installed.
+    """Whether a signal handler has raised it: one of the interpreter's, or one of Python that is installed.
 
     Such an error is for whoever the handler belongs to, and says nothing about what it has interrupted. Only the main
     thread runs signal handlers.
     """
-    if is_a(error, KeyboardInterrupt):
-        return True
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = {code for code in map(_code_of, map(signal.getsignal, signal.valid_signals())) if code is not None}
-    trace = field(error, "__traceback__")
+    handlers: dict[CodeType, set[int]] = {}
+    for number in signal.valid_signals():
+        code = _code_of(signal.getsignal(number))
+        if code is not None:
+            handlers.setdefault(code, set()).add(number)
+    trace, last = field(error, "__traceback__"), None
     while trace is not None:
-        if trace.tb_frame.f_code in handlers:
+        if _handles(trace.tb_frame, handlers.get(trace.tb_frame.f_code, ())):
             return True
-        trace = trace.tb_next
-    return False
+        trace, last = trace.tb_next, trace
+    # What raises it for Ctrl-C by default has no frame; code of Python that raises one says so where it does.
+    return is_a(error, KeyboardInterrupt) and (last is None or last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE)
+
+
+def _handles(frame: FrameType, signals: Collection[int]) -> bool:
+    """Whether that frame was called for one of those signals: what handles it may be called by others, too."""
+    if not signals:
+        return False
+    code, names = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    given: list[Any] = []
+    for name in code.co_varnames[:count]:
+        value = names.get(name)
+        given += value if type(value) is tuple else (value,)
+    if FrameType in map(type, given):  # what was interrupted
+        return True
+    deleted = any(name not in names for name in code.co_varnames[:count])
+    return deleted and any(isinstance(each, int) and each in signals for each in given)
 
 
 def _code_of(handler: Any) -> CodeType | None:

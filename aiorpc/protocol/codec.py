@@ -382,7 +382,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # and those that make up what they are asked for, as torch.ops does, keep that.
             return self._dynamic_function_reduce(value)
         if isinstance(value, CodeType):  # whatever holds it: compiled for this version, another one dies of it
-            return load_code, (_MINOR, *code_reduce(value)[1])
+            return load_code, (_MINOR, value.co_filename, *code_reduce(value)[1])
         reduced = super().reducer_override(value)
         if isinstance(value, type):
             if self._out.other_python and type(reduced) is tuple and len(reduced) > 2:
@@ -403,15 +403,19 @@ def _needs_same_python(value: Any, theirs: str) -> SerializationError:
     )
 
 
-def load_code(python: str, *parts: Any) -> CodeType:
-    """Used in pickles: compiled code, by the minor version of Python that has compiled it."""
+def load_code(python: str, file: str, *parts: Any) -> CodeType:
+    """Used in pickles: compiled code, by the minor version of Python that has compiled it.
+
+    file: where its source stands, for tracebacks; cloudpickle 3.1.3 leaves that out.
+    """
     if python != _MINOR:
         made = python if isinstance(python, str) and len(python) < 8 and python.isascii() else "another version"
         raise SerializationError(
             f"a function or class that came by value was made by Python {made}, and this is {_MINOR}: the code of one "
             "does not run in the other; define it at the top of a module that both can import"
         )
-    return CodeType(*parts)
+    code = CodeType(*parts)
+    return code if code.co_filename == file else code.replace(co_filename=file)
 
 
 def load_tensor(index: int) -> Tensor:

@@ -120,7 +120,8 @@ class LastingConnection(Connection):
                 return True
             if self.queue.frames and self.queue.frames[0] is self._ack:  # else two that are full would wait for ever
                 return True
-        self._full = self._blocked = True if turn else False
+        # And no call: the turn may end in one.
+        self._full = self._blocked = True if turn else False  # noqa: SIM210
         # The loop may just have taken an acknowledgement, or the word of the opener, and not have seen this yet.
         if session.size < session.limit and not self._awaiting:
             self._full = self._blocked = False

@@ -210,8 +210,8 @@ class SendQueue:
     def write(self, sock: socket.socket, turn: SocketTurn) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.
 
-        turn: with `frames` and the flags for the socket. Raises what the socket raises; nothing is written then. TurnEnded if the
-        turn has ended meanwhile.
+        turn: with `frames` and the flags for the socket. Raises what the socket raises; nothing is written
+        then. TurnEnded if the turn has ended meanwhile.
         """
         frames, begun, sent = self.frames, self.begun, self._sent
         if not turn:  # before it has looked, or in the midst of that; from here on these are its own if it ends

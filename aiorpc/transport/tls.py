@@ -61,7 +61,7 @@ class _Step(NamedTuple):
 
 
 _NOTHING = _Step()
-_RUN: Callable[[Callable[[], int]], int] = call  # as mypy understands it
+_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 
 
 class TlsLayer:
@@ -258,7 +258,8 @@ class TlsLayer:
                         break
                     begun, done, place = _Step(end, left, size), _Step(end + size), clear[end : end + size]
                     self._step = begun if turn else self._step
-                    if not all(map(_RUN, (turn.__len__, partial(read, size, place)))):
+                    steps: tuple[Callable[[], object], ...] = turn.__len__, partial(read, size, place)
+                    if not all(map(_RUN, steps)):
                         if not turn:
                             raise TurnEnded
                         raise self._ended()

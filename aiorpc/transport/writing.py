@@ -132,7 +132,8 @@ class FrameWriter:
     def _schedule(self) -> None:
         self._scheduled = threading.get_ident()  # what interrupts us asks itself
         self._call_on_loop(self._flush)
-        self._scheduled = True if self._scheduled else False  # in one step: it may have flushed
+        # In one step, without a call: it may have flushed.
+        self._scheduled = True if self._scheduled else False  # noqa: SIM210
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -215,7 +216,7 @@ class FrameWriter:
         self._call_on_loop(self._flush)
 
     def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
-        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer, in its turn."""
+        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer, in turn."""
         raise NotImplementedError  # only `LastingConnection` has a session
 
     def _wait_writable(self) -> None:

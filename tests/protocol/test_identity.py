@@ -120,7 +120,7 @@ def test_a_malformed_part_of_a_record_is_a_protocol_error(index: int, value: obj
 @pytest.mark.parametrize("value", [None, 3, "abcdefghijk", b"abcdefghijk", {}, [], RECORD.to_wire()[:-1]])
 def test_what_is_no_record_is_a_protocol_error(value: object) -> None:
     """Other types and other lengths are refused."""
-    with pytest.raises(ProtocolError, match="a list of 13 items"):
+    with pytest.raises(ProtocolError, match="a list of 16 items"):
         WorkerRecord.from_wire(value)
 
 

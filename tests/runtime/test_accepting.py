@@ -177,16 +177,70 @@ async def test_who_looks_whether_a_socket_is_alive_is_not_counted() -> None:
         assert (after.connections_given_up, after.connections_refused) == (1, 0)
 
 
-async def prove(sock: socket.socket, by: Worker, to: Worker, link: int) -> None:
-    """The handshake of one member with another one, for a connection that its runtime knows nothing of."""
+async def prove(sock: socket.socket, by: Worker, to: Worker, link: int, session: bytes | None = None) -> None:
+    """The handshake of one member with another one, for a connection that its runtime knows nothing of.
+
+    session: of that link, whose second connection it is to be.
+    """
     loop, mine, theirs = asyncio.get_running_loop(), by.node.engine.record, to.node.engine.record
-    shaking = Handshake(mine, by.node.acceptor.secret, expect=theirs, link=link)
+    secret = by.node.acceptor.secret if session is None else session
+    shaking = Handshake(mine, secret, expect=theirs, link=link, pipe=session is not None)
     decoder = FrameDecoder(max_body=1 << 16)
     await loop.sock_sendall(sock, b"".join(shaking.start()))
     while shaking.peer is None:
         for frame in decoder.feed(await loop.sock_recv(sock, 65536)):
             if shaking.peer is None and (reply := b"".join(shaking.feed(frame))):
                 await loop.sock_sendall(sock, reply)
+
+
+async def opened(by: Worker, to: Worker, link: int, session: bytes | None = None) -> socket.socket:
+    """One more connection of a member, once that is proved. Raises what `prove` does."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, to.node.engine.record.unix_path)
+        await prove(sock, by, to, link, session)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def test_a_member_has_few_connections() -> None:
+    """However many it opens, also at once, two are served; the others are told so or closed."""
+    async with cluster(3) as workers:
+        worker, _, member = workers
+        loop, services = asyncio.get_running_loop(), worker.node.services
+        assert await member.call("worker0", len, "abc") == 3
+        made = await asyncio.gather(*(opened(member, worker, 1000 + at) for at in range(20)), return_exceptions=True)
+        assert len([each for each in services if each.record.name == "worker2"]) <= 2
+        with pytest.raises(PeerRefused, match="worker 'worker2' has 2 connections here already"):
+            await opened(member, worker, 2000)
+        socks = [each for each in made if isinstance(each, socket.socket)]
+        ended = [asyncio.ensure_future(loop.sock_recv(sock, 1)) for sock in socks]
+        await until(lambda: len([each for each in ended if not each.done()]) == 1)
+        assert await workers[1].call("worker0", len, "abc") == await member.call("worker0", len, "abc") == 3
+        for each in ended:
+            each.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
+        for sock in socks:
+            sock.close()
+
+
+async def test_a_link_has_one_connection_for_large_tensors() -> None:
+    """One that comes in place of another, of which no use was made yet, ends that."""
+    async with cluster(2) as (worker, member):
+        assert await member.call("worker0", len, "abc") == 3
+        link = member.node.peers.find("worker0").link
+        assert link is not None
+        loop, socks = asyncio.get_running_loop(), []
+        for _ in range(5):
+            socks.append(await opened(member, worker, link.number, link.connection.session))
+        for sock in socks[:-1]:
+            assert await asyncio.wait_for(loop.sock_recv(sock, 1), LIMIT) == b""
+        for sock in socks:
+            sock.close()
+        assert await member.call("worker0", len, "abc") == 3
 
 
 async def test_a_member_does_not_fill_our_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime import life
 from aiorpc.runtime.engine.host import versions
 from aiorpc.runtime.group.versions import VersionNotes
+from tests.runtime.waiting import until
 
 RECORD = WorkerRecord("w0", 0, "1", "h", "h", 1, "", "", "", 0, python="3.11.7", torch="2.13.0+cpu", aiorpc="0.1.0")
 
@@ -51,8 +52,14 @@ async def test_other_versions_are_told_once_at_joining(
     mixed: tuple[Worker, Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each side names both versions and the worker that has the other one."""
-    told = [each.getMessage() for each in caplog.records if "Python 3.99.1" in each.getMessage()]
-    assert len(told) == 2
+
+    def told_of() -> list[str]:
+        lines = [each.getMessage() for each in (*caplog.get_records("setup"), *caplog.get_records("call"))]
+        return [line for line in lines if "Python 3.99.1" in line]
+
+    assert await mixed[0].call("there", abs, -1) == 1
+    await until(lambda: len(told_of()) == 2)
+    told = told_of()
     for own, other in (("here", "there"), ("there", "here")):
         (line,) = (each for each in told if each.startswith(f"worker '{own}'"))
         assert f"'{other}'" in line

@@ -387,7 +387,11 @@ def test_the_size_is_right_whenever_others_append(work: str) -> None:
 
     def happened(at: int) -> bool:
         queue = filled([[b"one"], [b"two"]])
-        step = partial(drain, queue, Taker()) if work == "write" else partial(queue.prepend, [b"first"], SocketTurn(lambda: None, None))
+        step = (
+            partial(drain, queue, Taker())
+            if work == "write"
+            else partial(queue.prepend, [b"first"], SocketTurn(lambda: None, None))
+        )
         found = meanwhile(step, at, lambda _: queue.append([b"later"]), send_queue.__file__, signals=True)
         assert queue.size == sum(sum(map(len, frame)) + FRAME_COST for frame in queue.frames)
         return found

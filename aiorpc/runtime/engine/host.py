@@ -13,10 +13,20 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
 from ...protocol.identity import VERSION_LIMIT, WorkerRecord, legible
+
+
+class Versions(TypedDict):
+    """Of what a worker runs."""
+
+    python: str
+    torch: str
+    aiorpc: str
+
 
 _EXIT_CODE = 49  # its place among the fields of /proc/PID/stat from the state on
 # Made at import, so that children that are forked later share it: they run the same interactive main as their parent.
@@ -82,14 +92,16 @@ def main_identity() -> str:
     return f"file:{os.path.realpath(file)}:{digest}" if name == "__main__" else f"module:{name}:{digest}"
 
 
-def versions() -> dict[str, str]:
+def versions() -> Versions:
     """The versions of Python, torch and aiorpc, as a record has them."""
     try:
         own = metadata.version("aiorpc")
     except metadata.PackageNotFoundError:  # it runs from its sources
         own = ""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "aiorpc": own}
-    return {name: legible(version)[:VERSION_LIMIT] for name, version in found.items()}
+    python, its_torch, own = (
+        legible(each)[:VERSION_LIMIT] for each in (platform.python_version(), str(torch.__version__), own)
+    )
+    return {"python": python, "torch": its_torch, "aiorpc": own}
 
 
 def most_descriptors() -> int:
