@@ -31,14 +31,13 @@ from collections.abc import Callable, Sequence
 from ..errors import ProtocolError
 from ..foreign import log_error
 from ..locks import RLock, is_owned
+from ..logs import logger
 from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import ACK_BYTES, Session
 from .tls import TlsLayer
 from .writing import FrameWriter
-
-logger = logging.getLogger("aiorpc")
 
 # Most that is read before other connections get a turn, in bytes. What has to be decrypted takes
 # the loop's thread about four times as long, what is compared with its seal up to twice.

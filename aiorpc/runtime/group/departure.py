@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, assert_never
 
 from ...errors import RendezvousError, RpcError
+from ...logs import logger
 from ...protocol import leaving
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Activity, GroupTable, Outputs
@@ -20,8 +20,6 @@ from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..engine.tasks import begin
 from ..meeting.rendezvous import Rendezvous
-
-logger = logging.getLogger("aiorpc")
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
@@ -116,7 +114,9 @@ class Departure:
                 self._engine.tasks.spawn(self._rest())
             case leaving.Overdue(busy):
                 names = ", ".join(self._home.peers.describe(each) for each in busy) or "nobody"
-                logger.warning("shutdown: %s still had calls under way; leaving all the same", names)
+                logger.of(self._engine.name).warning(
+                    "shutdown: %s still had calls under way; leaving all the same", names
+                )
             case _:
                 assert_never(output)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from ....collecting import wait_all, wait_alone
 from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ....futures import Future
 from ....locks import RLock
+from ....logs import logger
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
 from ....runtime.caller.misuse import check_arguments
@@ -42,7 +42,6 @@ __all__ = [
     "shutdown",
 ]
 
-logger = logging.getLogger("aiorpc")
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What is still referred to when the group leaves is no error, unless somebody wants it to be.
