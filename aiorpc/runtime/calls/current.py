@@ -331,7 +331,7 @@ class Registry(Generic[N]):
 
     def _update(self) -> None:
         nodes = list(self._nodes)
-        logger.be_of(tuple(node.engine.name for node in nodes))
+        logger.be_of(node.engine.name for node in nodes)
         self._lone = nodes[0] if len(nodes) == 1 else None
         self.only = None if self._several else self._lone
         now = sys.getswitchinterval()
