@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 from . import foreign
 from .errors import WorkerClosed
+from .logs import logger
 from .sites import spates
 from .threads import daemon
-
-logger = logging.getLogger("aiorpc")
 
 
 class Settled(Protocol):

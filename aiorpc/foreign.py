@@ -10,7 +10,6 @@ import contextlib
 import dis
 import logging
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Collection, Mapping
@@ -168,7 +167,9 @@ def copy_of(error: BaseException, kind: type[BaseException] | None = None) -> Ba
     return twin
 
 
-def log_error(logger: logging.Logger, level: int, error: BaseException, message: str, *args: object) -> None:
+def log_error(
+    logger: logging.LoggerAdapter[logging.Logger], level: int, error: BaseException, message: str, *args: object
+) -> None:
     """Log a message with the traceback of an error. Never raises, whatever showing the error runs into."""
     try:
         logger.log(level, message, *args, exc_info=error)
@@ -176,31 +177,8 @@ def log_error(logger: logging.Logger, level: int, error: BaseException, message:
         try:
             logger.log(level, f"{message}\n%s", *args, traceback_of(error))
         except BaseException as broken:  # a handler of the program's own
-            logging.getLogger("aiorpc").debug("a log handler raised %s", name_of(broken))
-
-
-def _guard(logger: logging.Logger) -> None:
-    """See to it that a handler or a filter of the program's own that raises does not keep from its work what logs.
-
-    It is told on stderr, as `logging.Handler.handleError` tells it. What has a traceback is for `log_error`, which
-    tries once more without.
-    """
-    handle = logger.handle
-
-    def guarded(record: logging.LogRecord) -> None:
-        try:
-            handle(record)
-        except BaseException as broken:
-            if record.exc_info or from_signal(broken):
-                raise
-            if logging.raiseExceptions and sys.stderr is not None:
-                with contextlib.suppress(Exception):  # it may be closed
-                    print(f"--- Logging error ---\n{traceback_of(broken)}", end="", file=sys.stderr)
-
-    logger.handle = guarded  # type: ignore[method-assign]  # of this one alone: its class may be the program's own
-
-
-_guard(logging.getLogger("aiorpc"))
+            with contextlib.suppress(BaseException):
+                logger.debug("a log handler raised %s", name_of(broken))
 
 
 # --- of what an exception is made -------------------------------------------------------------------------------------

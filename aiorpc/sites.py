@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from types import CodeType, FrameType
 
 from . import foreign
 from .errors import RpcCancelled, WorkerClosed
-
-logger = logging.getLogger("aiorpc")
+from .logs import logger
 
 # Of the same thing so many failures are logged in so many seconds: one line of a program may make ten thousand calls,
 # which fail at once when their worker dies. Of so many things it is known how often that was, the latest ones.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
-from aiorpc import PeerLost, foreign
-from aiorpc.testing import cluster
+from aiorpc import foreign
+from aiorpc.logs import logger
 from tests.runtime import hostile
-from tests.runtime.waiting import LIMIT, until
 
 
 @pytest.mark.parametrize("raised", hostile.RAISED)
@@ -34,44 +32,8 @@ def test_no_function_runs_into_what_the_class_raises(
     assert twin is not None and twin is not error and type(twin) is type(error)
     assert foreign.field(twin, "args") == ("told",) and foreign.field(twin, "__cause__") is cause
     assert foreign.is_a(error, hostile.Hostile) and not foreign.is_a(error, OSError)
-    foreign.log_error(logging.getLogger("aiorpc"), logging.ERROR, error, "it %s", "failed")
+    foreign.log_error(logger, logging.ERROR, error, "it %s", "failed")
     assert "it failed" in caplog.text
-
-
-class Broken(logging.Handler):
-    """A log handler of a program that raises."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        raise OSError(f"the disk is full: {record.getMessage()}")
-
-
-@pytest.fixture
-def broken_log() -> Iterator[None]:
-    handler, logger = Broken(logging.WARNING), logging.getLogger("aiorpc")
-    logger.addHandler(handler)
-    yield
-    logger.removeHandler(handler)
-
-
-@pytest.mark.usefixtures("broken_log")
-def test_a_log_handler_that_raises_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever logs goes on; what a signal handler raises meanwhile is for somebody else."""
-    logging.getLogger("aiorpc").warning("worker %s was lost", "w1")
-    assert "OSError: the disk is full: worker w1 was lost" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("broken_log")
-async def test_a_log_handler_that_raises_does_no_harm() -> None:
-    """A loss comes with a line in the log: calls end all the same, and whoever shuts down gets the report."""
-    async with cluster(2) as workers:
-        assert await workers[0].call("worker1", abs, -3) == 3
-        call = workers[0].peer("worker1", timeout=LIMIT).call(asyncio.sleep, LIMIT)
-        await until(lambda: workers[1].statistics().calls_running)
-        await workers[1].drop()
-        with pytest.raises(PeerLost):
-            await call
-        report = await workers[0].shutdown()
-        assert [each.name for each in report.lost] == ["worker1"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("protocol",),
     ("futures", "collecting", "callbacks", "overseeing", "sites"),
-    ("options", "rights", "devices", "errors", "foreign", "locks", "private", "threads", "turns", "_typing"),
+    ("options", "rights", "devices", "errors", "foreign", "locks", "logs", "private", "threads", "turns", "_typing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

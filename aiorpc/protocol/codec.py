@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import torch
@@ -339,7 +339,8 @@ def _reduce_file(file: io.TextIOWrapper) -> Any:
     if file is sys.stdout or file is sys.stderr:
         return cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
     raise SerializationError(
-        "an open file stays with its process; send what file.read() gives, or its path where the other worker has it too"
+        "an open file stays with its process; send what file.read() gives, or its path where the other worker has it, "
+        "too"
     )
 
 
@@ -347,7 +348,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
 
     # Before cloudpickle's, which sends what is in an open file.
-    dispatch_table = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(self, file: io.BytesIO, out: Outgoing) -> None:
         # Not a method of ours: a cycle would keep all that was pickled until the garbage collector comes by.

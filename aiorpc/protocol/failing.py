@@ -13,6 +13,7 @@ from .packing import PLAIN
 
 # So many parts are tried, in so many seconds: a long list may have its bad item at the end.
 _MOST, _SECONDS = 10_000, 0.5
+_SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")  # a class that has one of these pickles what it likes
 _KEY = 40  # letters of a key that are shown
 
 
@@ -61,7 +62,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f"[{number}]", part
     elif isinstance(value, FunctionType):
         yield from _variables(value)
-    elif type(value).__reduce_ex__ is object.__reduce_ex__ and type(value).__reduce__ is object.__reduce__:
+    elif not any(name in kind.__dict__ for name in _SAYS_HOW for kind in type(value).__mro__[:-1]):
         for name, part in list(getattr(value, "__dict__", {}).items()):
             yield f".{name}", part
         for kind in type(value).__mro__:

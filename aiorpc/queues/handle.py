@@ -212,7 +212,7 @@ class Queue(QueueHandle):
             self._object: ServedObject = node.worker.serve(self.name, self._served)
         except NameTaken:
             raise RpcUsageError(
-                f"worker {self.owner!r} has a queue, or serves an object, of the name {name!r} already: give this queue "
+                f"worker {self.owner!r} has a queue, or serves an object, of the name {name!r} already: give this one "
                 f"another name, or close() the other one. rpc.queue({name!r}, owner={self.owner!r}) uses a queue that "
                 "is there"
             ) from None

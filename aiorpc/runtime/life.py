@@ -28,6 +28,7 @@ from .. import foreign
 from ..channels import layout
 from ..errors import Overloaded, RendezvousError, RpcUsageError, StoreGone, WorkerClosed
 from ..locks import RLock
+from ..logs import logger
 from ..options import Tls, seconds
 from ..protocol.identity import UNUSABLE, WorkerRecord, legible
 from ..protocol.states import WorkerEvent, WorkerState
@@ -49,8 +50,6 @@ from .meeting.agreeing import LeaderLeft
 from .meeting.patience import Patience
 from .meeting.rendezvous import Rendezvous
 from .node import Meeting, Node, Plan, registry
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds before the first try to find a store again that has gone.
 _FIRST_PAUSE = 0.05

@@ -27,6 +27,7 @@ from .. import foreign
 from ..channels.accelerator import Accelerator
 from ..devices import DeviceClaims
 from ..errors import RpcError, WorkerClosed
+from ..logs import logger
 from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord, legible
 from ..protocol.states import WorkerEvent, WorkerState
@@ -61,8 +62,6 @@ from .meeting.rendezvous import Rendezvous
 from .publication.publications import Publications
 from .references.references import References
 from .references.rref import RRef
-
-logger = logging.getLogger("aiorpc")
 
 
 @dataclass(frozen=True)
@@ -171,6 +170,7 @@ class Node:
             engine.loop,
             warn_after=options.lag_warning,
             describe=self.describe_running,
+            apart=lambda: self.worker.thread is not None,
             name=engine.name,
             on_closed=partial(self.loop_closed, wait=False),  # a loop that others take down ends this thread, too
         )
@@ -307,9 +307,9 @@ class Node:
         return sorted(calls, key=lambda call: -call.seconds)
 
     def describe_running(self) -> str:
-        """The handlers that may be blocking the loop or a shutdown, as text for a log message."""
+        """The handlers that may be blocking the loop, as text for a log message; empty if there are none."""
         running = [call.function for call in self.pending_calls() if call.direction == "served"]
-        return f"a handler among {', '.join(running[:5])}" if running else "no handler"
+        return f"a handler among {', '.join(running[:5])}" if running else ""
 
     def describe_pending(self) -> str:
         """The calls of users that are under way, oldest first, as text for a log message; empty if there are none."""

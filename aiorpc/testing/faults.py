@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from typing import TypedDict, Unpack
 
 from ..errors import RpcError, RpcUsageError
 from ..locks import Lock
+from ..logs import logger
 from ..options import seconds as checked_seconds
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.member_call import MemberCall
@@ -28,8 +28,6 @@ from ..runtime.engine.observing import Passage
 from ..runtime.node import Node, registry
 from ..runtime.worker import Worker
 from .passing import Lanes, MessageKind, SentMessage, describe, lane_of
-
-logger = logging.getLogger("aiorpc")
 
 # Somebody waits for the answer to these, so sending them can fail.
 _CALLS = frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH, MessageKind.GRADIENT, MessageKind.CONTEXT))

@@ -8,7 +8,6 @@ as a whole and by case, and not by the rules for host names.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import ssl
 import stat
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import RpcUsageError
+from ..logs import logger
 from ..options import Tls
 from ..private import exposure
-
-logger = logging.getLogger("aiorpc")
 
 ROLE = "aiorpc:role:"
 # Bytes that a handshake takes in each direction are far below this; what is read of them at once, in the rehearsal.
@@ -129,7 +127,7 @@ class Credentials:
         except (OSError, RpcUsageError) as error:
             self._said = str(error)
             if self._said != before:  # the same is said once
-                logger.warning("new TLS files are not used yet: %s", error)
+                logger.of(self._name).warning("new TLS files are not used yet: %s", error)
 
 
 class _Loaded(NamedTuple):

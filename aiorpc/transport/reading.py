@@ -32,6 +32,7 @@ from functools import partial
 from ..errors import ProtocolError
 from ..foreign import log_error
 from ..locks import RLock, is_owned, release
+from ..logs import logger
 from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
@@ -39,8 +40,6 @@ from ..protocol.session import ACK_BYTES, Session
 from ..turns import SocketTurn, TurnEnded, begin, leave
 from .tls import TlsLayer
 from .writing import FrameWriter
-
-logger = logging.getLogger("aiorpc")
 
 # Most that is read before other connections get a turn, in bytes. What has to be decrypted takes
 # the loop's thread about four times as long, what is compared with its seal up to twice.

@@ -638,7 +638,7 @@ def watches():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["remote", "rpc_async"])
 def test_a_handler_goes_on_when_its_caller_dies(how: str, tmp_path: Path) -> None:
-    """Also where it waits in a call of its own, as with torch; its error is printed where it ran, and told in the log."""
+    """Also where it waits in a call of its own, as with torch; its error is printed where it ran, and logged."""
     (tmp_path / "orphans.py").write_text(ORPHANS)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     processes = []

@@ -474,6 +474,7 @@ class To:
     """A receiver, as far as encoding asks."""
 
     same_main = True
+    other_python = ""
     max_body = 1 << 24
     max_segment = 1 << 40
     safe = False

@@ -1256,7 +1256,9 @@ async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) 
     with pytest.raises(rpc.RpcUsageError, match="Object name must"):
         make(pair[0], "a queue")
     make(pair[0])
-    with pytest.raises(rpc.RpcUsageError, match=r"has a queue.* of the name 'q' already.*rpc\.queue\('q', owner='worker0'\)"):
+    with pytest.raises(
+        rpc.RpcUsageError, match=r"has a queue.* of the name 'q' already.*rpc\.queue\('q', owner='worker0'\)"
+    ):
         make(pair[0])
     with pytest.raises(rpc.RpcUsageError, match="Worker name must"):
         handle(pair[0], owner="no worker")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import logging
 import re
 import signal
@@ -11,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,98 @@ def test_a_blocked_loop_is_reported_once_with_handler_and_place(run: Run, caplog
     )
     assert "`def` handler" in text
     assert "options.dedicated_loop" in text
+
+
+def blocks_without_a_handler(watch: LoopMonitor) -> Callable[[], Coroutine[Any, Any, None]]:
+    async def main() -> None:
+        watch._loop = asyncio.get_running_loop()
+        watch.start()
+        await asyncio.sleep(0)
+        block_for(BLOCKED)
+        await until(lambda: watch.blocked_count > 0)
+        watch.stop()
+
+    return main
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_advice_fits_a_loop_that_no_handler_blocks(caplog: pytest.LogCaptureFixture, apart: bool) -> None:
+    """A step of the program is told to run in a thread; dedicated_loop is no advice where the loop has one already."""
+    with asyncio.Runner() as loop:
+        watch = LoopMonitor(loop.get_loop(), interval=0.02, warn_after=0.1, describe=str, apart=lambda: apart, name="t")
+        loop.run(blocks_without_a_handler(watch)())
+    (text,) = warnings(caplog)
+    assert text.startswith("worker t: the event loop has been blocked for")
+    assert "`def` handler" not in text and "in a thread" in text and "block_for" in text
+    assert ("options.dedicated_loop" in text) is not apart
+    assert ("by no handler" if apart else "by a step of the program's own") in text
+
+
+def test_imports_that_block_the_loop_are_named_as_that_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever handler runs: they come in any program on a busy machine. What else blocks the loop is still told."""
+    for name in ("slow_to_import_a", "slow_to_import_b"):
+        (tmp_path / f"{name}.py").write_text(f"import time\ntime.sleep({BLOCKED})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def main() -> None:
+        watch = monitor()
+        watch.start()
+        await asyncio.sleep(0)
+        for count, block in enumerate((import_a, import_b, block_for_long)):
+            block()
+            await until(lambda count=count: watch.blocked_count > count)  # type: ignore[misc]  # bound here
+        watch.stop()
+
+    asyncio.run(main())
+    first, second = warnings(caplog)
+    assert "by the import of slow_to_import_a" in first and "no fault of a handler" in first
+    assert "by call 7 of slow" in second
+
+
+def block_for_long() -> None:
+    block_for(BLOCKED)
+
+
+def import_a() -> None:
+    importlib.import_module("slow_to_import_a")
+
+
+def import_b() -> None:
+    importlib.import_module("slow_to_import_b")
+
+
+def test_a_collection_that_blocks_the_loop_is_named_as_that_and_once(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It lets no other thread run, and shows in no frame: the collector counts it."""
+    size, spent = 1_000_000, 0.0
+    while spent < 0.3:
+        start = time.thread_time()
+        3**size
+        spent, size = time.thread_time() - start, size * 2
+
+    class Slow:
+        """What takes long to be collected, within the collector."""
+
+        __del__ = partial(pow, 3, size // 2)
+
+    async def main() -> None:
+        watch = monitor()
+        watch.start()
+        await until(lambda: watch.lag_mean > 0)
+        for count in range(2):
+            cycle: list[Any] = [Slow()]
+            cycle.append(cycle)
+            del cycle
+            gc.collect()
+            await until(lambda count=count: watch.blocked_count > count)  # type: ignore[misc]  # bound here
+        watch.stop()
+
+    run(main)
+    (text,) = warnings(caplog)
+    assert "by a garbage collection" in text
 
 
 def test_each_blockage_is_reported(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -329,7 +329,7 @@ async def test_a_call_is_not_its_result(pair: list[Worker]) -> None:
 FORGOTTEN: dict[str, Callable[[Any], Any]] = {
     "+": lambda call: call + 1,
     "reflected +": lambda call: 1 + call,
-    "+=": lambda call: operator.iadd(call, 1),
+    "^": lambda call: call ^ 1,
     "tensor *": lambda call: torch.ones(1) * call,
     "-": lambda call: -call,
     "<": lambda call: call < 1,
@@ -347,7 +347,7 @@ FORGOTTEN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 async def test_a_call_whose_await_was_forgotten_is_told(pair: list[Worker], what: str) -> None:
-    """No operator takes a Future for its result, nor is it true or false; the error names the call and says to await."""
+    """No operator takes a Future for its result, nor is it true or false; the error names the call: await it."""
     group = pair[0].group("*")
     calls: list[Any] = [
         pair[0].call("worker1", add, 1),
@@ -367,9 +367,12 @@ async def test_a_future_can_be_tested_for_being_there(pair: list[Worker]) -> Non
     def given() -> Any:
         return pair[0].call("worker1", add, 1)
 
-    assert await asyncio.gather(given()) == [2]
-    assert await asyncio.wait_for(given(), 30) == await asyncio.shield(given()) == 2
-    assert [await each for each in await aiorpc.collect_all([given()])] == [2]
+    assert [*await asyncio.gather(given())] == [2]
+    assert await asyncio.wait_for(given(), 30) == 2
+    shielded: Any = asyncio.shield(given())
+    assert await shielded == 2
+    collected: Any = aiorpc.collect_all([given()])
+    assert [await each for each in await collected] == [2]
     done, _ = await asyncio.wait([asyncio.ensure_future(given())])
     assert done.pop().result() == 2
     assert await asyncio.to_thread(torch.futures.wait_all, [given()]) == [2]

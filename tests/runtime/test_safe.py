@@ -385,7 +385,9 @@ async def test_functions_by_value_are_refused_at_once(safe: list[Worker], functi
 
 async def test_a_result_that_is_not_registered_is_told(safe: list[Worker]) -> None:
     """As the error that it is at the callee, and the same connection serves on."""
-    with pytest.raises(rpc.SerializationError, match=r"the result of .*loose on worker .* is an object of .*Loose, which is not"):
+    with pytest.raises(
+        rpc.SerializationError, match=r"the result of .*loose on worker .* is an object of .*Loose, which is not"
+    ):
         await safe[0].call("worker1", loose)
     assert await safe[0].call("worker1", echo, [1]) == [1]
 

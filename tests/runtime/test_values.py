@@ -24,6 +24,7 @@ class To:
     """A worker that messages go to."""
 
     same_main = True
+    other_python = ""
 
     def __init__(self, max_body: int = 1 << 20, max_segment: int = 1 << 40) -> None:
         self.max_body = max_body

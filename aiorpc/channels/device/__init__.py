@@ -23,11 +23,11 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ProtocolError
+from ...logs import logger
 from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire, size_said
 from ..accelerator import Accelerator, DeviceBuffer, Stream
@@ -47,8 +47,6 @@ from .messages import (
 from .receiver import Receiver
 from .sender import PIECE_SIZE, Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
-
-logger = logging.getLogger("aiorpc")
 
 _SLOTS = MESSAGES.write(Slots([]))[:1]  # how such a message begins
 

@@ -12,6 +12,7 @@ from ... import foreign
 from ...channels import AnyBuffer
 from ...errors import ItemLost, Overloaded, RpcCancelled, RpcError, SerializationError
 from ...futures import AnyFuture, outcome
+from ...logs import logger
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
 from ...protocol.packing import FLAT
@@ -30,8 +31,6 @@ from ..links.distribution import Prepared
 from ..links.link import FEW, Link
 from .backlog import Backlog
 from .remembered import KeptAnswer, Remembered, not_begun, not_there
-
-logger = logging.getLogger("aiorpc")
 
 _NOTHING = write(Reply(Values([None])))  # the body of an answer without a result
 
@@ -342,7 +341,9 @@ class Answers:
             text, name = foreign.text_of(error), self._engine.name
             logger.debug("worker %s refused %s, called by worker %s: %s", name, call.function, call.caller.name, text)
         else:
-            foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)
+            foreign.log_error(
+                logger.of(self._engine.name), logging.DEBUG, error, "%s for %s raised", call.function, call.caller
+            )
 
     # --- idempotent calls ---------------------------------------------------------------------------------------------
 

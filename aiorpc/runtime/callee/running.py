@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from ...errors import (
     WorkerClosed,
 )
 from ...futures import AnyFuture, is_future, when_done
+from ...logs import logger
 from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
@@ -51,8 +51,6 @@ from .backlog import Backlog
 from .batches import NotRun, run_batch
 from .producing import serve_async_generator, serve_generator
 from .standing import Standing
-
-logger = logging.getLogger("aiorpc")
 
 _REF = "ref is the reference, or the handle of the object, that it is called through"
 
@@ -233,7 +231,7 @@ class Runner:
             try:
                 self._load_references(passed)
             except ProtocolError:  # as in arguments that are read: that call's trouble, which has its answer
-                logger.debug("%s brought references that cannot be", call.function, exc_info=True)
+                logger.of(self._engine.name).debug("%s brought references that cannot be", call.function, exc_info=True)
 
     def refuse(self, call: ServedCall, error: BaseException) -> None:
         """Answer a call with that error, and do not run it. Any thread."""

@@ -219,7 +219,10 @@ class CallFuture(Unawaited, Future[Any]):
             """Nothing: what is asked for is an attribute of the result."""
             text = f"'Future' object has no attribute {name!r}"
             if not name.startswith("_"):
-                text += f": this is {self.describe()}, {ADVICE}. What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
+                text += (
+                    f": this is {self.describe()}, {ADVICE}. "
+                    "What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
+                )
             raise AttributeError(text)
 
         def _is_true(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from ...channels.accelerator import DeviceBuffer
 from ...channels.landing import Landing
 from ...errors import PeerClosed, RpcCancelled, RpcError, RpcTimeout, WorkerClosed
 from ...futures import GRACE
+from ...logs import logger
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.identity import WorkerRecord
@@ -39,8 +39,6 @@ from ..links.links import Links
 from ..links.reassembly import Message
 from .future import CallFuture, copy_for
 from .member_call import MemberCall
-
-logger = logging.getLogger("aiorpc")
 
 #: What stands for a call in `OwedCalls.pending`: its Future, or a part of the call of a group.
 OwedCall = CallFuture | MemberCall

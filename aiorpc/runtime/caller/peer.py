@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from ...callbacks import current_autograd
 from ...channels.accelerator import DeviceBuffer
 from ...errors import Overloaded, RpcUsageError, SerializationError, UnknownWorker
+from ...logs import logger
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CALL, Buffer, encode_frame
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
@@ -39,8 +39,6 @@ from .known import FunctionEntry
 from .misuse import OF_VERBS, check_keywords, no_function, warn_of_copy
 from .owed import ItemSink
 from .waiting import Form, WaitingCall, WaitingFrame
-
-logger = logging.getLogger("aiorpc")
 
 
 class Try(NamedTuple):

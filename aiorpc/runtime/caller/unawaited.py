@@ -49,8 +49,8 @@ _OTHERS = {
 class Unawaited:
     """A base of Futures that stand for calls: no operator takes one, and the error says to await it.
 
-    A test of truth is an error, too: it would be true whatever comes. Not so with the drop-in: with torch each Future is
-    true, and programs test whether they have one.
+    A test of truth is an error, too: it would be true whatever comes. Not so with the drop-in: with torch each Future
+    is true, and programs test whether they have one.
     """
 
     __slots__ = ()
@@ -70,8 +70,8 @@ class Unawaited:
 
         def __aiter__(self) -> NoReturn:
             raise TypeError(
-                f"`async for` over a 'Future': this is {self.describe()}, which gives one result: await it; the items of "
-                "a generator function come by `async for item in rpc.stream(...)`"
+                f"`async for` over a 'Future': this is {self.describe()}, which gives one result: await it; the items "
+                "of a generator function come by `async for item in rpc.stream(...)`"
             )
 
 

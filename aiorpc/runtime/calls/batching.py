@@ -27,9 +27,8 @@ import torch
 from ... import foreign
 from ...errors import RpcCancelled, RpcUsageError
 from ...locks import Lock
+from ...logs import logger
 from .annotations import signature
-
-logger = logging.getLogger("aiorpc")
 
 MARK = "__aiorpc_batched__"
 _BY_VALUE = (int, str, MethodType)

@@ -20,6 +20,7 @@ from ...callbacks import served
 from ...channels.landing import Arrival, Landing
 from ...errors import NotInitialized, RpcCancelled, RpcUsageError
 from ...locks import Lock
+from ...logs import logger
 from ...protocol.frames import Frame
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.messages import Call, Values
@@ -333,6 +334,7 @@ class Registry(Generic[N]):
 
     def _update(self) -> None:
         nodes = list(self._nodes)
+        logger.be_of(node.engine.name for node in nodes)
         self._lone = nodes[0] if len(nodes) == 1 else None
         self.only = None if self._several else self._lone
         now = sys.getswitchinterval()

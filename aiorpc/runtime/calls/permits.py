@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from types import MethodType
 from typing import Any
 
 from ...errors import NotAllowed
+from ...logs import logger
 from ...protocol.identity import WorkerRecord, legible
 from ...rights import FETCH, Rights, is_exposed, name_of_class
 from . import functions
 from .functions import Handler
-
-logger = logging.getLogger("aiorpc")
 
 # Of a name that a caller has sent, so much is shown.
 _SHOWN = 200
@@ -163,7 +161,7 @@ class Permits:
         )
         if not self._logged:
             self._logged = True
-            logger.warning("refused a call, and later ones of this connection silently: %s", error)
+            logger.of(self._worker).warning("refused a call, and later ones of this connection silently: %s", error)
         return error
 
 

@@ -33,8 +33,8 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
 
         def __await__(self) -> NoReturn:
             raise TypeError(
-                f"a {type(self).__name__} gives items one by one, and is not awaited: `async for item in ...`, or `await "
-                "anext(...)` for one of them; a function that returns one result is called by `await rpc.call(...)`"
+                f"a {type(self).__name__} gives items one by one, and is not awaited: `async for item in ...`, or "
+                "`await anext(...)` for one of them; what gives one result is called by `await rpc.call(...)`"
             )
 
     def __aiter__(self) -> Self:

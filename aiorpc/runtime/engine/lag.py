@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import gc
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-logger = logging.getLogger("aiorpc")
+from ...logs import logger
 
 _FRAMES = 4
+_DEDICATED = "options.dedicated_loop for a program whose own steps block the loop"
 _WEIGHT = 0.1
 _JOIN_SECONDS = 2.0
 
@@ -33,9 +34,12 @@ class LoopMonitor:
 
     loop: asyncio's or uvloop's. interval: seconds between two looks, of the timer and of the thread.
     warn_after: seconds the loop may be blocked before one warning (logger ``aiorpc``) says for how long, by what, and
-    what to do; 0: no thread and no warnings. describe: what the runtime believes to be running; called in the thread.
-    name: of the thread, ``aiorpc-watch-<name>``. on_closed: called in the thread when it finds that the loop was closed
-    although nobody has called `stop`.
+    what to do; 0: no thread and no warnings. describe: the handler that the runtime believes to be running, empty for
+    none; called in the thread. apart: whether the loop has a thread for itself, in which the program runs no steps of
+    its own; called in the thread. name: of the worker, and of the thread, ``aiorpc-watch-<name>``. on_closed: called in
+    the thread when it finds that the loop was closed although nobody has called `stop`.
+
+    An import and a garbage collection are named as that, each at most once: they come in any program on a busy machine.
 
     Time in which the process was stopped or got no processor is not held against a handler, nor is time in which the
     loop was not running. ``start`` and ``stop`` belong on the loop's thread, or anywhere while the loop does not run.
@@ -49,6 +53,7 @@ class LoopMonitor:
         interval: float = 0.25,
         warn_after: float,
         describe: Callable[[], str],
+        apart: Callable[[], bool] = lambda: False,
         name: str = "loop",
         on_closed: Callable[[], object] | None = None,
     ) -> None:
@@ -58,6 +63,9 @@ class LoopMonitor:
         self._interval = interval
         self._warn_after = warn_after
         self._describe = describe
+        self._apart = apart
+        self._named: set[str] = set()  # what is named once, and was
+        self._collections = 0  # how many of all that lives there had been when the thread looked last
         self._name = name
         self._on_closed = on_closed
         self._handle: asyncio.Handle | None = None
@@ -130,14 +138,18 @@ class LoopMonitor:
     def _watch(self) -> None:
         stopped = self._stopped
         self._seen = time.monotonic(), self._cpu_used()
+        self._collections = _collections()
         while not stopped.wait(self._interval) and not self._loop.is_closed():
             now, tick = time.monotonic(), self._tick
             if tick is not None:
                 tick.excused += self._excused(now)
+            # A collection lets no other thread run: this one could not look meanwhile.
+            held_up, collections = now - self._seen[0] > self._warn_after + self._interval, _collections()
+            collected, self._collections = held_up and collections != self._collections, collections
             # Behind it: a tick between the two excuses the same time twice, and would not excuse it at all else.
             self._seen = now, self._cpu_used()
             if tick is not None:
-                self._judge(tick, now)
+                self._judge(tick, now, collected)
         if self._on_closed is not None and not stopped.is_set():
             self._on_closed()
 
@@ -154,25 +166,43 @@ class LoopMonitor:
         cpu = 0.0 if computed is None or used is None else used - computed
         return max(0.0, now - before - self._interval - cpu)
 
-    def _judge(self, tick: _Tick, now: float) -> None:
+    def _judge(self, tick: _Tick, now: float, collected: bool) -> None:
         blocked = now - tick.due - tick.excused
         if tick.warned or blocked <= self._warn_after or tick is not self._tick or not self._loop.is_running():
             return
         tick.warned = True
-        logger.warning(
-            "the event loop has been blocked for %.2f s by %s (at %s): nothing else on this loop runs meanwhile. "
-            "Make it a plain `def` handler, which runs in a thread, or set options.dedicated_loop for a program whose "
-            "own steps block the loop",
+        frames = _frames_of(self._loop_thread)
+        module = _imported(frames)
+        common = "a garbage collection" if collected else f"the import of {module}" if module else ""
+        if common:
+            kind = "collection" if collected else "import"
+            if kind in self._named:
+                return
+            self._named.add(kind)
+            what, advice = common, "That is no fault of a handler, and is told once"
+        else:
+            what, advice = self._advise()
+        logger.of(self._name).warning(
+            "the event loop has been blocked for %.2f s by %s (at %s): nothing else on this loop runs meanwhile. %s",
             blocked,
-            self._described(),
-            _innermost(self._loop_thread),
+            what,
+            _innermost(frames),
+            advice,
         )
 
-    def _described(self) -> str:
+    def _advise(self) -> tuple[str, str]:
+        """What blocks the loop, and what to do about it."""
+        apart = self._apart()
         try:
-            return self._describe()
+            handler = self._describe()
         except Exception as error:
-            return f"an unknown handler ({type(error).__name__} while asking)"
+            handler = f"an unknown handler ({type(error).__name__} while asking)"
+        if handler:
+            own = "" if apart else f", or set {_DEDICATED}"
+            return handler, f"Make it a plain `def` handler, which runs in a thread{own}"
+        if apart:
+            return "no handler", "Something was put on the worker's own loop there: run it in a thread"
+        return "a step of the program's own", f"Run it in a thread, as by asyncio.to_thread, or set {_DEDICATED}"
 
     def _cpu_used(self) -> float | None:
         """Processor time of the loop's thread so far, in seconds; None where that cannot be told, or not yet."""
@@ -191,12 +221,31 @@ def _thread_clock(ident: int) -> int | None:
         return None
 
 
-def _innermost(thread: int) -> str:
-    """The innermost frames of a thread, innermost first, as ``file:line function``."""
+def _collections() -> int:
+    """How often the garbage collector has looked at all that lives."""
+    count: int = gc.get_stats()[-1]["collections"]
+    return count
+
+
+def _frames_of(thread: int) -> list[FrameType]:
+    """The frames of a thread, innermost first."""
     frame: FrameType | None = sys._current_frames().get(thread)
-    places: list[str] = []
-    while frame is not None and len(places) < _FRAMES:
-        code = frame.f_code
-        places.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
         frame = frame.f_back
-    return " < ".join(places) or "an unknown place"
+    return frames
+
+
+def _imported(frames: Sequence[FrameType]) -> str:
+    """The module whose import these frames are in, the outermost one; empty if there is none."""
+    for frame in reversed(frames):
+        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
+            return str(frame.f_locals.get("name", "a module"))
+    return ""
+
+
+def _innermost(frames: Sequence[FrameType]) -> str:
+    """The innermost of these frames, innermost first, as ``file:line function``."""
+    places = [f"{os.path.basename(each.f_code.co_filename)}:{each.f_lineno} {each.f_code.co_name}" for each in frames]
+    return " < ".join(places[:_FRAMES]) or "an unknown place"

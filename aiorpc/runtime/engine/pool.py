@@ -37,13 +37,12 @@ from ... import foreign
 from ...callbacks import block_observer
 from ...errors import WorkerClosed
 from ...locks import RLock, is_owned
+from ...logs import logger
 from ...threads import daemon
 from .alarm import Alarm
 from .busy_poll import MOMENT
 from .forked import end_child
 from .lookout import JobSource, Lookout
-
-logger = logging.getLogger("aiorpc")
 
 _Job = tuple[Callable[..., None], tuple[Any, ...]]
 

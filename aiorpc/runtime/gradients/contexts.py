@@ -21,7 +21,6 @@ Everything here may be used from any thread where it does not say otherwise.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import weakref
 from collections import OrderedDict, deque
@@ -37,14 +36,13 @@ from ...callbacks import current_autograd as current_autograd
 from ...channels.landing import Arrival
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
 from ...locks import Lock
+from ...logs import logger
 from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
 from .kept import KeptForOthers, PeerForContexts
 from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
-
-logger = logging.getLogger("aiorpc")
 
 Tensor = torch.Tensor
 _infer_type: Any = torch._C._jit_try_infer_type

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -12,6 +11,7 @@ from functools import partial
 
 from ... import foreign
 from ...errors import PeerRefused, ProtocolError
+from ...logs import logger
 from ...protocol import handshake
 from ...protocol.frames import Buffer, Frame
 from ...protocol.handshake import Handshake
@@ -25,8 +25,6 @@ from ..engine.host import most_descriptors
 from .connecting import Home, lasts, make_connection, objection_to, seals, trust
 from .listening import Listeners
 from .mending import Line
-
-logger = logging.getLogger("aiorpc")
 
 # So many refusals, and ends of connections of members, are logged in so many seconds; all refusals are counted
 # (`Statistics.connections_refused`).

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Protocol
 from ... import foreign
 from ...channels.inline import allocate
 from ...errors import PeerRefused, ProtocolError, RendezvousError, RpcError, UnknownWorker, WorkerClosed
+from ...logs import logger
 from ...protocol import handshake
 from ...protocol.frames import FIRST_READ_SIZE, MAX_SEGMENTS, READ_SIZE, Frame, FrameDecoder
 from ...protocol.handshake import Handshake
@@ -39,8 +39,6 @@ from ..links.link import Link
 from .group import Group, failure
 from .mending import Home as MendingHome
 from .mending import Line, Mender
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5

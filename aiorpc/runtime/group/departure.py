@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, assert_never
 
 from ...errors import RendezvousError, RpcError, WorkerClosed
+from ...logs import logger
 from ...protocol import leaving
 from ...protocol.identity import WorkerRecord, legible
 from ...protocol.leaving import Activity, GroupTable, Outputs
@@ -22,8 +22,6 @@ from ..engine.engine import Engine
 from ..engine.lifetime import no_longer_waits
 from ..engine.tasks import begin
 from ..meeting.rendezvous import Rendezvous
-
-logger = logging.getLogger("aiorpc")
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
@@ -126,7 +124,9 @@ class Departure:
                 self._engine.tasks.spawn(self._rest())
             case leaving.Overdue(busy):
                 names = ", ".join(self._home.peers.describe(each) for each in busy) or "nobody"
-                logger.warning("shutdown: %s still had calls under way; leaving all the same", names)
+                logger.of(self._engine.name).warning(
+                    "shutdown: %s still had calls under way; leaving all the same", names
+                )
             case _:
                 assert_never(output)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +12,8 @@ from typing import NoReturn
 
 from ...errors import RpcUsageError
 from ...locks import Lock
+from ...logs import logger
 from ...protocol.identity import WorkerInfo
-
-logger = logging.getLogger("aiorpc")
 
 # Events that wait for a listener to take them.
 _MOST_EVENTS = 65_536

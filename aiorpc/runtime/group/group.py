@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...errors import PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
+from ...logs import logger
 from ...protocol import leaving
 from ...protocol.identity import RecordFields, WorkerInfo, WorkerRecord, legible
 from ...protocol.leaving import GroupTable, Output, Outputs
@@ -41,8 +41,6 @@ from .events import Events, WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
 from .hearsay import Hearsay
 from .newcomers import Newcomers, roster_to_wire
 from .versions import VersionNotes
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
 _EXIT_GRACE = 0.05
@@ -282,13 +280,16 @@ class Group:
             self.newcomers.look()
 
     async def await_end(self, record: WorkerRecord) -> None:
-        """Wait a moment for the end of a process of this host that has broken a connection: as a rule it is dying, which
-        closes its sockets first. So its loss is told by what has happened to it.
+        """Wait a moment for the end of a process of this host that has broken a connection.
+
+        As a rule it is dying, which closes its sockets first. So its loss is told by what has happened to it.
         """
         if record.pid == os.getpid() or not sees(self._engine.record.host, record.host):
             return
         until = time.monotonic() + _DYING
-        while time.monotonic() < until and not (is_gone(record.pid) or self.is_gone(record) or self._engine.closed):
+        while (  # noqa: ASYNC110  # a zombie signals nobody where there is no pidfd
+            time.monotonic() < until and not (is_gone(record.pid) or self.is_gone(record) or self._engine.closed)
+        ):
             await asyncio.sleep(_LOOK)
 
     def cause_of(self, record: WorkerRecord, cause: str) -> str:
@@ -301,7 +302,7 @@ class Group:
     def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
         home, engine = self._home, self._engine
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
-            logger.warning("worker %s was lost: %s", record.describe(), cause)
+            logger.of(engine.name).warning("worker %s was lost: %s", record.describe(), cause)
         self._end_calls(record, failure(record, cause, error))
         self._forget(record)
         if home.rendezvous.dynamic:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...errors import RpcError
+from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds before each time that a member is asked whether it is there, when somebody says that it is not.
 _PAUSES = (0.0, 0.05, 0.5)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -33,6 +32,7 @@ from typing import Protocol
 
 from ... import foreign
 from ...errors import PeerRefused, ProtocolError
+from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
 from ...transport.lasting import LastingConnection
@@ -40,8 +40,6 @@ from ..caller.peer import Peer
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from .events import Events, WorkerResumed, WorkerSuspended
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds between two tries: the first such pause, and the longest. Seconds that one try may take: a packet that is lost
 # while a connection is made is sent again after one second, and after three.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from ... import foreign
 from ...errors import RendezvousError, RpcError, RpcUsageError, StoreGone, WorkerClosed
+from ...logs import logger
 from ...protocol import leaving
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import GroupTable, Outputs, Roster
@@ -24,8 +24,6 @@ from ..calls.declared import pack
 from ..engine.engine import Engine
 from ..meeting.rendezvous import Rendezvous
 from ..meeting.returning import Admission
-
-logger = logging.getLogger("aiorpc")
 
 NewcomerOutput = leaving.Admit | leaving.Refuse | leaving.Announce | leaving.Welcome
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
+from ...logs import logger
 from ...protocol.identity import WorkerRecord, legible
-
-logger = logging.getLogger("aiorpc")
 
 _SHOWN = 5  # members in one line
 

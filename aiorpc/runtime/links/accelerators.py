@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from ...channels.landing import Arrival, Landing, StreamPool
 from ...channels.routes import Route, Staying, going, returning
 from ...devices import DeviceClaims, devices_used, to_device_map
 from ...errors import DeviceMapError, WorkerClosed
+from ...logs import logger
 from ...options import RpcBackendOptions
 from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
@@ -32,8 +32,6 @@ from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..engine.pool import NoThread, ThreadPool
 from ..engine.watch import ProcessWatch
-
-logger = logging.getLogger("aiorpc")
 
 # Threads that wait for devices, and for the driver.
 _THREADS = 4

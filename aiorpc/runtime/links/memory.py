@@ -8,7 +8,6 @@ that ends proves nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import time
@@ -22,14 +21,13 @@ from ...channels.keeping import Keeper
 from ...channels.shared import SharedMemory
 from ...channels.shm import Lender
 from ...channels.slots import SharedSlots
+from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ..engine.engine import Engine
 from ..engine.host import most_descriptors, provably_dead
 from ..engine.soon import Soon
 from ..engine.watch import ProcessWatch
 from .returns import Returns
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds after which memory of the arena that nobody used goes back to the system.
 TRIM_PAUSE = 60.0
@@ -105,7 +103,9 @@ class Memory:
         """Memory cannot be shared with that worker. It is logged once for each reason."""
         if reason not in self._reasons:
             self._reasons.add(reason)
-            logger.info("no shared memory with %s: %s; large tensors go by socket", record.describe(), reason)
+            logger.of(self._engine.name).info(
+                "no shared memory with %s: %s; large tensors go by socket", record.describe(), reason
+            )
 
     def ended(self, channel: SharedMemory) -> None:
         """A link that shared memory has ended. What the other end has adopted stays its own until its process ends."""

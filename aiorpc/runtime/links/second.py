@@ -7,13 +7,13 @@ chunks go between the frames of the first connection; but a network that is down
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from ...channels.bulk import Bulk
 from ...errors import ProtocolError
+from ...logs import logger
 from ...protocol import messages
 from ...protocol.frames import CHANNEL, CHUNK, Buffer, Frame, encode_frame
 from ...protocol.handshake import shown
@@ -24,8 +24,6 @@ from ..engine.engine import Engine
 from ..engine.soon import Soon
 from .distribution import Distribution
 from .messages import LINK, MESSAGES, Attach, Pipe
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds until a second connection is opened that nothing waits for yet.
 PIPE_PAUSE = 0.02

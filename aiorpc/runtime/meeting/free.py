@@ -7,7 +7,6 @@ the members, and ``1/ids`` counts those to whom an id was given.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
 from ...locks import Lock
+from ...logs import logger
 from ...protocol.identity import ID_LIMIT, WorkerRecord
 from ...protocol.ids import IdSet
 from ...protocol.leaving import REMEMBERED
@@ -24,8 +24,6 @@ from .board import Board
 from .fixed import check_unmixed
 from .membership import Member, Proof, same_process
 from .patience import Patience
-
-logger = logging.getLogger("aiorpc")
 
 # So many workers may join in the time between two looks at the list, and more.
 _LEAP = 1024

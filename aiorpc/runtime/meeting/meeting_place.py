@@ -103,8 +103,8 @@ def _from_environment(rank: int | None, world_size: int | None, environ: Mapping
         if not environ.get(name):
             raise RendezvousError(
                 f"init_method env:// needs the environment variable {name}, which is not set: start the program with "
-                "torchrun, which sets it, or say rank=, world_size= and init_method= yourself (init_rpc takes the last one in "
-                "RpcBackendOptions)"
+                "torchrun, which sets it, or say rank=, world_size= and init_method= yourself (init_rpc takes the last "
+                "one in RpcBackendOptions)"
             )
         return environ[name]
 

@@ -7,7 +7,6 @@ timeout given to `Rendezvous.open`; a timeout of 0 means no limit, and `stop` en
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -23,6 +22,7 @@ from torch.distributed import Store
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
+from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ..engine.host import host_identity, main_identity
 from .agreeing import Agreement
@@ -39,7 +39,6 @@ from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
 
 __all__ = ["Rendezvous", "host_identity", "main_identity"]
 
-logger = logging.getLogger("aiorpc")
 
 T = TypeVar("T")
 

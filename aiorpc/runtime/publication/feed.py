@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from ...channels.slots import SlotView
 from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, SerializationError
 from ...futures import Future
 from ...locks import Lock
+from ...logs import logger
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import (
     AskLeader,
@@ -45,8 +45,6 @@ from ..engine.engine import Engine
 from .digests import changed, is_digest
 from .names import Names
 from .shelf import in_background
-
-logger = logging.getLogger("aiorpc")
 
 # Seconds between two tries to get a version after an error that may pass.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection
 
+from ...logs import logger
 from ...protocol.publication import Claim
-
-logger = logging.getLogger("aiorpc")
 
 # Names that other workers publish, as far as this one keeps who does; and how many have to come before it looks which
 # of them it need not know any more.

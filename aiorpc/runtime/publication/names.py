@@ -8,12 +8,12 @@ Claims are made, kept and given back in the store (`claims.py`). What other work
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ...errors import NotAllowed, PeerClosed, PeerLost, RendezvousError, RpcError
+from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, LeaveWanted, Unpublished, read, write
 from ..caller.peers import Peers
@@ -25,8 +25,6 @@ from .claims import StandingClaim, find_claim, make_claim, taken
 from .handlers import latest, leave
 from .known import KnownClaims
 from .told import ToldClaims
-
-logger = logging.getLogger("aiorpc")
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from ...callbacks import Again
 from ...errors import NotAllowed, Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
+from ...logs import logger
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
@@ -58,8 +58,6 @@ from .readers import Delivery
 from .relay import Relay
 from .shelf import Shelf, in_background
 from .subscription import Publication, Subscription
-
-logger = logging.getLogger("aiorpc")
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ If the worker that they come from has gone, or has let go of the version, the re
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch
 from ...channels.bulk import CHUNK_SIZE
 from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
+from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
     Edition,
@@ -31,8 +31,6 @@ from ...protocol.publication import (
 from ..calls.values import Results
 from .digests import changed, is_digest
 from .shelf import IN_PIECES, Home, Origin, Shelf, Stored
-
-logger = logging.getLogger("aiorpc")
 
 # Bytes of a piece, and how many are under way at a time. Not more than a chunk: chunks of several transfers take turns,
 # so that all pieces under way would come late, and each host could hand on the first one only when it has them all.

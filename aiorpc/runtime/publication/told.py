@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Collection, Sequence
 
 from ...errors import RendezvousError, StoreGone
+from ...logs import logger
 from ...protocol.publication import Claim
 from ..engine.engine import Engine
 from ..meeting.rendezvous import Rendezvous
 from .claims import find_claim
-
-logger = logging.getLogger("aiorpc")
 
 # Names that wait for the store. A worker that reads one of further ones asks the store itself.
 _MOST_TOLD = 65_536

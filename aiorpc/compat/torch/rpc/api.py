@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import pickle
 import threading
 import time
@@ -30,6 +29,7 @@ from ....errors import (
 )
 from ....futures import Future
 from ....locks import RLock
+from ....logs import logger
 from ....protocol.codec import Incoming, Outgoing, loads
 from ....protocol.identity import WorkerInfo
 from ....protocol.plain import names_nothing
@@ -59,7 +59,6 @@ __all__ = [
     "shutdown",
 ]
 
-logger = logging.getLogger("aiorpc")
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What is still referred to when the group leaves is no error, unless somebody wants it to be.
