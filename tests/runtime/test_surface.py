@@ -29,7 +29,7 @@ from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.declared import TEXT_LIMIT, Declaration, declaration_of, pack
 from aiorpc.runtime.calls.values import encode
 from aiorpc.testing import cluster
-from tests.runtime.bad_member import calling, say, values_of
+from tests.runtime.bad_member import call_of, calling, say, values_of
 from tests.runtime.waiting import LIMIT, until
 from tests.tiers import examples
 
@@ -269,7 +269,7 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
                 say(connection, Kind.CALL, number, call, segments)
             assert await other.call("worker0", double, 21) == 42
         number += 1
-        say(connection, Kind.CALL, number, Call(ByName(999, surface.HANDLERS[5].name), *[None] * 7, Values([])))
+        say(connection, Kind.CALL, number, call_of(surface.HANDLERS[5].name))
         await until(lambda: any(each.call_id == number for each in heard))
         assert not connection.closed
         errors = [bytes(each.body) for each in heard if each.kind == Kind.ERROR]
