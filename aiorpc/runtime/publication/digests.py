@@ -42,10 +42,10 @@ async def is_digest(
     return type(answer) is bytes and answer == computed
 
 
-def changed(worker: str, source: WorkerRecord, version: int, name: str, publisher: WorkerRecord) -> str:
+def changed(source: WorkerRecord, version: int, name: str, publisher: WorkerRecord) -> str:
     """What to say of a version that is not what its publisher has published."""
     return (
-        f"worker {worker}: what {source.describe()} hands on as version {version} of {name!r} is not what "
+        f"what {source.describe()} hands on as version {version} of {name!r} is not what "
         f"{publisher.describe()} has published; it comes from there from now on"
     )
 

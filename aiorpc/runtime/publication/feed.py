@@ -323,7 +323,7 @@ class Feed:
             view, mapped = None, None
             wanted = await self._publications.digest(publisher, self.name, edition.version)
             if not await is_digest(self.engine, wanted, self.name, edition, bodies, data):
-                self._pass_by(record, changed(self.engine.name, record, edition.version, self.name, publisher))
+                self._pass_by(record, changed(record, edition.version, self.name, publisher))
                 return
             edition = edition._replace(roles=[publisher.role])
         maker = self._publications.known(edition.publisher)

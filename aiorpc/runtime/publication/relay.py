@@ -140,8 +140,8 @@ class Relay(Shelf):
         if await is_digest(self._engine, wanted, self.name, edition, stored.bodies, stored.data):
             return
         self._passed_by.add(source)
-        reason = changed(self._engine.name, source, stored.version, self.name, self.publisher)
-        logger.warning("%s", reason)
+        reason = changed(source, stored.version, self.name, self.publisher)
+        logger.warning("worker %s: %s", self._engine.name, reason)
         raise RpcError(reason)
 
     async def _fill(self, stored: Stored, source: WorkerRecord) -> bool:
