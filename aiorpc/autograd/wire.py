@@ -118,7 +118,10 @@ def _taken_apart(at: int, gradient: Tensor, tensors: list[Tensor]) -> Sparse:
 
 def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName, Tensor | None], int]:
     """What `to_wire` was given. tensors: behind what it has packed. Whose they are is not known yet."""
-    given: Given = _read(_read_given, packed)
+    try:  # as `_read`
+        given: Given = _read_given(packed if type(packed) is bytes else b"")
+    except (msgspec.DecodeError, RecursionError):
+        raise ProtocolError("what is said of gradients is not what is declared") from None
     numbers = iter(given.names)
     if len(given.names) % 2:
         raise ProtocolError("the names of gradients are pairs of numbers")

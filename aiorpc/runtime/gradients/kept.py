@@ -75,7 +75,11 @@ class KeptForOthers:
     def let_go(self, peer: PeerForContexts, size: int) -> None:
         """So many bytes of those wait no longer."""
         with self._lock:
-            _subtract(self._waiting, peer, size)
+            left = self._waiting.get(peer, 0) - size
+            if left > 0:
+                self._waiting[peer] = left
+            else:
+                self._waiting.pop(peer, None)
 
     def make_room(self, context: CountedContext, size: int) -> None:
         """Leaves get gradients of so many bytes in that context.
@@ -100,11 +104,7 @@ class KeptForOthers:
         """That context has ended."""
         with self._lock:
             for peer, count in context.kept.items():
-                left = self._pieces.get(peer, 0) - count
-                if left > 0:
-                    self._pieces[peer] = left
-                else:
-                    self._pieces.pop(peer, None)
+                _subtract(self._pieces, peer, count)
             context.kept.clear()
             if context.brought_by is not None:
                 _subtract(self._leaf_bytes, context.brought_by, context.leaf_bytes)
