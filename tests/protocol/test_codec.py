@@ -12,11 +12,8 @@ import gc
 import inspect
 import math
 import pathlib
-import pickle
-import struct
 import sys
 import threading
-import tracemalloc
 import types
 import uuid
 from collections.abc import Callable

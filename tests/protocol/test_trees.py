@@ -716,7 +716,7 @@ def test_keys_that_collide_are_refused(kind: str) -> None:
         if kind in trees
         else b"\xdf" + struct.pack(">I", len(keys)) + b"".join(msgpack.packb(key) + b"\1" for key in keys)
     )
-    with pytest.raises(SerializationError, match="hashes collide.*Send lists"):
+    with pytest.raises(SerializationError, match=r"hashes collide.*Send lists"):
         read_tree(packed, Incoming((), (), None, True))
 
 
