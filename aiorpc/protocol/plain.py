@@ -31,13 +31,13 @@ def names_nothing(data: bytes | None) -> bool:
     if data is None:
         return True
     try:
-        _Reader(data).read()
+        _PlainPickle(data).read()
     except Exception:  # whatever it is, it is no such pickle
         return False
     return True
 
 
-class _Reader:
+class _PlainPickle:
     """Reads one pickle. What is on its stack has begun where that many values had been counted."""
 
     def __init__(self, data: bytes) -> None:
@@ -194,22 +194,22 @@ _U1, _U2, _I4, _U4, _U8, _F8 = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q",
 _STOP = ord(".")
 
 
-def _pushes(value: Any) -> Callable[[_Reader], None]:
+def _pushes(value: Any) -> Callable[[_PlainPickle], None]:
     return lambda reader: reader._push(value)
 
 
-def _pushes_number(form: struct.Struct) -> Callable[[_Reader], None]:
+def _pushes_number(form: struct.Struct) -> Callable[[_PlainPickle], None]:
     return lambda reader: reader._push(reader._number(form))
 
 
-def _sized(form: struct.Struct, read: Callable[[_Reader, int], None]) -> Callable[[_Reader], None]:
+def _sized(form: struct.Struct, read: Callable[[_PlainPickle, int], None]) -> Callable[[_PlainPickle], None]:
     return lambda reader: read(reader, reader._number(form))
 
 
 # By opcode, as `pickletools` describes them.
-_CODES: dict[int, Callable[[_Reader], None]] = {
-    0x80: _Reader.proto,
-    0x95: _Reader.frame,
+_CODES: dict[int, Callable[[_PlainPickle], None]] = {
+    0x80: _PlainPickle.proto,
+    0x95: _PlainPickle.frame,
     ord("N"): _pushes(None),
     0x88: _pushes(True),
     0x89: _pushes(False),
@@ -217,14 +217,14 @@ _CODES: dict[int, Callable[[_Reader], None]] = {
     ord("M"): _pushes_number(_U2),
     ord("J"): _pushes_number(_I4),
     ord("G"): _pushes_number(_F8),
-    0x8A: _sized(_U1, _Reader.whole),
-    0x8B: _sized(_I4, _Reader.whole),
-    0x8C: _sized(_U1, _Reader.text),
-    ord("X"): _sized(_U4, _Reader.text),
-    0x8D: _sized(_U8, _Reader.text),
-    ord("C"): _sized(_U1, _Reader.data),
-    ord("B"): _sized(_U4, _Reader.data),
-    0x8E: _sized(_U8, _Reader.data),
+    0x8A: _sized(_U1, _PlainPickle.whole),
+    0x8B: _sized(_I4, _PlainPickle.whole),
+    0x8C: _sized(_U1, _PlainPickle.text),
+    ord("X"): _sized(_U4, _PlainPickle.text),
+    0x8D: _sized(_U8, _PlainPickle.text),
+    ord("C"): _sized(_U1, _PlainPickle.data),
+    ord("B"): _sized(_U4, _PlainPickle.data),
+    0x8E: _sized(_U8, _PlainPickle.data),
     0x96: _sized(_U8, lambda reader, size: reader._push(bytearray(reader._take(size)), 1 + size // _TEXT_PIECE)),
     ord("]"): lambda reader: reader.container([]),
     ord("}"): lambda reader: reader.container({}),
@@ -235,13 +235,13 @@ _CODES: dict[int, Callable[[_Reader], None]] = {
     0x87: lambda reader: reader.joined(tuple, 3),
     ord("t"): lambda reader: reader.joined(tuple),
     0x91: lambda reader: reader.joined(reader.frozen),
-    ord("("): _Reader.mark,
+    ord("("): _PlainPickle.mark,
     ord("a"): lambda reader: reader.filled(list, 1),
     ord("e"): lambda reader: reader.filled(list),
     ord("s"): lambda reader: reader.filled(dict, 2),
     ord("u"): lambda reader: reader.filled(dict),
     0x90: lambda reader: reader.filled(set),
-    0x94: _Reader.memoize,
-    ord("h"): _sized(_U1, _Reader.get),
-    ord("j"): _sized(_U4, _Reader.get),
+    0x94: _PlainPickle.memoize,
+    ord("h"): _sized(_U1, _PlainPickle.get),
+    ord("j"): _sized(_U4, _PlainPickle.get),
 }

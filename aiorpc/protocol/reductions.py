@@ -212,9 +212,7 @@ def _check_compressed(compressed: Tensor, plain: Tensor) -> None:
     if compressed.dim() != plain.dim() or compressed.shape[:-1] != plain.shape[:-1] or not compressed.shape[-1]:
         raise ValueError("indices that do not belong together")
     rises = compressed[..., 1:] >= compressed[..., :-1]
-    if not bool(
-        (compressed[..., 0] == 0).all() and (compressed[..., -1] == plain.shape[-1]).all() and rises.all()
-    ):
+    if not bool((compressed[..., 0] == 0).all() and (compressed[..., -1] == plain.shape[-1]).all() and rises.all()):
         raise ValueError("compressed indices that do not rise to the number of the others")
 
 

@@ -72,9 +72,7 @@ def test_any_plain_value_names_nothing(value: Any) -> None:
     assert names_nothing(pickle.dumps(value, 5))
 
 
-TUPLES = [
-    b"(" + b"".join(b"J" + struct.pack("<i", each) for each in key) + b"t" for key in colliding.equal_hashes(14)
-]
+TUPLES = [b"(" + b"".join(b"J" + struct.pack("<i", each) for each in key) + b"t" for key in colliding.equal_hashes(14)]
 BAD: dict[str, bytes] = {
     "a name": pickle.dumps(math.floor, 5),
     "a name of protocol 0": pickle.dumps(math.floor, 0),

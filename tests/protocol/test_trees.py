@@ -610,7 +610,12 @@ BAD: dict[str, list[Any]] = {
     "a tensor of a tensor that is quantised": [
         *(mark(Mark.SUBCLASS), f"{__name__}:Tagged", quantised("qint8", 4, 4, 0.5, 0), False),
     ],
-    "a range of very large numbers": [mark(Mark.RANGE), 0, [mark(Mark.INT), b"\x7f" * 2000], [mark(Mark.INT), b"\x7f" * 999]],
+    "a range of very large numbers": [
+        mark(Mark.RANGE),
+        0,
+        [mark(Mark.INT), b"\x7f" * 2000],
+        [mark(Mark.INT), b"\x7f" * 999],
+    ],
     "a type by a list": [mark(Mark.DTYPE), [mark(Mark.TUPLE), 1]],
     "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(7), None, 1, False],
     "jagged that falls": [mark(Mark.JAGGED), tensor(0), tensor(8), None, 1, False],
@@ -622,10 +627,25 @@ PARTS = (
     *(torch.zeros((0, 2), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
     *(torch.ones(1).expand(4), torch.tensor([[4]]), torch.tensor([[1]]), torch.tensor([0])),
     *(torch.zeros(1, dtype=torch.int64).expand(1, 3), torch.ones(3), torch.zeros(1, dtype=torch.int64).expand(4)),
-    *(torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.float16), torch.zeros(1), torch.ones(1, dtype=torch.float64)),
-    *(torch.ones(2, dtype=torch.float64), torch.ones((4, 1), dtype=torch.float64), torch.zeros((4, 1), dtype=torch.int64)),
+    *(
+        torch.zeros(1, dtype=torch.int32),
+        torch.ones(1, dtype=torch.float16),
+        torch.zeros(1),
+        torch.ones(1, dtype=torch.float64),
+    ),
+    *(
+        torch.ones(2, dtype=torch.float64),
+        torch.ones((4, 1), dtype=torch.float64),
+        torch.zeros((4, 1), dtype=torch.int64),
+    ),
     *(torch.zeros(2, dtype=torch.int8), torch.zeros(1, dtype=torch.int8).expand(4)),
-    *(torch.tensor([0, 0, 0, 2, 0]), torch.zeros(0), torch.tensor([[0], [0]]), torch.ones(1), torch.ones(1, requires_grad=True)),
+    *(
+        torch.tensor([0, 0, 0, 2, 0]),
+        torch.zeros(0),
+        torch.tensor([[0], [0]]),
+        torch.ones(1),
+        torch.ones(1, requires_grad=True),
+    ),
     torch.tensor([0, 128]),
 )
 
@@ -691,17 +711,25 @@ def test_keys_that_collide_are_refused(kind: str) -> None:
         "set of a class": [mark(Mark.OBJECT), f"{__name__}:Chosen", True, [keys], {}, None, None, None],
         "dict of a class": [mark(Mark.OBJECT), "collections:Counter", True, [], {}, None, None, pairs],
     }
-    packed = msgpack.packb(trees[kind]) if kind in trees else b"\xdf" + struct.pack(">I", len(keys)) + b"".join(
-        msgpack.packb(key) + b"\1" for key in keys
+    packed = (
+        msgpack.packb(trees[kind])
+        if kind in trees
+        else b"\xdf" + struct.pack(">I", len(keys)) + b"".join(msgpack.packb(key) + b"\1" for key in keys)
     )
-    with pytest.raises(SerializationError, match="hashes collide.*Send lists"):
+    with pytest.raises(SerializationError, match=r"hashes collide.*Send lists"):
         read_tree(packed, Incoming((), (), None, True))
 
 
 def test_keys_of_all_kinds_are_taken() -> None:
     """Also among objects of classes, each of which is made once."""
     made.clear()
-    sent = [Counted(1), {"a": Counted(2), 7: Counted(3)}, Counted(4), {(1, "b"): 1.5, None: 2, 1.5: {2: {3: 4}}}, {b"b": 5}]
+    sent = [
+        Counted(1),
+        {"a": Counted(2), 7: Counted(3)},
+        Counted(4),
+        {(1, "b"): 1.5, None: 2, 1.5: {2: {3: 4}}},
+        {b"b": 5},
+    ]
     (arrived,) = travel([sent])
     assert arrived[3:] == sent[3:] and arrived[1].keys() == {"a", 7}
     assert [arrived[0].number, arrived[1]["a"].number, arrived[1][7].number, arrived[2].number] == [1, 2, 3, 4]
