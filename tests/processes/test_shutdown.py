@@ -610,3 +610,27 @@ def test_ctrl_c_while_joining(prepared: Zygote, tmp_path: Path) -> None:
         os.kill(program.pid, signal.SIGINT)
         program.finish(10)
     check_interrupted(program)
+
+
+FAILING = """
+import os, sys, time, aiorpc as rpc
+
+options = rpc.RpcBackendOptions(init_method=sys.argv[1], rpc_timeout=60)
+rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=options)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+raise KeyError("no such row")
+"""
+
+
+async def test_a_script_that_ends_with_an_error_says_which_one(prepared: Zygote, tmp_path: Path) -> None:
+    """To the calls that wait for it, though it has not shut down."""
+    method, go = f"file://{tmp_path / 'store'}", tmp_path / "go"
+    with prepared.run(FAILING, [method, str(go)], tmp_path) as program:
+        async with rpc.init("w0", rank=0, world_size=2, init_method=method) as worker:
+            call = worker.peer("w1", timeout=0).call(bodies.ablock)
+            await wait_for_async(lambda: worker.node.peers.find("w1").connection is not None)
+            go.touch()
+            with pytest.raises(rpc.PeerClosed, match=r"w1 \(rank 1, .*\) has left after an error \(KeyError\)"):
+                await call
+        program.finish(60)
