@@ -73,11 +73,11 @@ class Addressee:
     name, record: of the worker; the record is None until it is known where the worker is. known: the functions that it
     knows by number. same_main: whether it runs the same main module as this worker, so that what that defines can go by
     name; true until it is known. other_python: its minor version of Python where that is known and not ours. safe:
-    whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive. route: where
-    tensors on devices go; None if tensors need not be looked at.
-    gone: the error that calls end with, once it is GONE, and ended: when that was; parting: what that will be, while
-    answers may still come from one that has left. trouble: what has been in the way of a connection to it last, if that
-    is known. former: who had the name before; made: when this one was. Times are ``time.monotonic()`` seconds.
+    whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive.
+    route: where tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once
+    it is GONE, and ended: when that was; parting: what that will be, while answers may still come from one that has
+    left. trouble: what has been in the way of a connection to it last, if that is known. former: who had the name
+    before; made: when this one was. Times are ``time.monotonic()`` seconds.
     """
 
     def __init__(
