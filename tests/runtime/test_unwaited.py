@@ -158,7 +158,7 @@ async def test_errors_that_no_one_waits_for_do_not_fill_the_log(
     ("how", "why", "level"),
     [
         ("cancelled", "its caller has cancelled it", logging.INFO),
-        ("timed out", "the time that its caller had for it was up", logging.WARNING),
+        ("timed out", "the time that its caller had for it was up", logging.INFO),
         ("died", "its caller is gone", logging.WARNING),
     ],
 )

@@ -37,6 +37,7 @@ _NOTHING = write(Reply(Values([None])))  # the body of an answer without a resul
 # Why no one waits for the outcome of a call (`ServedCall.unwaited`), for the log.
 CANCELLED = "its caller has cancelled it"
 GONE = "its caller is gone"
+OVERDUE = "the time that its caller had for it was up"
 # What a handler raises that has heard that its caller has given up.
 _STOPPED = (RpcCancelled, asyncio.CancelledError)
 
@@ -333,7 +334,9 @@ class Answers:
         more = spates.line(f"{call.function} was stopped")
         if more is not None:
             said = "worker %s: %s, called by worker %s, was stopped: %s%s"
-            level = logging.INFO if call.unwaited is CANCELLED or self._engine.closed else logging.WARNING
+            # With torch no time that is up stops a handler: programs for it do not expect that.
+            told = call.unwaited is GONE or (call.unwaited is OVERDUE and self._gradients.as_torch)
+            level = logging.WARNING if told else logging.INFO
             logger.log(level, said, self._engine.name, call.function, call.caller.name, call.unwaited, more)
 
     def _log(self, call: ServedCall, error: BaseException) -> None:

@@ -29,7 +29,7 @@ from ..links.link import KindMethod
 from ..links.links import Links
 from ..links.reassembly import Message
 from . import answers
-from .answers import CANCELLED, GONE, Answers
+from .answers import CANCELLED, GONE, OVERDUE, Answers
 from .backlog import Backlog
 from .objects import Objects
 from .rate import Rate
@@ -349,7 +349,7 @@ class Service:
     def _why_unwaited(self, call: ServedCall, expired: bool, ended: bool) -> str:
         if ended:
             return "this worker has left" if self._engine.closed else GONE
-        return "the time that its caller had for it was up" if expired else CANCELLED
+        return OVERDUE if expired else CANCELLED
 
     def _creator_gone(self) -> RpcError:
         record, gone = self.record, self._caller.gone or self._caller.parting
