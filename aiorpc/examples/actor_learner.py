@@ -78,17 +78,13 @@ async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
         samples = rpc.queue("samples", owner="learner", timeout=0)
         with contextlib.suppress(rpc.QueueShutDown, rpc.PeerClosed):
             async with rpc.subscribe("policy", timeout=0) as versions:
-                weights = await anext(versions)
-                while True:
+                weights: rpc.PublishedVersion | None = await anext(versions)
+                while weights is not None:
                     policy.load_state_dict(weights.value, assign=True)
-                    following = asyncio.ensure_future(anext(versions))
-                    try:
-                        while not following.done():
-                            played = await asyncio.to_thread(games.play, policy, settings.steps, weights.version)
-                            await samples.put(played)
-                        weights = following.result()
-                    finally:
-                        following.cancel()
+                    version, weights = weights.version, None
+                    while weights is None:
+                        await samples.put(await asyncio.to_thread(games.play, policy, settings.steps, version))
+                        weights = versions.newest()
 
 
 def _actor(name: str, folder: str, settings: Settings, seed: int) -> None:
