@@ -8,6 +8,7 @@ each is written out as often as it is referred to: whoever walks through them do
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -88,10 +89,12 @@ class _PlainPickle:
         return form.unpack(self._take(form.size))[0]
 
     def proto(self) -> None:
-        self._take(1)
+        if self._take(1)[0] > pickle.HIGHEST_PROTOCOL:
+            raise ValueError("a pickle of a later version")
 
     def frame(self) -> None:
-        self._take(8)
+        if self._number(_U8) > len(self._data) - self._at:
+            raise EOFError
 
     # --- containers ---------------------------------------------------------------------------------------------------
 
