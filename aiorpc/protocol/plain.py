@@ -8,6 +8,7 @@ each is written out as often as it is referred to: whoever walks through them do
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ class _PlainPickle:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
+        self._frame = -1  # where the one that is read ends
         self._count = 0
         self._most = _MOST * len(data) + _ANYWAY
         self._stack: list[Any] = []
@@ -79,19 +81,23 @@ class _PlainPickle:
 
     def _take(self, size: int) -> bytes:
         data = self._data[self._at : self._at + size]
-        self._at += size
-        if len(data) != size:
+        if len(data) != size or self._at <= self._frame < self._at + size:  # no opcode goes beyond its frame
             raise EOFError
+        self._at += size
         return data
 
     def _number(self, form: struct.Struct) -> Any:
         return form.unpack(self._take(form.size))[0]
 
     def proto(self) -> None:
-        self._take(1)
+        if self._take(1)[0] > pickle.HIGHEST_PROTOCOL:
+            raise ValueError("a pickle of a later version")
 
     def frame(self) -> None:
-        self._take(8)
+        size = self._number(_U8)
+        if self._at <= self._frame or size > len(self._data) - self._at:
+            raise EOFError
+        self._frame = self._at + size
 
     # --- containers ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +165,8 @@ class _PlainPickle:
     # --- what is referred to ------------------------------------------------------------------------------------------
 
     def memoize(self) -> None:
+        if self._marks and self._marks[-1] == len(self._stack):
+            raise ValueError("a mark that is referred to")
         self._memo.append((self._stack[-1], len(self._stack) - 1))
 
     def get(self, number: int) -> None:

@@ -69,7 +69,7 @@ class Chooser:
             numbers = self.often((_NUMBERS[:6],), (_NUMBERS,))
             made = [self.of(numbers) for _ in range(count)]
             if rises_to is not None:
-                made = self.often((sorted([0, rises_to, *made])[: count - 1] + [rises_to],), (made,))
+                made = self.often(([*sorted([0, rises_to, *made])[: count - 1], rises_to],), (made,))
             data = b"".join((each % (1 << (8 * size))).to_bytes(size, "little") for each in made)
         else:
             data = bytes(self.of(range(256)) for _ in range(count * dtype.itemsize))
