@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -90,7 +91,7 @@ def test_ctrl_c_in_a_callback_of_the_main_thread_goes_on(
     """It ends what the main thread does, be that to settle or to register; Future and other callbacks are whole."""
 
     def interrupted(_: Future[Any]) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     future = pending()
     ran = threading.Event()

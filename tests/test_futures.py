@@ -516,7 +516,8 @@ def test_what_a_signal_handler_raises_is_no_outcome(state: str, monkeypatch: pyt
     before = signal.signal(signal.SIGALRM, ring)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(Future, "value", ring)  # it comes in the midst of that
+            # It comes in the midst of that.
+            patched.setattr(Future, "value", lambda _: signal.raise_signal(signal.SIGALRM))
             with pytest.raises(TimeoutError):
                 futures_module.outcome(future)
     finally:
