@@ -22,6 +22,7 @@ from ..calls.failures import encode_error
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..engine.forked import end_child
+from ..engine.pool import ProcessExits
 from ..gradients.contexts import OF_VALUE, Gradients, PeerForContexts, Tape
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
@@ -36,7 +37,7 @@ CANCELLED = "its caller has cancelled it"
 GONE = "its caller is gone"
 OVERDUE = "the time that its caller had for it was up"
 # What a handler raises that has heard that its caller has given up.
-_STOPPED = (RpcCancelled, asyncio.CancelledError)
+_STOPPED = (RpcCancelled, asyncio.CancelledError, ProcessExits)
 
 
 class PeerForAnswers(Destination, PeerForContexts, Protocol):
