@@ -24,6 +24,7 @@ from ..calls.functions import is_intrinsic
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..engine.forked import end_child
+from ..engine.pool import ProcessExits
 from ..gradients.contexts import OF_VALUE, Gradients, Tape
 from ..gradients.kept import PeerForContexts
 from ..links.accelerators import Accelerators
@@ -39,7 +40,7 @@ CANCELLED = "its caller has cancelled it"
 GONE = "its caller is gone"
 OVERDUE = "the time that its caller had for it was up"
 # What a handler raises that has heard that its caller has given up.
-_STOPPED = (RpcCancelled, asyncio.CancelledError)
+_STOPPED = (RpcCancelled, asyncio.CancelledError, ProcessExits)
 
 
 class PeerForAnswers(Destination, PeerForContexts, Protocol):
