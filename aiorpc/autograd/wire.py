@@ -21,7 +21,9 @@ Gradients = dict[SentName, Tensor | None]
 Wire = Results
 _new: Any = tuple.__new__  # what SentName(...) does, without its call into Python
 _REFERENCE = struct.Struct("<qqQ")
-_MOST_SIZES = 64  # dimensions, as torch has them
+_MOST_SIZES = 65  # a layout and dimensions, of which torch has 64 at most
+# Of sparse gradients, by their codes. Those in blocks arrive in the first one.
+_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 # What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
 MORE = b"+"  # others will follow it
 NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last had nothing to do
@@ -30,7 +32,7 @@ NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last ha
 def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
     """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`.
 
-    A sparse gradient goes as three dense tensors: its indices, its values and its size. The place in its name is
+    A sparse gradient goes as three dense tensors: its indices, its values, and its layout and size. The place in its name is
     written as -1 less that place.
     """
     if not any(map(_is_sparse, gradients.values())):
@@ -45,7 +47,8 @@ def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
             message, place = name
             names.append(_new(SentName, (message, -1 - place)))
             sparse = gradient.detach().to_sparse()  # of any layout
-            parts += (sparse._indices(), sparse._values(), torch.tensor(sparse.shape, dtype=torch.int64))
+            code = _LAYOUTS.index(gradient.layout) if gradient.layout in _LAYOUTS else 0
+            parts += (sparse._indices(), sparse._values(), torch.tensor([code, *sparse.shape], dtype=torch.int64))
     return Results((pack_names(names) + said, *parts))
 
 
@@ -88,8 +91,10 @@ def _sparse(indices: Tensor | None, values: Tensor | None, size: Tensor | None) 
         raise ProtocolError("a sparse gradient without indices, values or a size")
     try:
         # Copied: the memory in which they arrive may be shared with their sender.
-        return torch.sparse_coo_tensor(indices.clone(), values, size.tolist(), check_invariants=True)
-    except (RuntimeError, TypeError, ValueError):  # whose text would show what was sent
+        code, *shape = size.tolist()
+        sparse = torch.sparse_coo_tensor(indices.clone(), values, shape, check_invariants=True)
+        return sparse.to_sparse(layout=_LAYOUTS[code]) if code else sparse
+    except (RuntimeError, TypeError, ValueError, IndexError):  # whose text would show what was sent
         raise ProtocolError("a sparse gradient whose indices, values and size do not fit") from None
 
 
