@@ -23,6 +23,8 @@ _new: Any = tuple.__new__  # what SentName(...) does, without its call into Pyth
 _REFERENCE = struct.Struct("<qqQ")
 _MOST_SIZES = 65  # a layout and dimensions, of which torch has 64 at most
 # Of sparse gradients, by their codes. Those in blocks arrive in the first one.
+# So many rows, and columns, they may have in the others, which take memory for each: a size is only announced.
+_MOST_ROWS = 1 << 22
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 # What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
 MORE = b"+"  # others will follow it
@@ -32,8 +34,8 @@ NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last ha
 def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
     """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`.
 
-    A sparse gradient goes as three dense tensors: its indices, its values, and its layout and size. The place in its name is
-    written as -1 less that place.
+    A sparse gradient goes as three dense tensors: its indices, its values, and its layout and size. The place in its
+    name is written as -1 less that place.
     """
     if not any(map(_is_sparse, gradients.values())):
         return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
@@ -93,7 +95,7 @@ def _sparse(indices: Tensor | None, values: Tensor | None, size: Tensor | None) 
         # Copied: the memory in which they arrive may be shared with their sender.
         code, *shape = size.tolist()
         sparse = torch.sparse_coo_tensor(indices.clone(), values, shape, check_invariants=True)
-        return sparse.to_sparse(layout=_LAYOUTS[code]) if code else sparse
+        return sparse.to_sparse(layout=_LAYOUTS[code]) if code and max(shape) <= _MOST_ROWS else sparse
     except (RuntimeError, TypeError, ValueError, IndexError):  # whose text would show what was sent
         raise ProtocolError("a sparse gradient whose indices, values and size do not fit") from None
 
