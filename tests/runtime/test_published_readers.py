@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from aiorpc import Worker
+from aiorpc import Future, Worker
 from aiorpc.protocol.identity import WorkerInfo
 from aiorpc.protocol.publication import Want, needed
 from aiorpc.runtime.publication.readers import AwaitedVersion, Readers
@@ -80,10 +80,12 @@ async def test_a_delivery_takes_a_step_for_each_reader() -> None:
 async def steps_of(workers: list[Worker], readers: int) -> int:
     """The steps of the interpreter, in the runtime, as so many subscriptions ask while a delivery is awaited."""
     name = f"of{readers}"
-    published = await workers[0].publish(name, {"step": 1})
+    await workers[0].publish(name, {"step": 1})
     publisher, record = workers[0].node.publications.publishers[name], workers[1].node.engine.record
     answers = [publisher.want(record, Want(name, number + 1, 1, False, [], False)) for number in range(readers)]
-    others = [published.delivered(quorum=2, timeout=0) for _ in range(2)]
+    others: list[Future[Any]] = [Future(), Future()]
+    for other in others:
+        publisher.delivered(2, 2, 0.0, other)
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -100,7 +102,7 @@ async def steps_of(workers: list[Worker], readers: int) -> int:
     finally:
         sys.settrace(before)
     await workers[0].unpublish(name)
-    assert all([not (await other).reached for other in others])
+    assert all(not other.value().reached for other in others)
     for answer in answers:
         assert not isinstance(answer, tuple) and answer.done() and answer.exception() is not None
     return count

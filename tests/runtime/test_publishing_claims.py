@@ -242,7 +242,7 @@ async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of
     monkeypatch.setattr(told, "_MOST_TOLD", 2000)
     monkeypatch.setattr(told, "_AT_ONCE", 1)
     looked: list[str] = []
-    find_claim = told.find_claim
+    find_claim = claims.find_claim
 
     def find(rendezvous: Any, name: str) -> Any:
         looked.append(name)
