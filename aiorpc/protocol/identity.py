@@ -150,9 +150,7 @@ def _checked(name: str, kind: str, value: object) -> str | int:
         most = _TEXT_LIMITS.get(name, _TEXT_LIMIT)
         if isinstance(value, str) and len(value) <= most and (value.isascii() or is_text(value)):
             return value
-        raise ProtocolError(
-            f"worker record: {name} must be a string of at most {most}, not {type(value).__name__}"
-        )
+        raise ProtocolError(f"worker record: {name} must be a string of at most {most}, not {type(value).__name__}")
     low, high = _NUMBER_LIMITS[name]
     if isinstance(value, int) and not isinstance(value, bool) and low <= value < high:
         return value

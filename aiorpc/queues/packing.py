@@ -31,7 +31,7 @@ from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, Values, read_values, write
 from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
-from ..runtime.calls.functions import inline, system
+from ..runtime.calls.functions import carries, inline, system
 from ..runtime.calls.values import Results, decode, encode
 from ..runtime.node import Node, registry
 from .items import KeptItem, kept_of
@@ -223,6 +223,7 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
 
 
 @system
+@carries
 @inline
 def hand_over(*wanted: int) -> Results:
     """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`).

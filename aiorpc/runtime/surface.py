@@ -14,6 +14,7 @@ THE_LEADER = "the leader of the group"
 RUNS_THE_PASS = "the worker that runs the pass"
 HAS_A_PART = "members with the context"
 MAY_CALL_IT = "members whose role may call the method"
+READERS = "members whose role may read the name"
 DROP_IN = "every member; with the drop-in alone"
 
 OWN_CALLS = "its own calls of the runtime: `max_queued_calls`, `max_call_rate`"
@@ -48,12 +49,15 @@ HANDLERS: Sequence[Handler] = (
     Handler(f"{_GROUP}:present", EVERY_MEMBER, "nobody"),
     Handler(f"{_GROUP}:enter", EVERY_MEMBER, "itself"),
     Handler(f"{_GROUP}:poll", EVERY_MEMBER, "nobody"),
-    Handler(f"{_PUBLISHED}:claimed", EVERY_MEMBER, "itself, as the publisher of a name"),
+    Handler(f"{_PUBLISHED}:claimed", EVERY_MEMBER, "a name, as a reason to look in the store who publishes it"),
+    Handler(f"{_PUBLISHED}:leave", EVERY_MEMBER, "itself: whether it may publish a name"),
     Handler(f"{_PUBLISHED}:unpublished", EVERY_MEMBER, "itself, as the publisher of a name"),
-    Handler(f"{_PUBLISHED}:wanted", EVERY_MEMBER, "its own subscriptions"),
-    Handler(f"{_PUBLISHED}:pieced", EVERY_MEMBER, "its own subscriptions"),
-    Handler(f"{_PUBLISHED}:readers", "the reader that fetches for its host", "the readers of its host"),
-    Handler(f"{_PUBLISHED}:latest", EVERY_MEMBER, "a published name"),
+    Handler(f"{_PUBLISHED}:wanted", READERS, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:pieced", READERS, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:digest", READERS, "a version that this worker has published"),
+    Handler(f"{_PUBLISHED}:arrived", EVERY_MEMBER, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:fetching", EVERY_MEMBER, "its own subscriptions"),
+    Handler(f"{_PUBLISHED}:latest", "members whose role may read or publish the name", "a published name"),
     Handler(f"{_PUBLISHED}:released", EVERY_MEMBER, "its own subscriptions"),
     Handler(f"{_PUBLISHED}:ended", EVERY_MEMBER, "its own subscriptions"),
     Handler(

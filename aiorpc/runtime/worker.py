@@ -27,9 +27,11 @@ from ..protocol.retries import Backoff
 from ..protocol.states import WorkerState
 from ..rights import check_role
 from .callee.objects import Objects, ServedObject
+from .caller.future import CallFuture
 from .caller.handle import PeerHandle, make_handle, retry_options
+from .caller.peer import Peer
 from .caller.peers import To
-from .caller.reworded import reworded
+from .caller.reworded import RewordedFuture, Words, reworded
 from .caller.stream import Stream, open_stream
 from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
@@ -46,6 +48,18 @@ from .node import Node, Plan
 from .publication.subscription import Publication, Subscription
 from .references.rref import RRef
 from .statistics import Statistics, collect
+
+
+class _Coming(RewordedFuture):
+    """The WorkerInfo of a worker, once a call to it has been answered."""
+
+    def __init__(self, peer: Peer, call: CallFuture, words: Words) -> None:
+        self._peer = peer
+        super().__init__(call, words)
+
+    def _value_of(self, call: Future[Any]) -> WorkerInfo | None:
+        record = self._peer.record
+        return None if call._error is not None or record is None else record.info
 
 
 class Worker:
@@ -256,7 +270,7 @@ class Worker:
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, wait=True)
         call.parked = True
-        return reworded(call, partial(peers.not_come, peer))
+        return reworded(call, partial(peers.not_come, peer), partial(_Coming, peer))
 
     def publish(self, name: str, value: Any) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""

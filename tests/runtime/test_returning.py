@@ -477,7 +477,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         b.node.engine.bounds = Bounds()
         taken = replace(c.node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
-            await a.call("worker1", handlers.introduce, taken.to_wire())
+            await a.call("worker1", handlers.introduce, pack(taken.to_wire()))
         with pytest.raises(RpcUsageError, match="it was not admitted"):
             await c.call("worker0", handlers.arrive, c.node.engine.record.to_wire())
         for each in workers:

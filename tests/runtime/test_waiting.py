@@ -27,7 +27,7 @@ from aiorpc import (
 )
 from aiorpc import futures as futures_module
 from aiorpc.collecting import wait_all
-from aiorpc.errors import PeerLost, RemoteError, RpcError, WouldBlockLoop
+from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
 from aiorpc.protocol.frames import ERROR, REPLY
 from aiorpc.runtime.caller.peer import Peer
 from aiorpc.runtime.engine.observing import Passage
@@ -220,94 +220,6 @@ async def test_callbacks_do_not_run_in_the_thread_that_waits(awake: list[Worker]
 
     await scripts.run(awake[0], body)
     assert seen == [True]
-
-
-async def test_what_interrupts_unpickling_interrupts_the_wait(awake: list[Worker]) -> None:
-    """Ctrl-C while the answer is unpickled is Ctrl-C, not an error of the call."""
-
-    def body() -> None:
-        future = rpc_async("worker1", make_interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            wait_awake(future, BUSY / 2)
-        assert rpc_sync("worker1", echo, (1,)) == 1
-
-    await answered_once_it_reads(awake[0], body)
-
-
-async def test_what_interrupts_unpickling_another_answer_interrupts_the_wait(awake: list[Worker]) -> None:
-    """Whoever presses Ctrl-C knows nothing of the calls: it ends the wait that the thread is in."""
-
-    def body() -> None:
-        first = rpc_async("worker1", make_interrupting)
-        second = rpc_async("worker1", forever, timeout=LIMIT)
-        with pytest.raises(KeyboardInterrupt):
-            wait_awake(second, BUSY / 2)
-        with pytest.raises(RpcError, match="KeyboardInterrupt"):
-            first.wait()
-        second.cancel()
-        assert rpc_sync("worker1", echo, (1,)) == 1
-
-    await answered_once_it_reads(awake[0], body)
-
-
-async def test_what_interrupts_the_unpickling_of_an_error_interrupts_the_wait(awake: list[Worker]) -> None:
-    """As of a value; the call has failed with what came as text."""
-
-    def body() -> None:
-        future = rpc_async("worker1", fail_interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            wait_awake(future, BUSY / 2)
-        with pytest.raises(RemoteError, match="in words"):
-            future.wait()
-        assert rpc_sync("worker1", echo, (1,)) == 1
-
-    await answered_once_it_reads(awake[0], body)
-
-
-async def answered_once_it_reads(worker: Worker, body: Callable[[], None]) -> None:
-    """Run it, and let `make_interrupting` answer when its thread reads: an answer that the loop reads ends no wait."""
-    released.clear()
-    running = asyncio.ensure_future(scripts.run(worker, body))
-    await until(lambda: is_reading(worker) or running.done())
-    released.set()
-    await running
-
-
-class Interrupting:
-    """Unpickled, it raises what Ctrl-C does."""
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return press_ctrl_c, ()
-
-
-def press_ctrl_c() -> None:
-    """As the signal handler does on the main thread."""
-    raise KeyboardInterrupt
-
-
-def make_interrupting() -> Interrupting:
-    """Handler."""
-    assert released.wait(LIMIT)
-    return Interrupting()
-
-
-class InterruptingError(Exception):
-    """The same of an error, once the callee has seen that it can be unpickled."""
-
-    def __reduce__(self) -> Any:
-        return read_error_and_press, (threading.get_ident(), self.args)
-
-
-def read_error_and_press(thread: int, args: tuple[Any, ...]) -> InterruptingError:
-    if threading.get_ident() != thread:
-        press_ctrl_c()
-    return InterruptingError(*args)
-
-
-def fail_interrupting() -> None:
-    """Handler."""
-    assert released.wait(LIMIT)
-    raise InterruptingError("in words")
 
 
 class Asking:

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..calls.functions import describe, find_name
+from ..calls.declared import Declaration
+from ..calls.functions import answers_plainly, describe, find_name
 from ..calls.values import Destination
 
 
@@ -17,15 +18,17 @@ class FunctionEntry:
 
     number: the number that stands for it on the wire; -1 if it has none, because it travels by value or is a method of
     a reference. confirmed: whether a reply has shown that the callee knows the number. function: the callable of an
-    entry without a number, held weakly, for observers of messages; None if it cannot be held so.
+    entry without a number, held weakly, for observers of messages; None if it cannot be held so. declaration: of a
+    handler of the runtime's own whose answers hold nothing of users'.
     """
 
-    __slots__ = ("_function", "confirmed", "name", "number")
+    __slots__ = ("_function", "confirmed", "declaration", "name", "number")
 
     def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
         self.number = number
         self.name = name
         self.confirmed = False
+        self.declaration: Declaration | None = None
         self._function: Callable[[], Any] | None = None
         if function is not None:
             with contextlib.suppress(TypeError):
@@ -54,7 +57,9 @@ class KnownFunctions(dict[Any, FunctionEntry]):
     def __missing__(self, function: Any) -> FunctionEntry:
         name = find_name(function, self._peer.same_main)
         if name is not None:
-            entry = self.setdefault(function, FunctionEntry(name, next(self._numbers)))
+            entry = FunctionEntry(name, next(self._numbers))
+            entry.declaration = answers_plainly(function)
+            entry = self.setdefault(function, entry)
             if self._peer.same_main or not entry.of_main:
                 return entry
             self.pop(function, None)  # the peer has become known meanwhile, and this came too late for `forget_main`

@@ -344,7 +344,9 @@ class OwedCalls:
         try:
             result = read_values(frame.body)
             values, _, _, pickled, _, table, references, _ = result
-            if pickled and len(pickled) > LARGE_PICKLE:
+            if entry.declaration is not None:
+                entry.declaration.check_answer(result)
+            elif pickled and len(pickled) > LARGE_PICKLE:
                 self._decode_in_background(future, result, frame.segments, landing)
                 return
         except BaseException as error:
@@ -413,7 +415,8 @@ class OwedCalls:
             told = read_error(frame.body)
             future.again = told.again
             try:
-                error = decode_error(told, future.function, self._engine.safe)
+                safe = self._engine.safe or future.entry.declaration is not None
+                error = decode_error(told, future.function, safe)
             except BaseException as raised:  # by a signal handler; what has come as text is there all the same
                 interruption = without_frames(raised)
                 error = decode_error(told._replace(pickled=None), future.function, self._engine.safe)

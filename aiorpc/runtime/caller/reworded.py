@@ -36,11 +36,15 @@ class RewordedFuture(Unawaited, Future[Any]):
         try:
             call.mark_seen()
             self.arrival = call.arrival
-            self.settle(call._value, self._words(call._error))
+            self.settle(self._value_of(call), self._words(call._error))
         except BaseException:
             # A signal handler has raised it, in a thread that reads the answer: nobody else would settle this Future.
             self.cancel()
             raise
+
+    def _value_of(self, call: Future[Any]) -> Any:
+        """What this has for the value of the call, which has settled."""
+        return call._value
 
     def _on_cancel(self) -> None:
         self._call.cancel()

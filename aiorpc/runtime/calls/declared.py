@@ -1,4 +1,4 @@
-"""The arguments of the runtime's own handlers: a handler's annotations are the decoder of its calls.
+"""The arguments and answers of the runtime's own handlers: a handler's annotations are the decoder of its calls.
 
 Every member may call these handlers, so nothing that a caller sends is built for them before it fits the declaration:
 no pickle, no tree, no reference and no tensor in a place that does not declare one. An annotation is made of
@@ -10,6 +10,9 @@ no pickle, no tree, no reference and no tensor in a place that does not declare 
 
 A text is at most `TEXT_LIMIT` characters long where no other limit is declared. An error names the argument and its
 types; it never shows what the caller has sent.
+
+What such a handler answers is read by its caller in the same way (`Declaration.check_answer`): it is None, a number, a
+text, bytes, or whatever of these, of tensors and of references a `Results` has.
 """
 
 from __future__ import annotations
@@ -85,6 +88,9 @@ class Declaration:
         # Whether the plain values are all that there is to look at.
         every = [*slots, *filter(None, [self._rest])]
         self._flat = not any(slot.packed or slot.tensor or slot.reference for slot in every)
+        answer = hints.get("return")
+        # None: what there is in it is compared where it is used.
+        self._answer = tuple[_limited(answer)] if answer in _SCALARS or answer is str else None  # type: ignore[misc]  # made here
 
     def read(self, arguments: Values, names: Sequence[object] | None = None) -> Values:
         """The arguments of a call, as they are declared; tensors and references are still to be put in their places.
@@ -125,6 +131,17 @@ class Declaration:
             elif slot.packed is not None:
                 read[position] = self._unpack(slot.packed, value, position)
         return arguments._replace(values=read)
+
+    def check_answer(self, answer: Values) -> None:
+        """Raise ProtocolError for an answer that is none of this handler's: it has a pickle, or another type."""
+        values, _, opaque_at, pickled, buffers, _, _, gradients = answer
+        if pickled is not None or opaque_at or buffers or gradients is not None:
+            raise ProtocolError(f"{self.name} of the runtime has answered with what is pickled, or written as a tree")
+        if self._answer is not None:
+            try:
+                msgspec.convert(values, self._answer, strict=True, builtin_types=_BUILTIN)
+            except msgspec.ValidationError as error:
+                raise ProtocolError(f"{self.name} of the runtime has answered with something else: {error}") from None
 
     def _slot_of(self, position: int) -> _Slot:
         if position < len(self._slots):

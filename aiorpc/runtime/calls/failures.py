@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from typing import Any
 
 from ... import errors, foreign
@@ -22,7 +21,7 @@ from ...errors import (
 )
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 from ...protocol.messages import Error
-from ...protocol.packing import PLAIN, pack, unpack
+from ...protocol.packing import pack, unpack
 
 MAX_TEXT = 64 * 1024
 # An exception whose pickle is longer than this travels as text, because it must never break the limit on a frame.
@@ -39,6 +38,7 @@ _MOST_NAMES = 1000
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
 # With one of these the creation of a value ends at its creator, whom the owner has not answered.
 NO_VALUE = (RpcTimeout, RpcCancelled)
+_PICKLE = b"\x80"  # how a pickle begins, and no fields (`_pack_fields`) do
 # By one of these a class says how its exceptions are pickled.
 _SAYS_HOW = frozenset(("__reduce__", "__reduce_ex__"))
 
@@ -57,13 +57,13 @@ class RemoteTraceback(Exception):
 def encode_error(error: BaseException, worker: str, safe: bool = False, again: bool = False) -> Error:
     """The Error that tells of an exception. Never raises.
 
-    safe: only by its name and text, and by the fields of an error of aiorpc's own. again: see `Error`.
+    safe: nothing is pickled. An error of aiorpc's own goes by its name, text and fields. again: see `Error`.
     """
-    whole = not safe and foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF)
-    pickled = _pickle(error) if whole else None
-    name = _valid(_type_name(type(error)))
-    if safe and type(error) is _OWN.get(name):
+    name, pickled = _valid(_type_name(type(error))), None
+    if type(error) is _OWN.get(name) and (safe or _has_plain_fields(error)):
         pickled = _pack_fields(error)
+    elif not safe and foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF):
+        pickled = _pickle(error)
     return Error(name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled, again)
 
 
@@ -76,12 +76,11 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
     name, message, text, worker, pickled, _ = told
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
-    if safe:
-        kind = _OWN.get(name)
-        if kind is not None:
-            error = kind(message)  # the fields of all of them have defaults
-            _set_fields(error, pickled)
-    elif pickled is not None:
+    kind = _OWN.get(name)
+    if kind is not None and (safe or pickled is None or pickled[:1] != _PICKLE):
+        error = kind(message)  # the fields of all of them have defaults
+        _set_fields(error, pickled)
+    elif pickled is not None and not safe:
         try:
             loaded = loads(pickled, Incoming((), ()))
             error = loaded if foreign.is_a(loaded, Exception) else None
@@ -100,6 +99,17 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
     if not foreign.is_a(error, RpcError):  # the others say it in their text
         foreign.add_note(error, f"on worker {worker!r}, in {function}")
     return error
+
+
+def _has_plain_fields(error: BaseException) -> bool:
+    """Whether its fields, as they are packed, are all that there is of an error of aiorpc's own beside its text."""
+    if foreign.field(error, "args") != (foreign.text_of(error),):
+        return False
+    fields, own = foreign.field(error, "__dict__"), vars(type(error)(""))
+    return all(
+        type(value) is type(own.get(name)) and (type(value) in (str, int, float) or _are_names(value, tuple))
+        for name, value in fields.items()
+    )
 
 
 def _pack_fields(error: BaseException) -> bytes | None:
@@ -198,8 +208,6 @@ def _pickle(error: BaseException) -> bytes | None:
     pickled is believed, unless something else comes of it. Tensors inside are left to the text form.
     """
     args, kind = foreign.field(error, "args"), type(error)
-    if _is_own(error, args, kind):  # it becomes itself: this is what a refused call costs
-        return pickle.dumps(error, 5)
     says_how = any(not _SAYS_HOW.isdisjoint(foreign.names_of(each)) for each in foreign.classes_of(kind))
     whole_first = says_how or not foreign.slots_of(kind)
     for whole in (whole_first, not whole_first):
@@ -218,14 +226,6 @@ def _pickle(error: BaseException) -> bytes | None:
             outgoing.reset(token)
             out.unsend()
     return None
-
-
-def _is_own(error: BaseException, args: Any, kind: type[BaseException]) -> bool:
-    """Whether it is an error of aiorpc's own with plain values alone, which any pickler writes."""
-    if _OWN.get(_type_name(kind)) is not kind:
-        return False
-    fields = foreign.field(error, "__dict__").values()
-    return all(type(each) in PLAIN or _are_names(each, tuple) for each in (*args, *fields))
 
 
 class _Parts:

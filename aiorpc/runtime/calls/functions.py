@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _DEFERRED = "_aiorpc_async_execution"
 _SYSTEM = "_aiorpc_system"
+_CARRIES = "_aiorpc_carries"
 _INLINE = "_aiorpc_inline"
 _BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
@@ -118,6 +119,12 @@ def system(fn: F) -> F:
     return fn
 
 
+def carries(fn: F) -> F:
+    """Mark a handler that belongs to the runtime, and answers with values of users'."""
+    setattr(fn, _CARRIES, True)
+    return fn
+
+
 def inline(fn: F) -> F:
     """Mark a plain function of the runtime's that never waits: it is run on the loop, between two frames.
 
@@ -191,6 +198,12 @@ def is_intrinsic(function: object) -> bool:
 def is_declared(function: object) -> bool:
     """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
     return _is_marked(function, (*_MARKS, _BY_RIGHT))
+
+
+def answers_plainly(function: object) -> Declaration | None:
+    """The declaration of a handler that answers with nothing of users': it bears the mark `system`, not `carries`."""
+    plain = _is_marked(function, (_SYSTEM,)) and not _is_marked(function, (_CARRIES,))
+    return declaration_of(function) if plain else None  # type: ignore[arg-type]  # a function, as it is marked
 
 
 def _is_marked(function: object, marks: Iterable[str]) -> bool:

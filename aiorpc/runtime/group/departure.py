@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, assert_never
 
+import msgspec
+
 from ...errors import RendezvousError, RpcError, WorkerClosed
 from ...logs import logger
 from ...protocol import leaving
@@ -24,6 +26,7 @@ from ..engine.tasks import begin
 from ..meeting.rendezvous import Rendezvous
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+_read_activity = msgspec.msgpack.Decoder(tuple[bool, int]).decode
 
 #: What the table says of leaving.
 LeavingOutput = (
@@ -265,7 +268,8 @@ class Departure:
         if record.id == self._engine.id:
             return Activity(*self.polled(record.id))
         patience = self._engine.bounds.poll
-        return Activity(*await self._home.peers.of(record).call(self._poll_verb, (), None, patience, system=True))
+        said = await self._home.peers.of(record).call(self._poll_verb, (), None, patience, system=True)
+        return Activity(*_read_activity(said))
 
     def polled(self, leader: int) -> tuple[bool, int]:
         """The leader says that all leave, and asks whether this worker is idle, and how many calls it has seen."""

@@ -451,7 +451,7 @@ def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
 
 
 @system
-async def arrive(record: RecordFields) -> list[Any]:
+async def arrive(record: RecordFields) -> bytes:
     """Handler, on the leader: a newcomer is there. It is answered when all members know it, with who they are."""
     group, caller_id = _current()
     newcomer = WorkerRecord.from_wire(record)
@@ -483,11 +483,8 @@ async def vouch(member: int) -> bool:
 
 
 @system
-async def present() -> WorkerInfo:
+async def present() -> None:
     """Handler: this worker is there, and answers."""
-    call = current_call.get()
-    assert call is not None, "this function is a handler"
-    return call.node.engine.info
 
 
 @system
@@ -498,7 +495,7 @@ async def enter() -> None:
 
 
 @system
-async def poll() -> tuple[bool, int]:
+async def poll() -> bytes:
     """Handler: whether this worker is idle, and how many calls it has seen."""
     group, caller_id = _current()
-    return group.departure.polled(caller_id)
+    return pack(group.departure.polled(caller_id))

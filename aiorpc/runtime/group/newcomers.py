@@ -12,11 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from ... import foreign
-from ...errors import RendezvousError, RpcError, RpcUsageError, StoreGone, WorkerClosed
+from ...errors import ProtocolError, RendezvousError, RpcError, RpcUsageError, StoreGone, WorkerClosed
 from ...logs import logger
 from ...protocol import leaving
-from ...protocol.identity import WorkerRecord
+from ...protocol.identity import RecordFields, WorkerRecord
 from ...protocol.leaving import GroupTable, Outputs, Roster
 from ...protocol.states import Returning
 from ..caller.peers import Peers
@@ -241,17 +243,26 @@ class Newcomers:
         self._carry_out(self._table.welcomed(roster_from_wire(answer)))
 
 
-def roster_to_wire(roster: Roster) -> list[Any]:
-    """Plain data."""
+#: Members, those that were lost with the causes, and those that have left.
+_read_roster = msgspec.msgpack.Decoder(
+    tuple[list[RecordFields], list[tuple[RecordFields, str]], list[RecordFields]]
+).decode
+
+
+def roster_to_wire(roster: Roster) -> bytes:
+    """As it travels."""
     lost = [[record.to_wire(), cause] for record, cause in roster.lost]
-    return [[each.to_wire() for each in roster.members], lost, [each.to_wire() for each in roster.left]]
+    return pack([[each.to_wire() for each in roster.members], lost, [each.to_wire() for each in roster.left]])
 
 
-def roster_from_wire(value: Any) -> Roster:
-    """What `roster_to_wire` has made."""
-    members, lost, left = value
+def roster_from_wire(packed: bytes) -> Roster:
+    """What `roster_to_wire` has made. ProtocolError for anything else."""
+    try:
+        members, lost, left = _read_roster(packed)
+    except msgspec.MsgspecError as error:  # it names types and places, and no values
+        raise ProtocolError(f"a list of the members of a group that is none: {error}") from None
     return Roster(
         tuple(WorkerRecord.from_wire(each) for each in members),
-        tuple((WorkerRecord.from_wire(record), str(cause)) for record, cause in lost),
+        tuple((WorkerRecord.from_wire(record), cause) for record, cause in lost),
         tuple(WorkerRecord.from_wire(each) for each in left),
     )
