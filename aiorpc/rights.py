@@ -41,7 +41,8 @@ _MARK = "_aiorpc_exposed"
 _NOTHING = object()
 _SET = re.compile(r"\[!?\]?[^\]]*\]")  # in a pattern of fnmatch: one of these characters
 # What the names of workers, objects, queues and published values consist of (`protocol.identity.check_name`).
-_NAMED = re.compile(r"[A-Za-z0-9\-_:./]*")
+_NAMED = re.compile(r"[A-Za-z0-9\-_:]*")
+_PUBLISHED = re.compile(r"[A-Za-z0-9\-_:./]*")
 _OF_QUEUES = re.compile(r"aiorpc\.queues\b|\bServedQueue\b")
 
 T = TypeVar("T")
@@ -134,8 +135,12 @@ def _check_resource(pattern: str, where: str) -> None:
             wrong = f"{verb!r:.80} is the name of no public method"
     elif not any(map(re.compile(fnmatch.translate(verb)).match, RESOURCES[kind])):
         wrong = f"what may be done with it is: {', '.join(RESOURCES[kind])}"
-    if not wrong and kind != "barrier" and not _NAMED.fullmatch(re.sub(r"[*?]", "", _SET.sub("", name))):
-        wrong = f"{name!r:.80} can be no name: names have letters, digits and -_:./"
+    if (
+        not wrong
+        and kind != "barrier"
+        and not (_PUBLISHED if kind == "published" else _NAMED).fullmatch(re.sub(r"[*?]", "", _SET.sub("", name)))
+    ):
+        wrong = f"{name!r:.80} can be no name: names have letters, digits, '-', '_' and ':'"
     if wrong:
         raise RpcUsageError(f"{where} has {pattern!r:.160}, which matches nothing: {wrong}")
 

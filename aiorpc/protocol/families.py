@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ProtocolError
-from .packing import shown
+from .packing import kind_shown
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Family(Generic[M]):
             word, *rest = fields
             reader = self._readers.get(word) if type(word) is str else None
             if reader is None:
-                raise TypeError(f"{shown(word)} is none of its words")
+                raise TypeError(f"{kind_shown(word)} is none of its words")
             message: M = reader(rest)
         except (TypeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"a message about {self.name} that is none: {error!s:.200}") from None
@@ -65,7 +65,7 @@ def reader_of(declared: type[T]) -> Callable[[Any], T]:
 
         def read_exact(value: Any) -> Any:
             if type(value) is not list or [*map(type, value)] != kinds:
-                raise TypeError(f"{shown(value)} for {declared.__name__}")
+                raise TypeError(f"{kind_shown(value)} for {declared.__name__}")
             return _new(declared, value)
 
         return read_exact
@@ -74,10 +74,10 @@ def reader_of(declared: type[T]) -> Callable[[Any], T]:
 
     def read(value: Any) -> Any:
         if type(value) is not list or len(value) != len(kinds):
-            raise TypeError(f"{shown(value)} for {declared.__name__}")
+            raise TypeError(f"{kind_shown(value)} for {declared.__name__}")
         for place, kind in plain:
             if type(value[place]) is not kind:
-                raise TypeError(f"{shown(value[place])} for {kind.__name__}")
+                raise TypeError(f"{kind_shown(value[place])} for {kind.__name__}")
         fields = [*value]
         for place, reader in others:
             fields[place] = reader(value[place])
@@ -103,7 +103,7 @@ def _of(annotation: Any) -> _Reader:
 def _of_exactly(*kinds: type[Any]) -> _Reader:
     def read(value: Any) -> Any:
         if type(value) not in kinds:
-            raise TypeError(f"{shown(value)} for {' or '.join(kind.__name__ for kind in kinds)}")
+            raise TypeError(f"{kind_shown(value)} for {' or '.join(kind.__name__ for kind in kinds)}")
         return value
 
     return read
@@ -119,9 +119,9 @@ def _of_list(annotation: Any) -> _Reader:
 
         def read_exact(value: Any) -> Any:
             if type(value) is not list or (rows and not _LISTS.issuperset(map(type, value))):
-                raise TypeError(f"{shown(value)} for a list{' of lists' if rows else ''}")
+                raise TypeError(f"{kind_shown(value)} for a list{' of lists' if rows else ''}")
             if not kinds.issuperset(map(type, chain.from_iterable(value) if rows else value)):
-                raise TypeError(f"{shown(value)} for a list of {' or '.join(kind.__name__ for kind in kinds)}")
+                raise TypeError(f"{kind_shown(value)} for a list of {' or '.join(kind.__name__ for kind in kinds)}")
             return value
 
         return read_exact

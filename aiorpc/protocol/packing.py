@@ -55,6 +55,11 @@ def is_text(text: str) -> bool:
     return True
 
 
+def kind_shown(value: object) -> str:
+    """What an error may say of a value of the runtime's own that a peer sent: only what type it is of."""
+    return f"a {type(value).__name__}"
+
+
 def shown(value: object) -> str:
     """What an error may say of a value that a peer sent: a number, or how a text begins; of all else only its type."""
     kind = type(value)
@@ -62,7 +67,7 @@ def shown(value: object) -> str:
         return repr(str(value)[:60])
     if kind in NUMBERS and (type(value) is not int or -(1 << 64) < value < 1 << 64):
         return repr(value)
-    return f"a {kind.__name__}"
+    return kind_shown(value)
 
 
 def no_extension(code: int, data: bytes) -> NoReturn:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
 from .families import Family
+from .packing import kind_shown
 
 LARGEST = (1 << 63) - 1  # of the numbers in an id; a key has one bit more
 _KEYS = struct.Struct("=512Q")
@@ -239,11 +240,6 @@ class Counts:
     granted: int = 0
 
 
-def shortened(item: object) -> str:
-    """A value as errors show it."""
-    return f"{item!r:.100}"
-
-
 def read(fields: Any) -> Message:
     """The message that these fields of a body are. Raises ProtocolError."""
     message = MESSAGES.read(fields)
@@ -265,7 +261,7 @@ def read_passed(fields: Any) -> PassedReference:
         worker, number, key = rref
         fork_worker, fork_number, fork_key = fork
     except (TypeError, ValueError):
-        raise ProtocolError(f"not a reference: {shortened(fields)}") from None
+        raise ProtocolError(f"not a reference: {kind_shown(fields)}") from None
     numbers = (worker, number, key, owner, fork_worker, fork_number, fork_key)
     if (
         [*map(type, numbers)] != _SEVEN_INTS
@@ -273,6 +269,6 @@ def read_passed(fields: Any) -> PassedReference:
         or max(worker, number, owner, fork_worker, fork_number) > LARGEST
         or not (position is None or type(position) is int)
     ):
-        raise ProtocolError(f"not a reference: {shortened(fields)}")
+        raise ProtocolError(f"not a reference: {kind_shown(fields)}")
     passed: PassedReference = _new(PassedReference, (_new(ReferenceId, rref), owner, _new(ReferenceId, fork), position))
     return passed

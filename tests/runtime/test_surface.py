@@ -28,6 +28,7 @@ from aiorpc.runtime.calls import functions
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.declared import TEXT_LIMIT, Declaration, declaration_of, pack
 from aiorpc.runtime.calls.values import encode
+from aiorpc.runtime.group import group
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import call_of, calling, say, values_of
 from tests.runtime.waiting import LIMIT, until
@@ -244,7 +245,7 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
     options = RpcBackendOptions(
         rpc_timeout=LIMIT,
         serialization=serialization,
-        serve={"actor": ["aiorpc.queues.served:ServedQueue.*"], "*": [f"{__name__}:double"]},
+        serve={"actor": ["queue/open:*"], "*": [f"{__name__}:double"]},
     )
     chance = random.Random(7)
     async with cluster(3, options=options, roles=["", "", "actor"]) as (victim, other, bad):
@@ -278,3 +279,59 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
             assert MARK.encode() not in each and b"tensor(" not in each
     for record in caplog.records:
         assert MARK not in record.getMessage() and record.levelno < logging.ERROR
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+loaded: list[str] = []
+
+
+class Loaded(Exception):
+    """It is seen when it is unpickled, as a value and as an error."""
+
+    def __reduce__(self) -> tuple[Callable[[], Loaded], tuple[()]]:
+        return note_loaded, ()
+
+
+def note_loaded() -> Loaded:
+    loaded.append("unpickled")
+    return Loaded()
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> None:
+    """The handler `present` of all workers here does that."""
+
+    async def present() -> None:
+        return made()  # type: ignore[no-any-return]  # on purpose
+
+    present.__module__, present.__qualname__ = group.__name__, "present"
+    monkeypatch.setattr(group, "present", functions.system(present))
+    monkeypatch.setattr("aiorpc.runtime.worker.present", present)
+
+
+def raise_loaded() -> None:
+    raise Loaded
+
+
+@pytest.mark.parametrize("made", [Loaded, raise_loaded])
+async def test_what_a_member_answers_to_the_runtime_is_not_unpickled(
+    made: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker asks it whether it is there: the program has not chosen to call it."""
+    loaded.clear()
+    async with cluster(2) as (worker, _):
+        with monkeypatch.context() as patched:
+            answer_with(patched, made)
+            with pytest.raises(aiorpc.RpcError, match="is pickled" if made is Loaded else "raised .*Loaded"):
+                await worker.wait_for("worker1")
+    # The one that has raised it looks whether it can be made again.
+    assert len(loaded) == (made is raise_loaded)
+
+
+async def test_what_a_member_answers_has_the_type_that_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it says nothing."""
+    async with cluster(2) as (worker, _):
+        with monkeypatch.context() as patched:
+            answer_with(patched, lambda: "something else")
+            with pytest.raises(aiorpc.RpcError, match="present of the runtime has answered with something else"):
+                await worker.wait_for("worker1")
