@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+# Where the steps of turns are.
+_STEPS = f"{__package__}.transport."
 #: What a call of C raises that takes an argument from a turn which has ended.
 TurnEnded = IndexError
 
@@ -28,6 +30,14 @@ class SocketTurn(list[Any]):
     def __init__(self, end: Callable[[], None], *parts: Any) -> None:
         super().__init__(parts)
         self.end = end
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether it has ended, and that error says so: none that a signal handler has raised."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = "" if trace is None else trace.tb_frame.f_globals["__name__"]
+        return not self and where.startswith(_STEPS)
 
 
 class _SocketTurns(threading.local):

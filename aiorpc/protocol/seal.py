@@ -29,7 +29,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import call
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -47,7 +46,6 @@ SHORT = 4096
 _AT_ONCE = READ_SIZE // 4
 _NONCE = struct.Struct("<QI")  # the number, and what is in the head
 _BROKEN = "what arrived does not bear the other side's seal: somebody in between has changed it"
-_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 
 
 class Seal:
@@ -188,14 +186,9 @@ class Unsealer:
             start = stop
         return b"".join(payloads), len(payloads), stop - len(data) if start < len(data) else 0
 
-    def take(self, unread: deque[bytes], count: int, allowed: Callable[[], object]) -> None:
-        """So many pieces that were looked at are used, and what holds them is emptied: both or, interrupted, none.
-
-        allowed: a function of C that raises if none is to be.
-        """
-        steps: list[Callable[[], object]] = [allowed, unread.clear]
-        steps.append(partial(self._numbers.append, self._numbers[0] + count))
-        list(map(_RUN, steps))
+    def taking(self, count: int) -> Callable[[], object]:
+        """A step in C that goes on behind so many pieces that were looked at."""
+        return partial(self._numbers.append, self._numbers[0] + count)
 
     def _checked(self, data: memoryview, start: int, stop: int, number: int) -> memoryview:
         """The payload of the piece that lies there."""

@@ -18,7 +18,8 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import ProtocolError
 from .frames import ACK, HEAD, Buffer, Frame, encode_frame
@@ -49,7 +50,6 @@ class Session:
         self._said = 0  # how many the other end was told that we have
         self.said_at = 0
         self._acks = 0  # ACKs that have come since
-        self._expected = 0  # how many will have been received when a thread has taken what it reads
 
     def enter(self, event: SessionEvent) -> None:
         """That has happened to it."""
@@ -94,13 +94,9 @@ class Session:
         self._said = HEAD.unpack(ack[0])[0]
         self._acks = 0
 
-    def expect(self, count: int) -> None:
-        """So many frames will have been taken with the next step; `took` follows, also when that was interrupted."""
-        self._expected = self.received + count
-
-    def took(self) -> None:
-        """What was expected was taken. Idempotent."""
-        self.received = max(self.received, self._expected)
+    def taking(self, count: int) -> Callable[[], object]:
+        """A step in C that counts so many frames as received, which a thread has read that nobody overtakes."""
+        return partial(setattr, self, "received", self.received + count)
 
     def _take_acks(self, frames: list[Frame], begun: int) -> list[Frame]:
         rest: list[Frame] = []
@@ -154,7 +150,7 @@ class Session:
         self.size = 0
         self._acknowledged = self._heard = received
         # The other end has been told by the handshake.
-        self._said, self._acks, self.due, self._expected = self.received, 0, False, 0
+        self._said, self._acks, self.due = self.received, 0, False
         return whole[done:]
 
     def end(self) -> None:

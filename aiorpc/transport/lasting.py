@@ -107,7 +107,8 @@ class LastingConnection(Connection):
             self.flush()
 
     def _prepend_ack(self, session: Session, turn: SocketTurn) -> None:
-        ack = self._ack = session.ack()
+        ack = session.ack()
+        self._ack = ack if turn else self._ack  # no call: the loop may have queued another one in that
         self.queue.prepend(ack, turn)
         session.told(ack)
 

@@ -24,10 +24,10 @@ import logging
 import os
 import select
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import call
 
 from ..errors import ProtocolError
 from ..foreign import log_error
@@ -58,10 +58,9 @@ _ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
 # Seconds that the loop waits at most for a thread that has read something and hands it out.
 _STANDS_BY = 0.001
 _ENDED = "the other side closed the connection"
-_MAIN = threading.main_thread().ident  # the only thread that runs signal handlers
-_NO_ANSWERS: tuple[int, Sequence[Frame]] = 0, ()  # of no thread
-# What a turn of a waiter has: for what the loop is told, how much to read, and where that is kept.
-_NOTHING, _LENGTH, _UNREAD = (0,), (1,), (2,)
+# What a turn of a waiter has: for what the loop is told, how much to read, and where that is kept (`TlsLayer.look`).
+_NOTHING, _LENGTH = (0,), (1,)
+_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 
 
 class FrameReader(FrameWriter):
@@ -108,9 +107,6 @@ class FrameReader(FrameWriter):
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
         self._kept = False  # whether a thread has taken the socket out of that for a moment
-        # What a waiter has read last, and the loop will not, with its thread: of all threads but the main one, and of
-        # the main one, which alone is interrupted. So no other waiter puts its own in place of what is needed then.
-        self._answers = [_NO_ANSWERS, _NO_ANSWERS]
 
     def unseal(self, key: bytes) -> None:
         """Take nothing without a seal from now on. On the loop's thread. ProtocolError if there is something yet."""
@@ -219,74 +215,55 @@ class FrameReader(FrameWriter):
         """Acknowledge what threads have read, which the loop does not count. On the loop."""
         raise NotImplementedError  # as above
 
-    def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
+    def read_here(self, enough: Callable[[], bool], answers: list[Frame] | None = None) -> Sequence[Frame]:
         """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
 
         For a thread that has to wait for one anyway: two changes of threads less. None, and early, where the loop has
-        to go on. Any thread but the loop's. If it was interrupted, see `answers`, and call `read_on_loop`.
+        to go on. Any thread but the loop's. answers: empty, is returned with them; if this was interrupted they are in
+        there, and the loop has none of them. Call `read_on_loop` then.
         """
-        self._answers[threading.get_ident() == _MAIN] = _NO_ANSWERS  # those before are in other hands by now
-        if self._epoll is None:
+        answers = [] if answers is None else answers
+        epoll = self._epoll
+        if epoll is None:
             self._ask_to_share()
-            return ()
+            return answers
         if self._closed or is_owned(self._reading):
-            return ()
+            return answers
         turn = SocketTurn(self._give_reading_back, 0, READ_HERE, self._unread)
         begin(turn)
         try:
             if not self._reading.acquire(False) or self._unread or self._closed or not self._source.empty:
-                return ()
-            list(map(self._epoll.modify, (self._fd,), map(turn.__getitem__, _NOTHING)))  # the loop sleeps on
+                return answers
+            if self._epoll is not epoll:  # it has no socket any more, or another one
+                return answers
+            list(map(epoll.modify, (self._fd,), map(turn.__getitem__, _NOTHING)))  # the loop sleeps on
             if self.queue.frames:
                 self._write_here()  # rather than wait until the loop does
-            return self._read_answers(enough, turn)
-        except (TurnEnded, RuntimeError):  # the latter for the lock of TLS, which was given back, too
-            if turn:
-                self._reading_failed()
+            self._read_answers(enough, turn, answers)
+        except (TurnEnded, RuntimeError) as error:  # the latter for the lock of TLS, which was given back, too
+            if not turn.has_raised(error):
+                self._interrupted()
                 raise
-            return ()
         except BaseException:
-            self._reading_failed()
+            self._interrupted()  # by a signal handler
             raise
         finally:
             self.read_on_loop()
             leave(turn)
-
-    def _reading_failed(self) -> None:
-        """A signal handler has raised in this thread as it read."""
-        if not self._settle_reading():  # the loop will have them
-            self._answers[threading.get_ident() == _MAIN] = _NO_ANSWERS
-        self._interrupted()
-
-    def _settle_reading(self) -> bool:
-        """Whether what this thread has read last is its own; else it is left to the loop. By who reads."""
-        if self._unread or (self.tls is not None and self.tls.left):
-            return False
-        if self.lasting is not None:
-            self.lasting.took()
-        return True
+        return answers
 
     def _give_reading_back(self) -> None:
         """This thread is about to block in the midst of reading: the loop goes on from there."""
-        if is_owned(self._reading):
-            self._settle_reading()
-        if self.tls is not None and is_owned(self.tls.lock):
-            self.tls.lock.release()
+        if self.tls is not None:
+            release(self.tls.lock)
         self.read_on_loop()
 
-    @property
-    def answers(self) -> Sequence[Frame]:
-        """What this thread has read by its last `read_here`, even if it was not told; the loop has none of it."""
-        thread = threading.get_ident()
-        reader, answers = self._answers[thread == _MAIN]
-        return answers if reader == thread else ()
-
-    def _read_answers(self, enough: Callable[[], bool], turn: SocketTurn) -> Sequence[Frame]:
+    def _read_answers(self, enough: Callable[[], bool], turn: SocketTurn, answers: list[Frame]) -> None:
         """What is read stays in `_unread`, or decrypted in `tls`, until it is used or the loop takes it."""
         part = turn.__getitem__
         unread, receive, unsealer, tls = self._unread, self._sock.recv, self._unsealer, self.tls
         if tls is not None and is_owned(tls.lock):  # ours already: this is a signal handler's call
-            return ()
+            return
         data = b""
         pieces = 0
         while not self._closed:
@@ -295,16 +272,17 @@ class FrameReader(FrameWriter):
                 unread.extend(map(receive, map(part, _LENGTH), (_DONT_WAIT,)))
             except (BlockingIOError, InterruptedError):
                 if enough():
-                    break
+                    return
                 os.sched_yield()  # without the interpreter lock
                 continue
             except OSError as error:
                 if error.errno is None:  # no word of the system's: a signal handler has raised it
                     raise
-                break  # the loop will see for itself
+                return  # the loop will see for itself
+            # At once: where the turn has ended the loop may have taken it.
             arrived = unread[-1]
             if not arrived:  # the end
-                break
+                return
             if tls is not None:
                 try:
                     clear = tls.look(unread, READ_HERE, turn)
@@ -312,45 +290,42 @@ class FrameReader(FrameWriter):
                     if isinstance(error, TimeoutError):  # but that is a signal handler's: TLS itself waits for nothing
                         raise
                     self._call_on_loop(self._broke, error, tls)
-                    break
-                self.bytes_received += len(arrived)
+                    return
+                size = len(arrived)
+                self.bytes_received += size
             else:
                 clear = data = data + arrived if data else arrived
                 if unsealer is not None:
                     try:
                         clear, pieces, missing = unsealer.look(data)
                     except ProtocolError:  # the loop will see for itself
-                        break
+                        return
                     if missing:
                         if len(data) + missing > READ_HERE:
-                            break
+                            return
                         continue
             frames, length = whole_frames(clear)
             for frame in frames:
                 if frame.kind not in _ANSWERS and not (frame.kind == PARCEL and self.takes and self.takes(frame)):
-                    return ()
+                    return
             if frames and length == len(clear):
-                thread = threading.get_ident()
-                self._answers[thread == _MAIN] = thread, frames
                 session = self.lasting
+                # All of it at once, or, if the turn has ended, nothing: what the loop has is not counted here as well.
+                steps: list[Callable[[], object]] = [partial(part, 0), partial(answers.extend, frames)]
                 if session is not None:
-                    session.expect(len(frames))
-                if tls is not None:
-                    tls.take(turn)
-                elif unsealer is not None:
-                    unsealer.take(unread, pieces, partial(part, 0))
+                    steps.append(session.taking(len(frames)))
+                if tls is not None:  # its bytes were counted as they came
+                    steps.append(tls.taking())
                 else:
-                    list(map(deque.clear, map(part, _UNREAD)))
-                self.bytes_received += len(data)  # with TLS they were counted as they came
-                if session is not None:
-                    if turn:
-                        session.took()
-                    if self.bytes_received - session.said_at >= ACK_BYTES:
-                        self._call_on_loop(self.look)
-                return frames
+                    steps += (unread.clear, partial(setattr, self, "bytes_received", self.bytes_received + len(data)))
+                    if unsealer is not None:
+                        steps.append(unsealer.taking(pieces))
+                list(map(_RUN, steps))
+                if session is not None and self.bytes_received - session.said_at >= ACK_BYTES:
+                    self._call_on_loop(self.look)
+                return
             if not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
-                break  # garbage, a long one
-        return ()
+                return  # garbage, a long one
 
     def _broke(self, error: Exception, tls: TlsLayer | None = None) -> None:
         """A thread could not read on. tls: with which it has read."""

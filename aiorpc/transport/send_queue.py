@@ -21,9 +21,10 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from itertools import chain, repeat
 from operator import call, is_not, itemgetter
@@ -56,6 +57,8 @@ _READ: Callable[[Callable[[], bytes]], bytes] = call
 _LAST: Callable[[tuple[Any, ...]], tuple[bytes]] = itemgetter(slice(-1, None))
 # What a turn has for `SendQueue.write`: the frames that wait, and the flags for the socket.
 _FRAMES, _FLAGS = (0,), (1,)
+# What a writer whose turn has ended leaves to the next one, and that this one has to count anew.
+_SHARED = ("begun", "_sent", "_announced", "miscounted")
 
 #: Has something in it until its frame is among those that wait: so whoever is interrupted can tell.
 Unsent = list[Any]
@@ -68,13 +71,14 @@ class SendQueue:
     """See the module. `frames`, `begun` and `size` are there to be looked at: a call costs more than the look.
 
     size: bytes that it takes up; a piece with a seal, or encrypted, counts as written when it is begun. Counted without
-    a lock, in steps that no other thread gets between: none has a call in it.
+    a lock, in steps that no other thread gets between: none has a call in it. miscounted: whether it is to be set anew.
     """
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[Buffer]] = deque()
         self.begun: deque[Sequence[Buffer]] = deque()
         self.size = 0
+        self.miscounted = False
         self._sent: deque[int] = deque()
         self._session: Session | None = None
         self._seal: Seal | None = None
@@ -158,7 +162,7 @@ class SendQueue:
         self._seal, self._tls, self._in_pieces = other._seal, other._tls, other._in_pieces
         self._piece_size = other._piece_size
         self._next_piece.append(other._next_piece[0])
-        self.recount()
+        self.recount((None,))
 
     def first(self) -> tuple[int, bytes] | None:
         """What tells the first frame that waits, ACKs aside, from others, without keeping it; None if none waits.
@@ -183,29 +187,36 @@ class SendQueue:
         if self._session is not None:
             self._session.end()
 
-    def recount(self) -> None:
-        """Set `size` anew: a writer was interrupted before it had changed that. By the writer.
+    def recount(self, turn: Sized) -> None:
+        """Set `size` anew: a writer was interrupted before it had changed that. By the writer, in its turn.
 
         Others append meanwhile, and acknowledge: what they count is theirs, as each of them does both in one step, and
         so each size is read here in one step with what it is the size of.
         """
+        self.miscounted = False if turn else True  # noqa: SIM211  # no call: the turn may end in one
         before, frames = self.size, self.frames.copy()
         queued = [*frames, *(() if self._in_pieces else self.begun)]
         in_pieces = self._next_piece[0][1]
         written = in_pieces if self._in_pieces else sum(self._sent) if self.begun else 0  # of the first one
         wrong = sum(map(len, chain.from_iterable(queued))) + FRAME_COST * len(queued) - written - before
-        self.size += wrong
+        self.size += wrong if turn else 0
         session = self._session
         if session is not None:
             before, kept = session.size, session.kept.copy()
             wrong = sum(map(len, chain.from_iterable(kept))) + in_pieces - before
-            session.size += wrong
+            session.size += wrong if turn else 0
 
-    def end_turn(self) -> None:
-        """The turn of the writer ends in the midst of what it does: others go on from there. By its thread."""
-        self.begun, self._sent = self.begun.copy(), self._sent.copy()
-        self._announced = self._announced.copy()
-        self.recount()
+    def end_turn(self, lock: Any) -> None:
+        """The turn of the writer ends in the midst of what it does: others go on from there. By its thread.
+
+        lock: its own, which is let go of in the same step. So nothing is done if a signal handler, which interrupts
+        this, has ended the turn: others are at work then.
+        """
+        begun, sent, announced = self.begun.copy(), self._sent.copy(), self._announced.copy()
+        steps: list[Callable[[], object]] = [lock.release]
+        steps += map(partial, repeat(setattr), repeat(self), _SHARED, (begun, sent, announced, True))
+        with contextlib.suppress(RuntimeError):  # it is not its own any more
+            list(map(_RUN, steps))
 
     def write(self, sock: socket.socket, turn: SocketTurn) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.

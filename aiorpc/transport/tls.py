@@ -272,11 +272,9 @@ class TlsLayer:
                 raise self._broken(error) from error
             return bytes(clear[: self._step.end])
 
-    def take(self, turn: SocketTurn) -> None:
-        """All that was looked at is used. TurnEnded: the loop has it."""
-        self._step = _NOTHING if turn else self._step
-        if not turn:
-            raise TurnEnded
+    def taking(self) -> Callable[[], object]:
+        """A step in C by which all that was looked at is used."""
+        return partial(setattr, self, "_step", _NOTHING)
 
     def _settle(self, turn: SocketTurn | None = None) -> None:
         """Find out whether a read was done that was begun when something was raised. With `lock` held.

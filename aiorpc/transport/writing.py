@@ -152,9 +152,9 @@ class FrameWriter:
     def _write(self) -> None:
         """Write what is queued, as far as the socket takes it, unless another thread does."""
         lock, queue = self._lock, self.queue
-        frames, begun = queue.frames, queue.begun
+        frames = queue.frames  # but not `begun`, of which a turn that ends has others use a copy
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
-        while (frames or begun) and not self._blocked and not self._closed:
+        while (frames or queue.begun or queue.miscounted) and not self._blocked and not self._closed:
             # Ours already: a signal handler sends something in the midst of our own writing.
             if lock._is_owned():  # type: ignore[attr-defined]  # see `is_owned`
                 return
@@ -164,7 +164,9 @@ class FrameWriter:
                 if not lock.acquire(False):
                     return
                 session = self.lasting
-                while (frames or begun) and not self._closed:
+                if queue.miscounted:
+                    queue.recount(turn)
+                while (frames or queue.begun) and not self._closed:
                     if (
                         session is not None
                         and (session.due or session.size >= session.limit)
@@ -186,32 +188,32 @@ class FrameWriter:
                         break
             except OSError as error:
                 if error.errno is None:  # a signal handler has raised it, a TimeoutError say: the socket is as it was
+                    self._interrupted()
                     raise
                 self._call_on_loop(self._write_failed, error, self._sock)
                 return
-            except (TurnEnded, RuntimeError):  # the latter for the lock of TLS, which was given back, too
-                if turn:
+            except (TurnEnded, RuntimeError) as error:  # the latter for the lock of TLS, which was given back, too
+                self._interrupted()  # what has ended the turn may have been interrupted in that
+                if not turn.has_raised(error):
                     raise
                 return
+            except BaseException:
+                self._interrupted()  # as long as the lock is its own
+                raise
             finally:
                 release(lock)
                 leave(turn)
 
     def _give_writing_back(self) -> None:
         """This thread is about to block in the midst of a write: the loop goes on from there."""
-        if is_owned(self._lock):
-            self.queue.end_turn()
         self._interrupted()
 
     def _interrupted(self) -> None:
-        """A signal handler has raised in the midst of a write: the loop goes on from there."""
+        """A signal handler has raised in the midst of a write, or is about to block: the loop goes on from there."""
         if is_owned(self._lock):  # else nothing of the queue was being changed, or it is another thread that writes
-            try:
-                self.queue.recount()
-            finally:
-                self._lock.release()
-        if self.tls is not None and is_owned(self.tls.lock):
-            self.tls.lock.release()
+            self.queue.end_turn(self._lock)
+        if self.tls is not None:
+            release(self.tls.lock)
         self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
 

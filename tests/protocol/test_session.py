@@ -221,12 +221,12 @@ def test_what_was_begun_is_sent_again_unless_it_has_arrived() -> None:
     assert [read(each).call_id for each in session.resume(2, [frame(1), frame(2)])] == [2]
 
 
-def test_an_interrupted_thread_counts_what_it_took_once() -> None:
-    """Whether it was interrupted before it had said so or after."""
+def test_a_thread_counts_what_it_took_with_the_step_that_takes_it() -> None:
+    """And nothing before that: what it does not come to take is counted by whoever does."""
     session = Session(LIMIT)
-    session.expect(2)
-    session.took()
-    session.took()
+    step = session.taking(2)
+    assert session.received == 0
+    step()
     assert session.received == 2
 
 

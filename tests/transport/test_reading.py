@@ -95,7 +95,7 @@ async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socke
     thread.join(LONG)  # blocks the loop: nobody has told `read_here` that it is enough
     assert not thread.is_alive()
     await end.received(1)
-    assert taken == [()]
+    assert taken == [[]]
     far.send(encoded(2))
     await end.received(2)
     waiter = await Waiter(end).looks()
@@ -118,7 +118,7 @@ async def test_without_descriptors_the_loop_reads_on(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     with monkeypatch.context() as patch:
         patch.setattr(select, "epoll", refuse)
-        assert await asyncio.to_thread(end.connection.read_here, lambda: True) == ()
+        assert await asyncio.to_thread(end.connection.read_here, lambda: True) == []
         await until(refused.is_set)
         far.send(encoded(1))
         await end.received(1)
@@ -182,37 +182,6 @@ async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data:
     await waiter.ended()
     assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
     assert end.frames == []
-
-
-async def test_answers_are_those_of_the_last_look_of_a_thread(shared: tuple[End, socket.socket]) -> None:
-    """Whoever is interrupted in the next look, or beside another waiter, gets none that somebody has already."""
-    end, far = shared
-    connection = end.connection
-    found: dict[str, Sequence[Frame]] = {}
-
-    def interrupt() -> bool:
-        raise TimeoutError  # as the alarm clock of a program does
-
-    def look() -> None:
-        found["had"] = connection.read_here(lambda: False)
-        found["known"] = connection.answers
-        other = threading.Thread(target=lambda: found.update(elsewhere=connection.answers))
-        other.start()
-        other.join(LONG)
-        try:
-            connection.read_here(interrupt)
-        except TimeoutError:
-            found["later"] = connection.answers
-
-    far.send(encoded(7))
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join(LONG)  # blocks the loop: only the thread can have read
-    assert [frame.call_id for frame in found["had"]] == [frame.call_id for frame in found["known"]] == [7]
-    assert found["elsewhere"] == found["later"] == ()
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-    assert end.causes == []
 
 
 async def test_alarm_that_rings_in_a_read_is_no_word_of_the_socket(
@@ -379,7 +348,7 @@ async def test_connection_ends_under_a_waiter(shared: tuple[End, socket.socket],
     await waiter.ended()
     assert await end.closed() is None
     assert (waiter.taken, waiter.errors) == ([], [])
-    assert await asyncio.to_thread(end.connection.read_here, lambda: False) == ()  # and none begins
+    assert await asyncio.to_thread(end.connection.read_here, lambda: False) == []  # and none begins
 
 
 async def test_write_that_fails_under_a_waiter_hears_the_last_words(shared: tuple[End, socket.socket]) -> None:
@@ -525,11 +494,9 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
 
         def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
             def read() -> None:
-                taken.extend(end.connection.read_here(more))
+                end.connection.read_here(more, taken)
 
             place = interrupted(read, at, connection_module.__file__, reading_module.__file__, writing.__file__)
-            if place is not None:
-                taken.extend(end.connection.answers)
             end.connection.read_on_loop()
             return place
 

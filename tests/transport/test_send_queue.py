@@ -416,7 +416,7 @@ def test_the_size_is_right_again_after_an_interruption(seals: bool, kept: bool) 
         place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__, signals=True)  # type: ignore[misc]  # no type for a default
         if place is None:
             break
-        queue.recount()
+        queue.recount((None,))
         drain(queue, sock)
         assert queue.size == 0, place
         assert session.size == sum(map(len, chain.from_iterable(session.kept))), place
@@ -440,7 +440,8 @@ def test_what_others_count_stays_as_the_size_is_made_right(seals: bool, others: 
         step: Callable[[], object] = partial(queue.append, [b"later"], [])
         if others == "acknowledge":
             step = partial(session.arrived, [Frame(ACK, 1, b"")], 0)
-        first, second = (queue.recount, step) if recounts else (step, queue.recount)
+        recount = partial(queue.recount, (None,))
+        first, second = (recount, step) if recounts else (step, recount)
 
         def other(_: str) -> None:
             second()

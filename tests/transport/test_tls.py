@@ -277,7 +277,7 @@ def test_what_is_looked_at_stays_until_it_is_taken(credentials: dict[str, Creden
     assert look(acceptor, unread, MOST) == frame(1, 10) + frame(2)
     assert found(acceptor.feed(encrypted(opener, frame(3)))) == [(1, 10, []), (2, 0, []), (3, 0, [])]
     assert look(acceptor, deque([encrypted(opener, frame(4))]), MOST) == frame(4)
-    acceptor.take(turn())
+    acceptor.taking()()
     assert acceptor.feed() == []
 
 
@@ -296,7 +296,7 @@ def test_no_part_of_a_record_is_left_to_nobody(credentials: dict[str, Credential
     first, second = frame(1, 10_000), frame(2, 15_000)
     data = encrypted(opener, first[:-1]) + encrypted(opener, first[-1:] + second)
     if look(acceptor, deque([data]), 20_000) == first:
-        acceptor.take(turn())
+        acceptor.taking()()
     else:
         assert found(acceptor.feed()) == [(1, 10_000, []), (2, 15_000, [])]
         return
@@ -322,7 +322,7 @@ def test_a_look_that_is_interrupted_loses_nothing(credentials: dict[str, Credent
         unread.append(data[len(data) - cut :])
         if at % 2:
             assert look(acceptor, unread, MOST) == expected, place
-            acceptor.take(turn())
+            acceptor.taking()()
         else:
             frames = acceptor.feed(b"".join(unread))
             assert found(frames) == [(1, 10, []), (2, 20_000, []), (3, 0, [])], place

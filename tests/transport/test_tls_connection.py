@@ -497,11 +497,9 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(shared: tuple[
 
         def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
             def read() -> None:
-                taken.extend(end.connection.read_here(more))
+                end.connection.read_here(more, taken)
 
             place = interrupted(read, at, *FILES)
-            if place is not None:
-                taken.extend(end.connection.answers)
             end.connection.read_on_loop()
             return place
 

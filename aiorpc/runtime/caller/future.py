@@ -165,9 +165,12 @@ class CallFuture(Unawaited, Future[Any]):
         loop, owed, pending = peer.engine.call_on_loop, peer.owed, peer.owed.pending
         current: CallForFuture | None = None
         begun: Frame | None = None
+        frames: list[Frame] = []
         try:
             while True:
-                frames: list[Frame] = list(connection.read_here(enough)) if self._state == PENDING else []
+                frames = []
+                if self._state == PENDING:
+                    connection.read_here(enough, frames)
                 if not frames:
                     return
                 for frame in frames:
@@ -187,7 +190,7 @@ class CallFuture(Unawaited, Future[Any]):
                     owed.interruption = None
                     raise interruption[1]
         except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
-            self._leave_to_loop(connection.answers, begun, link)
+            self._leave_to_loop(frames, begun, link)
             connection.read_on_loop()
             # This thread had taken that call out of `pending` and was about to settle it: nobody else will. Had it
             # begun to, the call is complete, and this changes nothing.
@@ -199,9 +202,7 @@ class CallFuture(Unawaited, Future[Any]):
     def _leave_to_loop(self, answers: Sequence[Frame], begun: Frame | None, link: Link) -> None:
         """Frames that this thread has read last, before it was interrupted as it handled `begun`, or had handled it."""
         owed, loop = self.peer.owed, self.peer.engine.call_on_loop
-        # If it had begun with none of them, they may be those of an earlier look, and in other hands.
-        known = any(frame is begun for frame in answers)
-        behind = False
+        behind = not any(frame is begun for frame in answers)
         for frame in answers:
             if frame.kind == RELEASE:
                 loop(link.take_over, frame, True)
@@ -209,7 +210,7 @@ class CallFuture(Unawaited, Future[Any]):
                 owed.settle(frame.call_id, RpcCancelled("a thread was interrupted as it read the answer"))
             elif behind or (frame is begun and frame.kind == PARCEL):
                 loop(link.take_over, frame)  # also where nobody waits any more: what it was lent has to be given back
-            elif (frame is begun or not known) and frame.call_id in owed.pending:
+            elif frame is begun and frame.call_id in owed.pending:
                 loop(link.take_over, frame)
             behind = behind or frame is begun
 
