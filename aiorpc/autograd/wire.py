@@ -88,6 +88,8 @@ def to_wire(gradients: Gradients, said: int = LAST) -> Wire:
             tensors.append(_plain(gradient))
         else:
             sparse.append(_taken_apart(at, gradient, tensors))
+    if len({*map(id, tensors)}) < len(tensors):  # the same one twice, as of a sum: else it would go as one, by pickle
+        tensors = [each.detach() for each in tensors]
     names = list(itertools.chain.from_iterable(gradients))
     return Results((_encode(Given(names, said, absent, sparse)), *tensors))
 
