@@ -344,6 +344,50 @@ async def test_a_call_that_interrupts_another_one_breaks_nothing(reads: bool) ->
     pair.close()
 
 
+async def test_frames_are_counted_once_wherever_a_thread_gives_its_reading_back() -> None:
+    """By it, or by the loop that goes on: also if it gives back again as it begins to read the next time."""
+    pair = Pair(sealed=True)
+    pair.cut()
+    await until(lambda: pair.opener.suspended == pair.acceptor.suspended == 1)
+    pair.mend()
+    near, far, by_loop, loop = (
+        pair.opener.connection,
+        pair.acceptor.connection,
+        pair.opener.frames,
+        asyncio.get_running_loop(),
+    )
+    session = near.lasting
+    assert session is not None
+    near.read_here(lambda: True)  # so that threads may, from now on
+    await until(lambda: near._epoll is not None and not far.queue)
+    await until(lambda: session.received > 0)
+    near.pause()  # the loop takes only what a thread has left to it
+    base, sent = session.received, 0
+    answers: list[Frame] = []
+
+    def act(_: str) -> None:
+        give_back()
+        for _ in range(3):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LONG)
+
+    def read(at: int) -> bool:
+        tried = itertools.count()
+        return meanwhile(
+            lambda: answers.extend(near.read_here(lambda: next(tried) > 100)), at, act, *FILES[:4], signals=True
+        )
+
+    for at, then in itertools.product(range(50), range(8)):
+        for moment in (at, then):
+            far.send(encode_frame(Kind.REPLY, sent, b""))
+            sent += 1
+            await asyncio.to_thread(read, moment)
+            while len(answers) + len(by_loop) < sent:
+                answers.extend(await asyncio.to_thread(near.read_here, bool))
+        assert session.received - base == sent, f"moments {at} and {then}"
+    assert sorted(frame.call_id for frame in chain(by_loop, answers)) == list(range(sent))
+    pair.close()
+
+
 async def test_an_end_that_is_no_break_is_final() -> None:
     """A frame that is none ends the connection; so does whoever closes it, and the grace that is over."""
     pair = Pair()
