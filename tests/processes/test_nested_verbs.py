@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import aiorpc as rpc
+from tests.authority import Authority
 
 from . import bodies
 from .workers import Link, Place, meeting_file, places, processes, serve
@@ -93,8 +95,33 @@ def in_finalizers(call: Callable[[], None]) -> int:
     return Calls.ended
 
 
-def calls(place: Place, link: Link, way: Callable[[Callable[[], None]], int], transport: str) -> None:
-    place.init_rpc(transports=(transport,))
+def in_signal_handlers_of_signal_handlers(call: Callable[[], None]) -> int:
+    """As `in_signal_handlers`, and the alarm rings in those calls, too."""
+    chance, hits, depth = random.Random(7), 0, 0
+
+    def ring(_: int, __: FrameType | None) -> None:
+        nonlocal hits, depth
+        depth += 1
+        try:
+            if depth < 4:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 5e-4))
+            nested(hits)
+        finally:
+            depth -= 1
+        hits += 1
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 2e-3))
+
+    signal.signal(signal.SIGALRM, ring)
+    until = time.monotonic() + SECONDS
+    signal.setitimer(signal.ITIMER_REAL, 1e-3)
+    while hits < HITS and time.monotonic() < until:
+        call()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return hits
+
+
+def calls(place: Place, link: Link, way: Callable[[Callable[[], None]], int], options: dict[str, Any]) -> None:
+    place.init_rpc(**options)
     value = torch.arange(1000.0)
 
     def call() -> None:
@@ -107,16 +134,21 @@ def calls(place: Place, link: Link, way: Callable[[Callable[[], None]], int], tr
 
 
 @pytest.mark.time_limit(90)
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-@pytest.mark.parametrize("way", [in_signal_handlers, in_trace_functions, in_finalizers])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "tls"])
+@pytest.mark.parametrize(
+    "way", [in_signal_handlers, in_signal_handlers_of_signal_handlers, in_trace_functions, in_finalizers]
+)
 def test_a_blocking_verb_works_wherever_it_interrupts_one(
-    way: Callable[[Callable[[], None]], int], transport: str
+    way: Callable[[Callable[[], None]], int], transport: str, tmp_path: Path
 ) -> None:
     """It is answered, and so is the call that was interrupted, whichever turn at the connection that had."""
+    options: dict[str, Any] = {"transports": ("unix",) if transport == "unix" else ("tcp",)}
+    if transport == "tls":
+        options["tls"] = Authority(tmp_path / "authority").tls("w*")
     with meeting_file() as init_method, processes() as children:
         first, second = places(2, init_method)
-        children.start(second, serve, {"transports": (transport,)})
-        caller = children.start(first, calls, way, transport)
+        children.start(second, serve, options)
+        caller = children.start(first, calls, way, options)
         hits, timed_out = caller.hear(80)
         assert hits > 20 and timed_out == 0
         children.check_ended()

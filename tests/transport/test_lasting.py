@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import os
 import random
 import secrets
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.protocol import seal, session
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.session import ACK_BYTES
+from aiorpc.transport import lasting, reading, send_queue, writing
 from aiorpc.transport.lasting import LastingConnection
+from aiorpc.turns import give_back
 from tests.tiers import examples
-from tests.transport.ends import LONG, takes_little, until
+from tests.transport.ends import LONG, meanwhile, takes_little, until
 
+FILES = tuple(module.__file__ for module in (seal, session, lasting, reading, writing, send_queue))
 LIMIT = 1 << 20
 
 
@@ -279,6 +286,105 @@ async def test_what_threads_read_is_acknowledged() -> None:
         return taken
 
     assert await asyncio.to_thread(read_all) > many // 2
+    pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [True, False], ids=["", "by the loop"])
+async def test_a_call_that_interrupts_another_one_breaks_nothing(reads: bool) -> None:
+    """Wherever a signal handler gives the turns of its thread back and waits: each answer comes once, both ends agree.
+
+    reads: whether the thread reads for itself in there.
+    """
+    pair = Pair(sealed=True)
+    pair.cut()
+    await until(lambda: pair.opener.suspended == pair.acceptor.suspended == 1)
+    pair.mend()
+    near, far, by_loop = pair.opener.connection, pair.acceptor.connection, pair.opener.frames
+    answers: list[Frame] = []
+    numbers, limit = itertools.count(), time.monotonic() + LONG
+
+    def answer(frames: list[Frame]) -> None:
+        for frame in frames:
+            far.send(encode_frame(Kind.REPLY, frame.call_id, b""))
+
+    def call(reads: bool) -> None:
+        number = next(numbers)
+
+        def enough() -> bool:
+            assert time.monotonic() < limit, f"no answer to {number} has come"
+            return any(frame.call_id == number for frame in chain(by_loop[-9:], answers[-9:]))
+
+        near.send(encode_frame(Kind.CALL, number, b""), urgent=True)
+        give_back()
+        while not enough():
+            if reads:
+                answers.extend(near.read_here(enough))
+            os.sched_yield()
+
+    def work() -> int:
+        call(True)
+        # What one interruption leaves may be wrong only for the next one, which comes as the thread begins to read.
+        moments = ((at, files) for first in range(300) for at, files in ((first % 60, FILES), (first % 7, FILES[3:4])))
+        return sum(
+            meanwhile(lambda: call(True), at, lambda _: call(reads), *files, signals=True) for at, files in moments
+        )
+
+    far.on_frames = answer
+    near.read_here(lambda: True)  # so that threads may, from now on
+    assert await asyncio.to_thread(work) > 20, "it was not interrupted"
+    assert sorted(frame.call_id for frame in chain(by_loop, answers)) == list(range(next(numbers)))
+    for one, other in ((near, far), (far, near)):
+        assert one.lasting is not None and other.lasting is not None
+        one.look()
+        kept, size = other.lasting.kept, other.queue
+        await until(lambda kept=kept, size=size: not kept and not size)  # type: ignore[misc]  # no type for a default
+        assert (other.lasting.size, other.queue.size) == (0, 0)
+    assert pair.opener.causes == pair.acceptor.causes == [] and pair.opener.suspended == 1
+    pair.close()
+
+
+async def test_frames_are_counted_once_wherever_a_thread_gives_its_reading_back() -> None:
+    """By it, or by the loop that goes on: also if it gives back again as it begins to read the next time."""
+    pair = Pair(sealed=True)
+    pair.cut()
+    await until(lambda: pair.opener.suspended == pair.acceptor.suspended == 1)
+    pair.mend()
+    near, far, by_loop, loop = (
+        pair.opener.connection,
+        pair.acceptor.connection,
+        pair.opener.frames,
+        asyncio.get_running_loop(),
+    )
+    session = near.lasting
+    assert session is not None
+    near.read_here(lambda: True)  # so that threads may, from now on
+    await until(lambda: near._epoll is not None and not far.queue)
+    await until(lambda: session.received > 0)
+    near.pause()  # the loop takes only what a thread has left to it
+    base, sent = session.received, 0
+    answers: list[Frame] = []
+
+    def act(_: str) -> None:
+        give_back()
+        for _ in range(3):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LONG)
+
+    def read(at: int) -> bool:
+        tried = itertools.count()
+        return meanwhile(
+            lambda: answers.extend(near.read_here(lambda: next(tried) > 100)), at, act, *FILES[:4], signals=True
+        )
+
+    for at, then in itertools.product(range(50), range(8)):
+        for moment in (at, then):
+            far.send(encode_frame(Kind.REPLY, sent, b""))
+            sent += 1
+            await asyncio.to_thread(read, moment)
+            while len(answers) + len(by_loop) < sent:
+                answers.extend(await asyncio.to_thread(near.read_here, bool))
+        assert session.received - base == sent, f"moments {at} and {then}"
+    assert sorted(frame.call_id for frame in chain(by_loop, answers)) == list(range(sent))
     pair.close()
 
 
