@@ -114,12 +114,12 @@ class Handshake:
 
     proved: whether the acceptor has checked the opener's proof: all that it says from then on bears a seal.
     expect: whom the opener wants to reach, to the last word; None makes an acceptor.
-    accept: asked by the acceptor about the record of an opener that has proved itself; returns a reason to refuse it,
-    or None. link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second
-    connection of it, for chunks; the acceptor learns both. sealed: what follows bears seals, see `keys`. session_of:
-    asked by the acceptor for the `session` of the first connection of the link of that worker with that number; None if
-    there is none, which ends the handshake. The proofs of a second connection are made with it, which both sides of the
-    first one know alone: no other member opens it in their name.
+    accept: asked by the acceptor about the record of an opener that has proved itself, and whether that opens a link;
+    returns a reason to refuse it, or None. link, pipe: the number that the opener gave to its link with the acceptor,
+    and whether this is the second connection of it, for chunks; the acceptor learns both. sealed: what follows bears
+    seals, see `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that
+    worker with that number; None if there is none, which ends the handshake. The proofs of a second connection are made
+    with it, which both sides of the first one know alone: no other member opens it in their name.
     binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
     proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
     safe: whether we read no pickles. lasting: whether we want a session (protocol/session.py), and once READY whether
@@ -137,7 +137,7 @@ class Handshake:
         secret: bytes,
         *,
         expect: WorkerRecord | None = None,
-        accept: Callable[[WorkerRecord], str | None] | None = None,
+        accept: Callable[[WorkerRecord, bool], str | None] | None = None,
         link: int = 0,
         pipe: bool = False,
         sealed: bool = False,
@@ -228,7 +228,8 @@ class Handshake:
         if self.state is HandshakeState.CHALLENGED and frame.kind == Kind.PROOF and self._candidate is not None:
             self._check_proof("opener", frame.body)
             self.proved = True
-            reason = self._accept(self._candidate) if self._accept is not None else None
+            opens = not (self.pipe or self.resumes)
+            reason = self._accept(self._candidate, opens) if self._accept is not None else None
             if reason is not None:
                 raise PeerRefused(reason)
             if self.resumes and self._goes_on is not None:

@@ -32,7 +32,7 @@ def opening(secret: bytes = SECRET, expect: WorkerRecord = ACCEPTOR, sealed: boo
 def accepting(
     secret: bytes = SECRET, record: WorkerRecord = ACCEPTOR, refuse: str | None = None, sealed: bool = True
 ) -> Handshake:
-    return Handshake(record, secret, accept=lambda _: refuse, sealed=sealed)
+    return Handshake(record, secret, accept=lambda *_: refuse, sealed=sealed)
 
 
 def read(written: list[Buffer]) -> list[Frame]:

@@ -677,6 +677,38 @@ async def test_a_connection_that_its_opener_never_got_is_no_loss(
         listening.cancel()
 
 
+@pytest.mark.parametrize("times", [1, 5])
+async def test_connections_that_their_opener_never_got_count_for_nothing(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many last words were lost, a worker is served, gets a second connection, and has both go on."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=1000.0)) as workers:
+        feed, lost = Handshake.feed, list[Frame]()
+
+        def lose(self: Handshake, frame: Frame) -> list[Buffer]:
+            opened = self.record.name == "worker0" and not self.pipe
+            if opened and frame.kind == Kind.WELCOME and len(lost) < times:
+                lost.append(frame)
+                raise ConnectionResetError("the network has broken")
+            return feed(self, frame)
+
+        monkeypatch.setattr(Handshake, "feed", lose)
+        assert await workers[0].call("worker1", count, 1) == 1
+        assert len(lost) == times
+        mine = [each for each in workers[1].node.services if each.record.name == "worker0"]
+        assert len(mine) == 2  # one of which waits for its opener
+        large = torch.ones(2_000_000)
+        assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        link = workers[0].node.peers.find("worker1").link
+        assert link is not None
+        await until(lambda: link.pipe is not None)
+        assert link.pipe is not link.connection
+        for _ in range(3):
+            cut()
+            assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        assert all(not worker.node.group.lost for worker in workers)
+
+
 @ALSO_TLS
 async def test_a_worker_that_has_answered_before_the_line_broke_again_was_reached(
     kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch

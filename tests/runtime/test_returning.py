@@ -479,7 +479,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
             await a.call("worker1", handlers.introduce, pack(taken.to_wire()))
         with pytest.raises(RpcUsageError, match="it was not admitted"):
-            await c.call("worker0", handlers.arrive, c.node.engine.record.to_wire())
+            await c.call("worker0", handlers.arrive, pack(c.node.engine.record.to_wire()))
         for each in workers:
             assert await each.call("worker2", abs, -3) == 3 and each.node.group.lost == {}
 
@@ -613,7 +613,7 @@ async def test_a_newcomer_that_begins_anew_has_one_time_for_all(monkeypatch: pyt
         await lose(c, a, b)
         monkeypatch.setattr(b.node.group.newcomers, "look", lambda: None)  # it lets nobody in
         monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
-        with pytest.raises(RendezvousError, match=r"has let the second in|have heard of it"):
+        with pytest.raises(RendezvousError, match=r"has let it in|have heard of it"):
             await here.come_back(2, rpc_timeout=1.0)
         assert b.node.group.leads
 

@@ -57,7 +57,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
     call = host.call(come_to_barrier, (tag, pack(sorted(ids)), timeout), None, patience, system=True)
     call.parked = True
     try:
-        return _Coming(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
+        return _AtBarrier(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
     except BaseException:  # as in `reworded`
         call.cancel()
         raise
@@ -79,7 +79,7 @@ def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseExce
     return error
 
 
-class _Coming(RewordedFuture):
+class _AtBarrier(RewordedFuture):
     """This worker is at a barrier, or on its way there, until this settles."""
 
     def wait(self, timeout: float | None = None) -> None:

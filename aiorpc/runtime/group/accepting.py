@@ -121,10 +121,13 @@ class Acceptor:
         oldest = next(iter(self._handshakes))
         oldest.connection.abort(ConnectionError(f"it had not proved itself when {cause}"))
 
-    def reason_against(self, connection: Connection, process: int | None, record: WorkerRecord) -> str | None:
+    def reason_against(
+        self, connection: Connection, process: int | None, record: WorkerRecord, opens: bool
+    ) -> str | None:
         """Why a worker that has proved itself is refused all the same; None if it is not.
 
-        process: which one has connected, as the kernel says of a unix socket; None over TCP.
+        process: which one has connected, as the kernel says of a unix socket; None over TCP. opens: whether it opens a
+        link, of which there are few for each member; a second connection of one, or a new socket, is none more.
         """
         objection = objection_to(self._engine, connection, record)
         if objection is not None:
@@ -135,14 +138,37 @@ class Acceptor:
             return f"process {process} is not the process of worker {record.name!r}, {record.pid}, whose name it uses"
         if self.home.group.is_lost(record):
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
-        return self.reason_against_more(record)
+        crowded = opens and self._is_at_limit(record) and self._unused(record) is None
+        return self._too_many(record) if crowded else None
 
-    def reason_against_more(self, record: WorkerRecord) -> str | None:
-        """Why a member gets no further connection to here; None if it does. A second one of a link does not count."""
+    def _is_at_limit(self, record: WorkerRecord) -> bool:
+        mine = sum(each.record.incarnation == record.incarnation for each in self.home.services)
+        return mine >= self._engine.bounds.member_connections
+
+    def _unused(self, record: WorkerRecord) -> Connection | None:
+        """Of the connections that a member has opened, the oldest one that it seems to know nothing of.
+
+        The last word of its handshake was lost with its socket, as whoever has a connection says something over it at
+        once. It waits for an opener that does not come back to it (`Mender`), and opens another one.
+        """
+        known = [each for each in self.home.services if each.record.incarnation == record.incarnation]
+        for each in sorted(known, key=lambda each: each.link.number):
+            session = each.connection.lasting
+            if session is not None and not session.received:
+                return each.connection
+        return None
+
+    def _too_many(self, record: WorkerRecord) -> str:
         most = self._engine.bounds.member_connections
-        if sum(each.record.incarnation == record.incarnation for each in self.home.services) < most:
-            return None
         return f"worker {record.name!r} has {most} connections here already, and no member gets more"
+
+    def make_way(self, record: WorkerRecord) -> None:
+        """For one more connection of a member, which has proved itself. Raises PeerRefused if it gets no more."""
+        while self._is_at_limit(record):
+            unused = self._unused(record)
+            if unused is None:  # several were in their handshake at once
+                raise PeerRefused(self._too_many(record))
+            self.home.mender.replace(unused)
 
     def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
         """What the first connection of that link has left for its second one; None if there is no such link.
@@ -307,9 +333,7 @@ class _Accepting:
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
-            reason = self.acceptor.reason_against_more(record)  # several may have been in their handshake at once
-            if reason is not None:
-                raise PeerRefused(reason)
+            self.acceptor.make_way(record)
             sure = self._process is not None or _is_proved(self.connection, record)
             service = self.acceptor.serve(record, self.connection, self.handshake.link, sure)
             self._serving = partial(self.acceptor.served, service)
@@ -334,7 +358,10 @@ class _Accepting:
             self.connection.abort()
             return
         self._serving = partial(link.second.closed, self.connection)
+        former = link.second.attached
         link.second.attach(self.connection)
+        if former is not None and former is not link.second.attached:
+            self._home.mender.replace(former)
 
     def _too_slow(self, patience: float) -> None:
         self.connection.abort(TimeoutError(f"it did not prove itself within {patience:g} s"))

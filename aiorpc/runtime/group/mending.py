@@ -12,7 +12,8 @@ asked whether the worker has left before its loss is told.
 
 The last word of a handshake may be lost with its socket: then the opener knows nothing of a connection for which the
 acceptor waits, and opens another one. Whoever has a connection says something over it at once; so one over which
-nothing has ever come, and whose opener answers and does not have it go on, is no sign of a loss when it is given up.
+nothing has ever come, and whose opener answers and does not have it go on, is no sign of a loss when it is given up. It
+is not waited for where the other one has taken its place (`replace`).
 
 A connection may go on again and again and be of no use, as where the network loses all that is large: a tunnel does
 that if packets are too large for it, and a handshake is small. So a connection is given up, too, if the same frame does
@@ -35,6 +36,7 @@ from ...errors import PeerRefused, ProtocolError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
+from ...transport.connection import Connection
 from ...transport.lasting import LastingConnection
 from ..caller.peer import Peer
 from ..engine.engine import Engine
@@ -143,6 +145,17 @@ class Mender:
         self._look_for_progress(line)
         if self._forget(line):
             self._home.news.publish(WorkerResumed(line.record.info))
+
+    def replace(self, connection: Connection) -> None:
+        """End a connection that we have accepted: its opener knows nothing of it, and has another one in its place.
+
+        If it was suspended it is waited for no more, and that is no loss.
+        """
+        lines = [line for lines in self._suspended.values() for line in lines if line.connection is connection]
+        connection.abort()
+        for line in lines:
+            if self._forget(line):
+                self._home.news.publish(WorkerResumed(line.record.info))
 
     def _look_for_progress(self, line: Line) -> None:
         """Give up a connection that goes on again and again although what it has to send does not get through."""
