@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 PLACES = (
@@ -86,7 +87,7 @@ def make(place: str, raised: type[BaseException], base: type[BaseException] = Ho
 class Bomb:
     """A value whose pickling raises."""
 
-    def __init__(self, raised: type[BaseException], place: str = "__reduce_ex__") -> None:
+    def __init__(self, raised: Callable[[str], BaseException], place: str = "__reduce_ex__") -> None:
         self.raised = raised
         self.place = place
 
@@ -102,12 +103,12 @@ class Bomb:
 class Late:
     """A value whose unpickling raises."""
 
-    def __init__(self, raised: type[BaseException]) -> None:
+    def __init__(self, raised: Callable[[str], BaseException]) -> None:
         self.raised = raised
 
     def __reduce__(self) -> Any:
         return explode, (self.raised,)
 
 
-def explode(raised: type[BaseException]) -> None:
+def explode(raised: Callable[[str], BaseException]) -> None:
     raise raised("from unpickling")

@@ -144,7 +144,7 @@ async def party(kind: str) -> AsyncIterator[Party]:
 
 
 async def awaited(begun: Any) -> None:
-    if hasattr(begun, "__aiter__") and not hasattr(begun, "__await__"):
+    if isinstance(begun, AsyncIterator):
         async with begun if hasattr(begun, "__aenter__") else contextlib.aclosing(begun):
             async for _ in begun:
                 break
@@ -330,6 +330,7 @@ async def relay_at_once(to: str) -> int:
     return int(await aiorpc.call(to, abs, -3))
 
 
+@pytest.mark.usefixtures("server_made_once")
 async def test_who_hosts_the_store_serves_until_the_others_have_gone(
     free_host: tuple[Worker, Worker], gate: Gate
 ) -> None:
