@@ -138,9 +138,14 @@ class Acceptor:
         return self.reason_against_more(record)
 
     def reason_against_more(self, record: WorkerRecord) -> str | None:
-        """Why a member gets no further connection to here; None if it does. A second one of a link does not count."""
+        """Why a member gets no further connection to here; None if it does. A second one of a link does not count.
+
+        Nor does one that has ended, of which the loop may hear a second later: a member that lost both of its
+        connections, or in whose name others had opened them, would be refused, and parted from this worker for good.
+        """
         most = self._engine.bounds.member_connections
-        if sum(each.record.incarnation == record.incarnation for each in self.home.services) < most:
+        here = [each.connection for each in self.home.services if each.record.incarnation == record.incarnation]
+        if len(here) < most or sum(not connection.is_over() for connection in here) < most:
             return None
         return f"worker {record.name!r} has {most} connections here already, and no member gets more"
 
