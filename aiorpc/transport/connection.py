@@ -81,6 +81,17 @@ class Connection(FrameReader):
             self._readable()  # uvloop does not tell of all errors of a socket
         return self._silence.look(heard, now)
 
+    def is_over(self) -> bool:
+        """Whether the system knows that it has ended; it is closed soon. On the loop.
+
+        Not one that is paused: it stays until it goes on. uvloop does not tell of all errors of a socket.
+        """
+        heard = None if self._closed or self._paused else hear(self._sock)
+        if heard is None or not heard.over:
+            return self._closed
+        self._loop.call_soon(self._readable)  # what it still has to say is no matter of the caller
+        return True
+
     @property
     def must_hear(self) -> bool:
         """Whether nothing is written until something has been read: to pause it then would be for ever."""

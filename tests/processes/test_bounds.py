@@ -449,11 +449,11 @@ async def test_a_message_that_is_longer_than_the_other_end_takes_is_not_sent(
             await workers[0].call("worker1", give_some, *tensors)
         with pytest.raises(rpc.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"):
             workers[0].remote("worker1", give_some, *tensors)  # at once, as there is a link
-        with pytest.raises(rpc.SerializationError, match=rf"the result of .*give_some has {said}"):
+        with pytest.raises(rpc.SerializationError, match=rf"the result of .*give_some on worker 'worker1' has {said}"):
             await workers[0].call("worker1", give_some, *sizes)
         stream = workers[0].stream("worker1", pour_some, *sizes)
         assert await anext(stream) == []
-        with pytest.raises(rpc.SerializationError, match=rf"an item of .*pour_some has {said}"):
+        with pytest.raises(rpc.SerializationError, match=rf"an item of .*pour_some on worker 'worker1' has {said}"):
             await anext(stream)
         refused, served = await workers[0].group(["worker1", "worker2"]).call(count, *tensors)
         assert isinstance(refused.error, rpc.SerializationError) and served.value == len(sizes)

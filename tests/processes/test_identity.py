@@ -18,6 +18,7 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.seal import Seal, Unsealer
 from aiorpc.protocol.states import HandshakeState
+from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.group import group as handlers
 
 from . import bodies
@@ -168,10 +169,11 @@ async def test_a_report_of_a_loss_is_looked_into(transport: str) -> None:
     async with group(3, transports=(transport,), rpc_timeout=20.0) as (worker, _):
         records = {record.name: record for record in worker.node.group.members.values()}
         for lie in (records["w2"], replace(records["w2"], pid=1), replace(records["w2"], host="h", tcp_port=1)):
-            report = worker.peer("w1", timeout=20).call(handlers.report_lost, lie.to_wire(), "so they say")
+            report = worker.peer("w1", timeout=20).call(handlers.report_lost, pack(lie.to_wire()), "so they say")
             await report
             assert await rpc.call("w1", reach, "w2") == 3
-        lies = worker.peer("w1", timeout=20).call(handlers.attend, replace(records["w2"], id=9, name="w9").to_wire())
+        stranger = replace(records["w2"], id=9, name="w9")
+        lies = worker.peer("w1", timeout=20).call(handlers.attend, pack(stranger.to_wire()))
         with pytest.raises(rpc.RpcError, match="for itself"):
             await lies
         assert await rpc.call("w1", lost_here) == []

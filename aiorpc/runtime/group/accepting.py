@@ -142,8 +142,14 @@ class Acceptor:
         return self._too_many(record) if crowded else None
 
     def _is_at_limit(self, record: WorkerRecord) -> bool:
-        mine = sum(each.record.incarnation == record.incarnation for each in self.home.services)
-        return mine >= self._engine.bounds.member_connections
+        """Whether a member has as many links to here as there may be.
+
+        One that has ended, of which the loop may hear a second later, is none: a member that lost both of its
+        connections, or in whose name others had opened them, would be refused, and parted from this worker for good.
+        """
+        most = self._engine.bounds.member_connections
+        here = [each.connection for each in self.home.services if each.record.incarnation == record.incarnation]
+        return len(here) >= most and sum(not connection.is_over() for connection in here) >= most
 
     def _unused(self, record: WorkerRecord) -> Connection | None:
         """Of the connections that a member has opened, the oldest one that it seems to know nothing of.
