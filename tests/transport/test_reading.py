@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import itertools
 import select
 import socket
 import threading
@@ -16,9 +18,10 @@ from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
-from aiorpc.transport import writing
+from aiorpc.transport import send_queue, writing
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
-from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, unread, until
+from aiorpc.turns import give_back
+from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, meanwhile, unread, until
 
 
 class Waiter:
@@ -198,6 +201,41 @@ async def test_alarm_that_rings_in_a_read_is_no_word_of_the_socket(
     with pytest.raises(TimeoutError, match="the time of the program"):
         await asyncio.to_thread(end.connection.read_here, lambda: False)
     monkeypatch.undo()
+    far.send(encoded(8))
+    assert [frame.call_id for frame in await end.received(1)] == [8]
+    assert end.causes == []
+
+
+async def test_what_a_signal_handler_raises_after_a_call_is_no_end_of_a_turn(shared: tuple[End, socket.socket]) -> None:
+    """Wherever it runs: it has given back the turns of its thread, and what it raises then is raised there."""
+    end, far = shared
+    files = connection_module.__file__, reading_module.__file__, writing.__file__, send_queue.__file__
+    where = ""
+
+    def ring(place: str) -> None:
+        nonlocal where
+        where = place
+        give_back()
+        raise IndexError("of the program's")
+
+    def work(at: int) -> bool:
+        looks = itertools.count()
+
+        def read_and_send() -> None:
+            end.send(at, urgent=True)
+            end.connection.read_here(lambda: next(looks) > 2)
+
+        with contextlib.suppress(IndexError):
+            assert not meanwhile(read_and_send, at, ring, *files, signals=True), where
+            return True
+        return False
+
+    async with asyncio.timeout(LONG):
+        moments = 0
+        while not await asyncio.to_thread(work, moments):
+            moments += 1
+    assert moments > 30
+    await until(lambda: not end.connection.unsent)
     far.send(encoded(8))
     assert [frame.call_id for frame in await end.received(1)] == [8]
     assert end.causes == []

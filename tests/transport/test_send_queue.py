@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc.locks import RLock, is_owned
 from aiorpc.protocol import session as protocol_session
 from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
@@ -455,6 +456,38 @@ def test_what_others_count_stays_as_the_size_is_made_right(seals: bool, others: 
     for recounts in (True, False):
         moments = next(at for at in range(10_000) if not happened(at, recounts))
         assert moments > 1
+
+
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+def test_a_turn_is_ended_once(seals: bool) -> None:
+    """A signal handler that interrupts that ends the turn as well, and others write on before the first one is done."""
+
+    def begun() -> tuple[SendQueue, Taker]:
+        queue, sock = SendQueue(), Taker([3])
+        if seals:
+            queue.seal(Seal(KEY), JOIN_SIZE - 7)
+        for frame in ([b"one"], [b"head", LARGE], [b"three"]):
+            queue.append(frame)
+        write(queue, sock)
+        return queue, sock
+
+    def happened(at: int) -> bool:
+        (queue, sock), lock = begun(), RLock()
+
+        def other(_: str) -> None:
+            queue.end_turn(lock)
+            drain(queue, sock)
+
+        lock.acquire()
+        found = meanwhile(lambda: queue.end_turn(lock), at, other, send_queue.__file__, signals=True)
+        drain(queue, sock)
+        assert sock.data == expected and not is_owned(lock)
+        return found
+
+    undisturbed, whole = begun()
+    drain(undisturbed, whole)
+    expected = whole.data
+    assert next(at for at in range(1_000) if not happened(at)) > 3
 
 
 def test_interruption_of_append_leaves_all_or_nothing() -> None:
