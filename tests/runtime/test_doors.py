@@ -145,7 +145,8 @@ async def party(kind: str) -> AsyncIterator[Party]:
 
 async def awaited(begun: Any) -> None:
     if isinstance(begun, AsyncIterator):
-        async with begun if hasattr(begun, "__aenter__") else contextlib.aclosing(begun):
+        closing: Any = begun if hasattr(begun, "__aenter__") else contextlib.aclosing(begun)
+        async with closing:
             async for _ in begun:
                 break
     else:

@@ -27,7 +27,7 @@ from aiorpc.turns import give_back
 from tests.tiers import examples
 from tests.transport.ends import LONG, meanwhile, takes_little, until
 
-FILES = tuple(module.__file__ for module in (seal, session, lasting, reading, writing, send_queue))
+FILES = tuple(str(module.__file__) for module in (seal, session, lasting, reading, writing, send_queue))
 LIMIT = 1 << 20
 
 
@@ -367,7 +367,7 @@ async def test_frames_are_counted_once_wherever_a_thread_gives_its_reading_back(
 
     def act(_: str) -> None:
         give_back()
-        for _ in range(3):
+        for _turn in range(3):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LONG)
 
     def read(at: int) -> bool:
