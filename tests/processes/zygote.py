@@ -129,6 +129,6 @@ def zygote(*modules: str) -> Iterator[Zygote]:
             yield Zygote(process)
         finally:
             with contextlib.suppress(BrokenPipeError):
-                process.communicate(timeout=10)  # closes its input, which ends it
+                process.communicate(timeout=10 * busy())  # closes its input, which ends it
             if process.poll() is None:
                 process.kill()
