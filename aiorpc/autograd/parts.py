@@ -40,7 +40,7 @@ from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
 from ..runtime.calls.current import permits
-from ..runtime.calls.functions import async_execution, brief, intrinsic
+from ..runtime.calls.functions import async_execution, brief, carries, intrinsic
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd, opener_of
 from ..runtime.gradients.kept import PeerForContexts
 from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
@@ -591,6 +591,7 @@ def gather(context_id: Id, name: bytes) -> bytes:
 
 
 @intrinsic
+@carries
 @async_execution
 def plan(
     context_id: Id,
@@ -645,6 +646,7 @@ def _closing(node: Node, packed: bytes, until: float | None, asker: int) -> Clos
 
 
 @intrinsic
+@carries
 @async_execution
 def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Future[Wire]:
     """Handler: gradients of entries of this worker, from the one that runs the pass, with its next question."""
@@ -666,6 +668,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
 
 
 @intrinsic
+@carries
 def take(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> None:
     """Handler: gradients of entries of this worker, from another one that has a part in the pass."""
     node, context, peer = _asked(context_id)

@@ -335,3 +335,17 @@ async def test_what_a_member_answers_has_the_type_that_is_declared(monkeypatch: 
             answer_with(patched, lambda: "something else")
             with pytest.raises(aiorpc.RpcError, match="present of the runtime has answered with something else"):
                 await worker.wait_for("worker1")
+
+
+def test_answers_of_all_that_serve_everybody_are_read_plainly() -> None:
+    """But for those that bring what users' code has made: of passes that the caller takes part in, and kept items."""
+    carrying = {
+        name for name, each in marked().items() if functions.is_intrinsic(each) and not functions.answers_plainly(each)
+    }
+    assert {name.rpartition(":")[2] for name in carrying} == {
+        "plan",
+        "go_on",
+        "take",
+        "backward_on_owner",
+        "hand_over",
+    }

@@ -12,7 +12,9 @@ A text is at most `TEXT_LIMIT` characters long where no other limit is declared.
 types; it never shows what the caller has sent.
 
 What such a handler answers is read by its caller in the same way (`Declaration.check_answer`): it is None, a number, a
-text, bytes, or whatever of these, of tensors and of references a `Results` has.
+text, bytes, or whatever of these, of tensors and of references a `Results` has. Its error is read by its name and text.
+Not so where it brings what users' code has made (`functions.carries`), and of the methods of a queue, whose owner the
+program has chosen.
 """
 
 from __future__ import annotations

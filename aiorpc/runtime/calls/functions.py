@@ -120,7 +120,7 @@ def system(fn: F) -> F:
 
 
 def carries(fn: F) -> F:
-    """Mark a handler that belongs to the runtime, and answers with values of users'."""
+    """Mark a handler that belongs to the runtime, and answers with values or errors of users' code."""
     setattr(fn, _CARRIES, True)
     return fn
 
@@ -201,8 +201,8 @@ def is_declared(function: object) -> bool:
 
 
 def answers_plainly(function: object) -> Declaration | None:
-    """The declaration of a handler that answers with nothing of users': it bears the mark `system`, not `carries`."""
-    plain = _is_marked(function, (_SYSTEM,)) and not _is_marked(function, (_CARRIES,))
+    """The declaration of a handler that serves everybody and answers with nothing of users': not marked by `carries`."""
+    plain = is_intrinsic(function) and not _is_marked(function, (_CARRIES,))
     return declaration_of(function) if plain else None  # type: ignore[arg-type]  # a function, as it is marked
 
 

@@ -14,7 +14,7 @@ from ....futures import Future
 from ....protocol.codec import Outgoing
 from ....protocol.messages import Fetch
 from ....runtime.calls.current import deadline
-from ....runtime.calls.functions import intrinsic
+from ....runtime.calls.functions import carries, intrinsic
 from ....runtime.gradients.contexts import OF_VALUE
 from ....runtime.node import serving
 from ....runtime.references.rref import RRef as BaseRRef
@@ -196,6 +196,7 @@ def type_on_owner(rref: PyRRef[Any]) -> type:
 
 
 @intrinsic
+@carries
 def backward_on_owner(packed: bytes, context_id: int, retain_graph: bool) -> None:
     """Handler: a backward pass from a value of this worker, in a context in which the caller takes part.
 
