@@ -144,7 +144,7 @@ async def party(kind: str) -> AsyncIterator[Party]:
 
 
 async def awaited(begun: Any) -> None:
-    if isinstance(begun, AsyncIterator):
+    if hasattr(begun, "__anext__"):
         async with begun if hasattr(begun, "__aenter__") else contextlib.aclosing(begun):
             async for _ in begun:
                 break
