@@ -144,9 +144,8 @@ async def party(kind: str) -> AsyncIterator[Party]:
 
 
 async def awaited(begun: Any) -> None:
-    if isinstance(begun, AsyncIterator):
-        closing: Any = begun if hasattr(begun, "__aenter__") else contextlib.aclosing(begun)
-        async with closing:
+    if hasattr(begun, "__anext__"):
+        async with begun if hasattr(begun, "__aenter__") else contextlib.aclosing(begun):
             async for _ in begun:
                 break
     else:
