@@ -201,7 +201,7 @@ def is_declared(function: object) -> bool:
 
 
 def answers_plainly(function: object) -> Declaration | None:
-    """The declaration of a handler that serves everybody and answers with nothing of users` (`carries`)."""
+    """The declaration of a handler that serves everybody and answers with nothing of users' (`carries`)."""
     plain = is_intrinsic(function) and not _is_marked(function, (_CARRIES,))
     return declaration_of(function) if plain else None  # type: ignore[arg-type]  # a function, as it is marked
 
