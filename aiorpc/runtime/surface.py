@@ -16,9 +16,11 @@ HAS_A_PART = "members with the context"
 MAY_CALL_IT = "members whose role may call the method"
 READERS = "members whose role may read the name"
 DROP_IN = "every member; with the drop-in alone"
+LEADS_IT = "who leads that gathering; with the drop-in alone"
 
 OWN_CALLS = "its own calls of the runtime: `max_queued_calls`, `max_call_rate`"
 CALLS = "its calls: `max_queued_calls`, `max_call_rate`"
+GATHERINGS = f"{CALLS}; of gatherings not begun here 256, and `max_queued_bytes`"
 WAITS = "waits at a queue: `max_queued_calls`"
 
 
@@ -85,9 +87,9 @@ HANDLERS: Sequence[OwnHandler] = (
     OwnHandler(f"{_PARTS}:abort", RUNS_THE_PASS, "its own pass", CALLS),
     OwnHandler(f"{_CONTEXTS}:forget", EVERY_MEMBER, "its own contexts; of others' their openers are asked", CALLS),
     OwnHandler(f"{_CONTEXTS}:has_ended", EVERY_MEMBER, "contexts of this worker", CALLS),
-    OwnHandler(f"{_TORCH}.api:_gather_to_leader", DROP_IN, "itself", f"{CALLS}; 256 gatherings at a time"),
-    OwnHandler(f"{_TORCH}.api:_broadcast_to_followers", DROP_IN, "a gathering", f"{CALLS}; 256 gatherings at a time"),
-    OwnHandler(f"{_TORCH}.api:_nobody_waits", DROP_IN, "a gathering", f"{CALLS}; 256 gatherings at a time"),
+    OwnHandler(f"{_TORCH}.api:_gather_to_leader", DROP_IN, "itself, in a gathering that this worker leads", GATHERINGS),
+    OwnHandler(f"{_TORCH}.api:_broadcast_to_followers", LEADS_IT, "a gathering of this worker", GATHERINGS),
+    OwnHandler(f"{_TORCH}.api:_nobody_waits", DROP_IN, "another member, which is asked before it is believed", CALLS),
     OwnHandler(f"{_TORCH}.rref:backward_on_owner", "who has a reference to the value", "that value", CALLS),
 )
 

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-import aiorpc
-from aiorpc.runtime.calls.declared import pack
 from tests.ports import free_port
 
 
@@ -391,27 +389,6 @@ def test_wait_all_collects_futures(alone: Any) -> None:
         assert alone.api._thread_local_var.future_list == [future]
     assert future.done()
     assert not hasattr(alone.api._thread_local_var, "future_list")
-
-
-def test_what_others_say_of_gathering_is_bounded(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that speaks of gatherings which nobody else has come to does not fill the memory of another."""
-    api = alone.api
-    monkeypatch.setattr(api, "_all_gather_sequence_id_to_states", {})
-    monkeypatch.setattr(api, "_MOST_BEGUN", 5)
-    says: dict[Any, Any] = {
-        api._nobody_waits: lambda number: (f"one{number}", "other", 1),
-        api._broadcast_to_followers: lambda number: (f"two{number}", pack({})),
-        api._gather_to_leader: lambda number: (f"three{number}", "me", b"1", pack(["me", "other"])),
-    }
-    for number in range(5):
-        alone.rpc_sync("me", api._nobody_waits, (f"one{number}", "other", 1))
-    for handler, args in says.items():
-        with pytest.raises(aiorpc.Overloaded, match="'me' has come to 5 of _all_gather to which this one has not"):
-            alone.rpc_sync("me", handler, args(5))
-    assert len(api._all_gather_sequence_id_to_states) == 5
-    assert api._all_gather("mine") == {"me": "mine"}
-    with pytest.raises(AssertionError, match="me speaks for other"):
-        alone.rpc_sync("me", api._gather_to_leader, ("four", "other", b"1", pack(["me", "other"])))
 
 
 def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 
@@ -19,7 +20,6 @@ from ....collecting import wait_all, wait_alone
 from ....errors import (
     NotAllowed,
     NotInitialized,
-    Overloaded,
     PeerClosed,
     PeerLost,
     RpcError,
@@ -43,6 +43,7 @@ from ....runtime.calls.functions import intrinsic
 from ....runtime.node import Node, registry
 from .. import script
 from .agent import process
+from .arrivals import Arrivals, Said
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from .internal import PythonUDF, _internal_rpc_pickler, run_serialized
 from .rref import PyRRef, RRef
@@ -67,7 +68,7 @@ _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _TELL = 5.0  # seconds, for telling others that somebody is gone
 _LOOK = 0.1  # seconds between two looks at whether somebody was lost
-_MOST_BEGUN = 256  # of `_all_gather` that another worker may speak of before this one has come to them
+_DIGITS = 20  # of the number of an `_all_gather`, at most
 _LEAST = 0.001  # seconds, of a time that has passed: 0 is no limit
 
 
@@ -114,6 +115,9 @@ def _init_rpc_states(agent: Any) -> None:
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
+    node = _node_if_ours()
+    if node is not None:
+        node.engine.call_on_loop(lambda: node.engine.tasks.spawn(_forget_who_is_gone(node)))
 
 
 @_require_initialized
@@ -237,37 +241,102 @@ new_method = method_factory("to_here", PyRRef.to_here.__doc__ or "")
 
 
 class AllGatherStates:
-    """What one `_all_gather` has so far: objects by the worker's name, and whether they are all there.
+    """One `_all_gather` that this worker takes part in: objects by the worker's name, and whether they are all there.
 
-    missing: who is gone and will not come, once that is known; nobody waits then. begun_by: the worker that spoke of it
-    before this one has come; None if none did.
+    names: of the workers that take part, as this one was told by its own program. own: this worker's.
     """
 
-    def __init__(self, begun_by: str | None = None) -> None:
-        self.begun_by = begun_by
+    def __init__(self, names: Iterable[str] = (), own: str = "") -> None:
+        self.names = frozenset(names)
+        self.own = own
         self.gathered_objects: dict[str, bytes] = {}
         self.proceed_signal = threading.Event()
-        self.missing: WorkerInfo | None = None
+
+    def add(self, sequence_id: str, worker_name: str, obj: bytes) -> None:
+        """On the leader: what a worker has given. AssertionError if it takes no part, or has come before."""
+        if worker_name not in self.names or self.own != min(self.names):
+            raise AssertionError(f"{worker_name} is not expected by leader.")
+        if worker_name in self.gathered_objects:
+            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
+        self.gathered_objects[worker_name] = obj
+        if self.names == set(self.gathered_objects):
+            self.proceed_signal.set()
+
+    def finish(self, sequence_id: str, leader: str | None, objects_map: dict[str, bytes]) -> None:
+        """On the others: what the leader has gathered. AssertionError if another worker says so, or the leader twice.
+
+        leader: None in a program's own call of the handler.
+        """
+        if leader not in (None, min(self.names)) or self.own == min(self.names):
+            raise AssertionError(f"{leader} is not the leader of this _all_gather.")
+        if not self.names.issuperset(objects_map):
+            raise AssertionError("the leader has gathered objects of workers that take no part.")
+        if self.proceed_signal.is_set():
+            raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
+        self.gathered_objects = objects_map
+        self.proceed_signal.set()
 
 
 _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = RLock()
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: dict[str, AllGatherStates] = {}
+_arrivals = Arrivals()
+_looked_for: set[int] = set()  # ids of members of which another one has said that they are gone
 
 
-def _states_of(sequence_id: str, begun_by: str | None = None) -> AllGatherStates:
-    """What that `_all_gather` has so far, with the lock held. begun_by: who speaks of it, if that is another worker.
+def _begin(names: set[str], own: str) -> tuple[str, AllGatherStates]:
+    """The next `_all_gather` of those workers, with what others have said of it so far."""
+    leader = min(names)
+    with _all_gather_dict_lock:
+        sequence_id = _next_sequence_id(names)
+        states = _all_gather_sequence_id_to_states[sequence_id] = AllGatherStates(names, own)
+        for name, said in _arrivals.take(sequence_id):
+            with contextlib.suppress(AssertionError):  # of a worker that takes no part, as is known only now
+                if isinstance(said, dict):
+                    states.finish(sequence_id, name, said)
+                elif name is not None and own == leader:
+                    states.add(sequence_id, name, said)
+    return sequence_id, states
 
-    Overloaded: that worker speaks of more of them than any program has at once.
+
+def _keep_for_later(sequence_id: str, name: str | None, said: Said, leader: str | None) -> None:
+    """Keep what a worker says of a gathering that has not begun here, with the lock held.
+
+    leader: who leads it if that is true, whose name comes first. AssertionError if the id shows that either of both
+    workers takes no part; it is looked at again once it begins.
     """
-    states = _all_gather_sequence_id_to_states.get(sequence_id)
-    if states is None:
-        begun = [each.begun_by for each in _all_gather_sequence_id_to_states.values()]
-        if begun_by is not None and begun.count(begun_by) >= _MOST_BEGUN:
-            raise Overloaded(f"worker {begun_by!r} has come to {_MOST_BEGUN} of _all_gather to which this one has not")
-        states = _all_gather_sequence_id_to_states[sequence_id] = AllGatherStates(begun_by)
-    return states
+    if _has_begun(sequence_id):
+        return  # it is over here: this worker has not waited for so long
+    call = current_call.get(None)
+    if call is None:
+        _arrivals.keep(None, name, sequence_id, said, sys.maxsize)
+        return
+    node = cast(Node, call.node)
+    if name is None or name not in sequence_id or node.engine.name not in sequence_id:  # it is all names, joined
+        raise AssertionError(f"{name} is not expected by leader.")
+    if leader is not None and not sequence_id.startswith(leader):
+        raise AssertionError(f"{leader} is not the leader of this _all_gather.")
+    _arrivals.forget(node.group.has_gone)
+    if node.group.has_gone(call.caller_id):
+        return
+    _arrivals.keep(call.caller_id, name, sequence_id, said, node.engine.options.max_queued_bytes)
+
+
+def _has_begun(sequence_id: str) -> bool:
+    """Whether this worker has come to that one, with the lock held."""
+    for joined, begun in _all_gather_sequence_id.items():
+        number = sequence_id.removeprefix(joined)
+        if sequence_id.startswith(joined) and number.isdecimal() and len(number) < _DIGITS and int(number) < begun:
+            return True
+    return False
+
+
+async def _forget_who_is_gone(node: Node) -> None:
+    """Let go of what members have said of gatherings that have not begun here, as soon as they are gone."""
+    async for _ in node.news.listen():
+        with _all_gather_dict_lock:
+            _arrivals.forget(node.group.has_gone)
 
 
 def _caller() -> str | None:
@@ -278,37 +347,32 @@ def _caller() -> str | None:
 
 @intrinsic
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: bytes, worker_names: list[str] | None = None) -> None:
-    """Handler, on the leader: a worker has come, with its object, which only `_all_gather` reads."""
+    """Handler, on the leader: a worker has come, with its object, which only `_all_gather` reads.
+
+    worker_names: as torch has it; it is this worker's own program that says who takes part.
+    """
     caller = _caller()
     if caller is not None and caller != worker_name:
         raise AssertionError(f"{caller} speaks for {worker_name}.")
-    _gather(sequence_id, worker_name, obj, worker_names, caller)
-
-
-def _gather(
-    sequence_id: str, worker_name: str, obj: bytes, worker_names: Iterable[str] | None, begun_by: str | None = None
-) -> None:
     with _all_gather_dict_lock:
-        expected = set(worker_names or _ALL_WORKER_NAMES)
-        if worker_name not in expected:
-            raise AssertionError(f"{worker_name} is not expected by leader.")
-        states = _states_of(sequence_id, begun_by)
-        if worker_name in states.gathered_objects:
-            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
-        states.gathered_objects[worker_name] = obj
-        if expected == set(states.gathered_objects):
-            states.proceed_signal.set()
+        states = _all_gather_sequence_id_to_states.get(sequence_id)
+        if states is not None:
+            states.add(sequence_id, worker_name, obj)
+        else:
+            call = current_call.get(None)
+            _keep_for_later(sequence_id, worker_name, obj, None if call is None else cast(Node, call.node).engine.name)
 
 
 @intrinsic
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, bytes]) -> None:
-    """Handler, on all others: every worker has come."""
+    """Handler, on all others: the leader says that every worker has come."""
+    caller = _caller()
     with _all_gather_dict_lock:
-        states = _states_of(sequence_id, _caller())
-    if states.proceed_signal.is_set():
-        raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
-    states.gathered_objects = objects_map
-    states.proceed_signal.set()
+        states = _all_gather_sequence_id_to_states.get(sequence_id)
+        if states is not None:
+            states.finish(sequence_id, caller, objects_map)
+        else:
+            _keep_for_later(sequence_id, caller, objects_map, caller)
 
 
 @_require_initialized
@@ -323,23 +387,26 @@ def _all_gather(
     names = set(worker_names or _ALL_WORKER_NAMES)
     leader, node = min(names), _node_if_ours()
     own = _get_current_rpc_agent().get_worker_info().name
-    sequence_id = _next_sequence_id(names)
     calls = timeout if node is None or timeout != UNSET_RPC_TIMEOUT else node.engine.default_timeout
-    packed = _to_bytes(obj, node)
-    if own == leader:
-        _gather(sequence_id, own, packed, names)
-    else:
-        _report(leader, (sequence_id, own, packed, pack(sorted(names))), calls)
-    with _all_gather_dict_lock:
-        states = _states_of(sequence_id)
-    limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
-    _await_signal(states.proceed_signal, timeout if limited else None, names, node)
-    _fail_if_missing(sequence_id, states, names, node)
-    if own == leader:
-        _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
-    with _all_gather_dict_lock:
-        gathered = _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
-    return {name: obj if name == own else _from_bytes(given, node, names) for name, given in gathered.items()}
+    sequence_id, states = _begin(names, own)
+    try:
+        packed = _to_bytes(obj, node)
+        if own == leader:
+            with _all_gather_dict_lock:
+                states.add(sequence_id, own, packed)
+        else:
+            _report(leader, (sequence_id, own, packed, pack(sorted(names))), calls)
+        limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
+        _await_signal(states.proceed_signal, timeout if limited else None, names, node)
+        _fail_if_missing(sequence_id, states, names, node)
+        if own == leader:
+            _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
+    finally:
+        with _all_gather_dict_lock:
+            del _all_gather_sequence_id_to_states[sequence_id]
+    return {
+        name: obj if name == own else _from_bytes(given, node, names) for name, given in states.gathered_objects.items()
+    }
 
 
 def _to_bytes(obj: Any, node: Node | None) -> bytes:
@@ -419,29 +486,37 @@ def _gone(names: set[str], node: Node | None) -> list[WorkerInfo]:
 
 
 @intrinsic
-def _nobody_waits(sequence_id: str, name: str, number: int) -> None:
-    """Handler: the worker of that name and id is gone. A member without a connection to it does not see it leave."""
-    with _all_gather_dict_lock:
-        states = _states_of(sequence_id, _caller())
-        if not states.proceed_signal.is_set():
-            states.missing = WorkerInfo(name, number)
-            states.proceed_signal.set()
+async def _nobody_waits(sequence_id: str, name: str, number: int) -> None:
+    """Handler: the worker of that name and id is gone, says another one. A member without a connection to it does not
+    see it leave, so it looks, and whoever waits for that worker sees what it has found.
+    """
+    call = current_call.get()
+    assert call is not None, "this is a handler"
+    group = cast(Node, call.node).group
+    if name not in sequence_id or call.caller.name not in sequence_id:
+        raise AssertionError(f"{call.caller.name} takes no part in this _all_gather, or that worker does not.")
+    for record in list(group.members.values()):
+        if record.info == WorkerInfo(name, number) and not group.is_gone(record) and record.id not in _looked_for:
+            _looked_for.add(record.id)
+            try:
+                if not await group.look_for_farewell(record):
+                    group.on_report(call.caller_id, record, "it is gone, says a worker that waits for it")
+            finally:
+                _looked_for.discard(record.id)
 
 
 def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str], node: Node | None) -> None:
     """PeerLost once one of those workers is gone before all were there; the others come to know."""
     gone = _gone(names, node)
-    if states.missing is None and gone and not states.proceed_signal.is_set():
-        said = (sequence_id, gone[0].name, gone[0].id)
-        _nobody_waits(*said)
-        others = names - {each.name for each in gone} - {_get_current_rpc_agent().get_worker_info().name}
-        calls = [rpc_async(name, _nobody_waits, said, timeout=_TELL) for name in sorted(others)]
-        for call in calls:
-            with contextlib.suppress(RpcError):  # that one is gone as well
-                call.wait()
-    if states.missing is not None:
-        name, rank = states.missing.name, states.missing.id
-        raise PeerLost(f"worker {name} (rank {rank}) is gone, and will not come", worker=name, rank=rank)
+    if not gone or states.proceed_signal.is_set():
+        return
+    name, rank = gone[0].name, gone[0].id
+    others = names - {each.name for each in gone} - {states.own}
+    calls = [rpc_async(other, _nobody_waits, (sequence_id, name, rank), timeout=_TELL) for other in sorted(others)]
+    for call in calls:
+        with contextlib.suppress(RpcError):  # that one is gone as well
+            call.wait()
+    raise PeerLost(f"worker {name} (rank {rank}) is gone, and will not come", worker=name, rank=rank)
 
 
 def _tell_followers(sequence_id: str, gathered: dict[str, bytes], names: list[str], seconds: float) -> None:
@@ -544,6 +619,8 @@ def _finalize_shutdown() -> None:
     finally:
         _get_current_rpc_agent().shutdown()
         _cleanup_python_rpc_handler()
+        with _all_gather_dict_lock:
+            _arrivals.forget()
         _reset_current_rpc_agent()
 
 
