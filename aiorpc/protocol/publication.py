@@ -17,6 +17,8 @@ from .packing import pack, unpack
 
 #: Characters that a name has less of.
 NAME_LIMIT = 128
+#: Versions that one message may say of a subscription: far more than it is lent, which copies what comes beyond a few.
+VERSIONS_LIMIT = 4096
 #: Versions count from 1 on, and go no further than this.
 LAST_VERSION = (1 << 62) - 1
 _NAME = re.compile(r"[A-Za-z0-9\-_:./]+")
@@ -246,6 +248,8 @@ def read_any(said: object) -> Message:
             if type(field) is int:
                 numbers.append(field)
             elif type(field) is list:
+                if len(field) > VERSIONS_LIMIT:
+                    raise ProtocolError(f"{len(field)} versions of one subscription, of at most {VERSIONS_LIMIT}")
                 numbers += field
         _check_numbers(numbers)
     return message

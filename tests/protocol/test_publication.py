@@ -12,6 +12,7 @@ from aiorpc.protocol.packing import pack
 from aiorpc.protocol.publication import (
     LAST_VERSION,
     MESSAGES,
+    VERSIONS_LIMIT,
     AskLeader,
     Claim,
     DigestWanted,
@@ -95,6 +96,22 @@ def test_what_cannot_be_is_refused(message: Message) -> None:
     """Names, numbers and places are looked at where a message arrives."""
     with pytest.raises(ProtocolError):
         read(type(message), write(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Want("n", 1, 0, True, [], False), VersionsReleased("n", 1, []), SubscriptionClosed("n", 1, [])],
+    ids=lambda value: type(value).__name__,
+)
+def test_lists_of_versions_are_bounded(message: Want | VersionsReleased | SubscriptionClosed) -> None:
+    """One that is too long is refused by its length, whatever numbers are in it."""
+    fields: list[Any] = MESSAGES.write(message)
+    versions = next(field for field in fields if isinstance(field, list))
+    versions += [1] * VERSIONS_LIMIT
+    assert read(type(message), pack(fields))
+    versions.append(-1)
+    with pytest.raises(ProtocolError, match=rf"{VERSIONS_LIMIT + 1} versions .* at most {VERSIONS_LIMIT}"):
+        read(type(message), pack(fields))
 
 
 @pytest.mark.parametrize("said", [None, "text", b"", b"\xc1", pack(["claim"]), pack(["other", 1]), [1]])

@@ -21,13 +21,16 @@ from aiorpc.protocol.publication import (
     Latest,
     LatestWanted,
     PieceWanted,
+    SubscriptionClosed,
     Unpublished,
+    VersionsReleased,
+    Want,
     write,
 )
-from aiorpc.runtime.publication import claims, publications, told
+from aiorpc.runtime.publication import claims, publications, shelf, told
 from aiorpc.runtime.publication.claims import StandingClaim
 from aiorpc.runtime.publication.content import take_apart
-from aiorpc.runtime.publication.handlers import claimed, digest, latest, pieced, unpublished
+from aiorpc.runtime.publication.handlers import claimed, digest, ended, latest, pieced, released, unpublished, wanted
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.testing import cluster
 from tests.processes.workers import until
@@ -258,3 +261,44 @@ async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of
         await pair[1].publish("policy", torch.ones(4))
         assert (await anext(versions)).publisher == pair[1].info
     assert len(looked) < 1000
+
+
+async def test_subscriptions_that_have_ended_count_as_long_as_they_hold_versions(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that ends them and lets go of nothing gets no more of them; what it was not given does not count."""
+    monkeypatch.setattr(shelf, "_MOST_SUBSCRIPTIONS", 4)
+    learner, reader = pair
+    await learner.publish("policy", torch.ones(4096))
+
+    async def read(number: int, held: list[int]) -> None:
+        await say(reader, learner, wanted, Want("policy", number, 0, True, [], False))
+        await say(reader, learner, ended, SubscriptionClosed("policy", number, held))
+
+    for number in range(1, 11):
+        await read(number, [2, 3])  # versions that it does not have
+    for number in range(11, 15):
+        await read(number, [1])
+    with pytest.raises(rpc.Overloaded, match="4 subscriptions to 'policy', with those that have ended"):
+        await read(15, [1])
+    await say(reader, learner, released, VersionsReleased("policy", 11, [2]))
+    with pytest.raises(rpc.Overloaded, match="4 subscriptions"):
+        await read(15, [1])
+    await say(reader, learner, released, VersionsReleased("policy", 11, [1]))
+    await read(15, [1])
+    with pytest.raises(rpc.Overloaded, match="4 subscriptions"):
+        await read(16, [1])
+
+
+async def test_a_subscription_that_goes_on_after_its_end_has_what_it_held(pair: list[Worker]) -> None:
+    """Of the versions that it was given before, none stays in memory when it has let go of them."""
+    learner, reader = pair
+    for version in (1, 2):
+        await learner.publish("policy", torch.ones(4096))
+        await say(reader, learner, wanted, Want("policy", 1, version - 1, True, [], False))
+        await say(reader, learner, ended, SubscriptionClosed("policy", 1, [version]))
+    publisher = learner.node.publications.publishers["policy"]
+    await learner.publish("policy", torch.ones(4096))
+    assert [version for version in (1, 2, 3) if publisher.has(version)] == [2, 3]
+    await say(reader, learner, released, VersionsReleased("policy", 1, [2]))
+    assert [version for version in (1, 2, 3) if publisher.has(version)] == [3]

@@ -46,7 +46,7 @@ from ..links.links import Links
 # Versions that one subscription may hold before it is asked to copy the next one and release it: the one that its
 # program uses, the next one that lies ready, the one that comes, and one whose release has not been told yet.
 MOST_HELD = 4
-# Subscriptions of one worker to one name.
+# Subscriptions of one worker to one name, with those that have ended and hold versions still.
 _MOST_SUBSCRIPTIONS = 4096
 # Stands for the number of a subscription where a worker of another host fetches a version in pieces. Of those it says
 # by the same number that it does so no more (`VersionsReleased`), as it has stopped or gets the rest elsewhere.
@@ -122,7 +122,7 @@ class Shelf:
     def __init__(self, home: Home, name: str) -> None:
         self.name = name
         self.subscribers: dict[Key, Subscriber] = {}
-        self._subscriptions: dict[int, int] = {}  # how many of them each worker has
+        self._subscriptions: dict[int, int] = {}  # how many each worker has, of those that are open and of `_gone`
         self._engine = home.engine
         self._slots: SharedSlots = home.links.memory.slots
         self._newest: Stored | None = None
@@ -210,7 +210,7 @@ class Shelf:
         key = (reader.id, said.subscription)
         subscriber = self.subscriber(key, reader)
         unheard = filter(said.have.__lt__, subscriber.held)  # of an answer that it never got
-        for version in [*unheard, *said.released]:
+        for version in {*unheard, *subscriber.held.intersection(said.released)}:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
         self.on_has(key, subscriber)
@@ -230,22 +230,32 @@ class Shelf:
         """The subscription of that number, which begins if it is new."""
         subscriber = self.subscribers.get(key)
         if subscriber is None:
-            count = self._subscriptions.get(reader.id, 0)
-            if count >= _MOST_SUBSCRIPTIONS:
-                raise Overloaded(f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}")
-            self._subscriptions[reader.id] = count + 1
-            subscriber = self.subscribers[key] = Subscriber(reader)
+            subscriber = self._gone.pop(key, None)  # one that goes on has what it has held all along
+            if subscriber is None:
+                count = self._subscriptions.get(reader.id, 0)
+                if count >= _MOST_SUBSCRIPTIONS:
+                    raise Overloaded(
+                        f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}, with those that "
+                        f"have ended and hold versions of it still: it has to close some, and let go of what they gave"
+                    )
+                self._subscriptions[reader.id] = count + 1
+                subscriber = Subscriber(reader)
+            self.subscribers[key] = subscriber
             self.on_has(key, subscriber)
         return subscriber
 
-    def _unsubscribe(self, key: Key) -> Subscriber | None:
-        """That subscription has ended: what it was, if it was there."""
-        subscriber = self.subscribers.pop(key, None)
-        if subscriber is not None:
-            self._subscriptions[key[0]] -= 1
-            if not self._subscriptions[key[0]]:
-                del self._subscriptions[key[0]]
-        return subscriber
+    def _uncount(self, key: Key) -> None:
+        """That subscription has ended, and holds nothing any more."""
+        self._subscriptions[key[0]] -= 1
+        if not self._subscriptions[key[0]]:
+            del self._subscriptions[key[0]]
+
+    def _remember(self, key: Key, subscriber: Subscriber) -> None:
+        """That subscription has ended: it counts as long as it holds versions."""
+        if subscriber.held:
+            self._gone[key] = subscriber
+        else:
+            self._uncount(key)
 
     def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
         slot, copy = stored.slot, False
@@ -343,19 +353,18 @@ class Shelf:
             self._fetches(reader, None)
         key = (reader.id, said.subscription)
         subscriber = self.subscribers.get(key) or self._gone.get(key)
-        for version in said.versions if subscriber is not None else ():
+        for version in subscriber.held.intersection(said.versions) if subscriber is not None else ():
             self._release(key, subscriber, version)
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
         """A subscription has ended; what it still holds it releases later."""
         key = (reader.id, said.subscription)
-        subscriber = self._unsubscribe(key)
+        subscriber = self.subscribers.pop(key, None)
         if subscriber is not None:
             subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has ended"))
             for version in subscriber.held - {*said.held}:
                 self._release(key, subscriber, version)
-            if subscriber.held:
-                self._gone[key] = subscriber
+            self._remember(key, subscriber)
             self.on_readers()
 
     def on_has(self, key: Key, subscriber: Subscriber) -> None:
@@ -370,10 +379,9 @@ class Shelf:
         """Members have left or were lost: no version waits for them. Returns those that may still read some."""
         for key, subscriber in list(self.subscribers.items()):
             if is_gone(subscriber.record):
-                self._unsubscribe(key)
+                del self.subscribers[key]
                 self.on_reader_gone(key, subscriber)
-                if subscriber.held:
-                    self._gone[key] = subscriber
+                self._remember(key, subscriber)
         for reader in [each for each in self._fetching if is_gone(each)]:
             self._fetches(reader, None)
         self.on_readers()
@@ -392,8 +400,8 @@ class Shelf:
     def _release(self, key: Key, subscriber: Subscriber | None, version: int) -> None:
         if subscriber is not None:
             subscriber.held.discard(version)
-            if not subscriber.held:
-                self._gone.pop(key, None)
+            if not subscriber.held and self._gone.pop(key, None) is not None:
+                self._uncount(key)
         stored = self._stored.get(version)
         if stored is not None:
             stored.holders.discard(key)
