@@ -95,31 +95,6 @@ def in_finalizers(call: Callable[[], None]) -> int:
     return Calls.ended
 
 
-def in_signal_handlers_of_signal_handlers(call: Callable[[], None]) -> int:
-    """As `in_signal_handlers`, and the alarm rings in those calls, too."""
-    chance, hits, depth = random.Random(7), 0, 0
-
-    def ring(_: int, __: FrameType | None) -> None:
-        nonlocal hits, depth
-        depth += 1
-        try:
-            if depth < 4:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 5e-4))
-            nested(hits)
-        finally:
-            depth -= 1
-        hits += 1
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 2e-3))
-
-    signal.signal(signal.SIGALRM, ring)
-    until = time.monotonic() + SECONDS
-    signal.setitimer(signal.ITIMER_REAL, 1e-3)
-    while hits < HITS and time.monotonic() < until:
-        call()
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    return hits
-
-
 def calls(place: Place, link: Link, way: Callable[[Callable[[], None]], int], options: dict[str, Any]) -> None:
     place.init_rpc(**options)
     value = torch.arange(1000.0)
@@ -135,9 +110,7 @@ def calls(place: Place, link: Link, way: Callable[[Callable[[], None]], int], op
 
 @pytest.mark.time_limit(90)
 @pytest.mark.parametrize("transport", ["unix", "tcp", "tls"])
-@pytest.mark.parametrize(
-    "way", [in_signal_handlers, in_signal_handlers_of_signal_handlers, in_trace_functions, in_finalizers]
-)
+@pytest.mark.parametrize("way", [in_signal_handlers, in_trace_functions, in_finalizers])
 def test_a_blocking_verb_works_wherever_it_interrupts_one(
     way: Callable[[Callable[[], None]], int], transport: str, tmp_path: Path
 ) -> None:
