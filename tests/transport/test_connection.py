@@ -239,7 +239,8 @@ async def test_error_in_the_handler_closes_and_is_logged(
         far.send(b"".join(bytes(part) for part in encode_frame(Kind.CALL, 1, b"")))
         assert await end.closed() is error
     (record,) = caplog.records
-    assert record.getMessage() == "half: a frame could not be handled"
+    # Behind the name of the last worker of this process, if tests before this one had one.
+    assert record.getMessage().endswith("half: a frame could not be handled")
 
 
 async def test_protocol_error_from_above_is_not_logged_as_a_bug(
