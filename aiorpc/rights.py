@@ -135,12 +135,11 @@ def _check_resource(pattern: str, where: str) -> None:
             wrong = f"{verb!r:.80} is the name of no public method"
     elif not any(map(re.compile(fnmatch.translate(verb)).match, RESOURCES[kind])):
         wrong = f"what may be done with it is: {', '.join(RESOURCES[kind])}"
-    if (
-        not wrong
-        and kind != "barrier"
-        and not (_PUBLISHED if kind == "published" else _NAMED).fullmatch(re.sub(r"[*?]", "", _SET.sub("", name)))
-    ):
-        wrong = f"{name!r:.80} can be no name: names have letters, digits, '-', '_' and ':'"
+    published = kind == "published"
+    can_be = _PUBLISHED if published else _NAMED
+    if not wrong and kind != "barrier" and not can_be.fullmatch(re.sub(r"[*?]", "", _SET.sub("", name))):
+        more = "'_', ':', '.' and '/'" if published else "'_' and ':'"
+        wrong = f"{name!r:.80} can be no name: names have letters, digits, '-', {more}"
     if wrong:
         raise RpcUsageError(f"{where} has {pattern!r:.160}, which matches nothing: {wrong}")
 

@@ -258,7 +258,7 @@ def test_a_rule_is_told() -> None:
         (["queue/q:x*"], "what may be done"),
         (["queue/my queue:put"], "can be no name"),
         (["queue/a/b:put"], "can be no name"),
-        (["published/w.*:read"], "can be no name"),
+        (["published/a b:read"], "can be no name"),
         (["published/w:get"], "what may be done with it is: publish, read"),
         (["object/env:_step"], "no public method"),
         (["object/env:a.b"], "no public method"),
