@@ -35,4 +35,4 @@ def test_no_tensor_that_is_let_in_ends_the_process() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_tensor_of_very_many_ends_the_process(seed: int) -> None:
     """The same, of other seeds."""
-    assert campaign(100 + seed, 3000) > 1000
+    assert campaign(100 + seed, 3000) > 900
