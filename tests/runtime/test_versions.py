@@ -61,8 +61,8 @@ async def test_other_versions_are_told_once_at_joining(
     await until(lambda: len(told_of()) == 2)
     told = told_of()
     for own, other in (("here", "there"), ("there", "here")):
-        (line,) = (each for each in told if each.startswith(f"worker '{own}'"))
-        assert f"'{other}'" in line
+        (line,) = (each for each in told if each.startswith(f"worker {own}: '{other}'"))
+        assert line.count("Python 3.") == 2
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,8 @@ class VersionNotes:
                 for name, theirs, ours in zip(_NAMES, versions, _compared(self._own), strict=True)
                 if theirs != ours
             ]
-            logger.warning(
-                "worker %r: %s%s %s %s; here it is %s.%s",
-                self._own.name,
+            logger.of(self._own.name).warning(
+                "%s%s %s %s; here it is %s.%s",
                 names,
                 more,
                 "runs" if len(records) == 1 else "run",
