@@ -314,7 +314,9 @@ class Answers:
         """The handler has raised that, and its caller does not hear of it: it is told here, once."""
         if call.system or not call.begun:
             return
-        if call.cancelled and foreign.is_a(error, _STOPPED):
+        # An item that could not be sent as the connection has ended is no error of the handler's.
+        unsent = call.credit is not None and type(error) is RpcError
+        if call.cancelled and (unsent or foreign.is_a(error, _STOPPED)):
             self.stopped(call)
             return
         self._engine.counters.failed += 1
