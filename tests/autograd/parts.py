@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ import torch
 import aiorpc
 from aiorpc import Future, Worker, autograd
 from aiorpc.runtime.calls.current import current_call
+from aiorpc.runtime.gradients.contexts import current_autograd
 
 Tensor = torch.Tensor
 SIZE = 4
@@ -175,3 +176,13 @@ def check(found: Mapping[Tensor, Tensor], wanted: Iterable[tuple[Tensor, Tensor]
 def gradients_of(worker: Worker, context_id: int) -> dict[Tensor, Tensor]:
     """What a worker of this process has in a context."""
     return worker.node.gradients.get(context_id).gradients()
+
+
+async def outside(call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call in no context."""
+    token = current_autograd.set(None)
+    try:
+        future = call(*args)
+    finally:
+        current_autograd.reset(token)
+    return await future

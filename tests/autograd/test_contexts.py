@@ -31,7 +31,7 @@ from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from tests.autograd import parts
-from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of
+from tests.autograd.parts import Tensor, check, expected, gradients_of, outside, step, vector, weight_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 from tests.transport.ends import interrupted, meanwhile
@@ -966,11 +966,11 @@ async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.layer, x)
         for name in ("worker0", "worker1"):
-            assert unpack_ids(await _outside(workers[2].call, name, forget, int(ctx))) == []
+            assert unpack_ids(await outside(workers[2].call, name, forget, int(ctx))) == []
         assert not workers[1].node.gradients.doubted
         await workers[0].call("worker2", parts.via, vector(), "worker1")  # and so it takes part
         for name in ("worker0", "worker1"):
-            assert unpack_ids(await _outside(workers[2].call, name, forget, int(ctx))) == []
+            assert unpack_ids(await outside(workers[2].call, name, forget, int(ctx))) == []
         await until(lambda: not workers[1].node.gradients.doubted)
         assert len(workers[0].node.gradients) == 1 and workers[1].node.gradients.find(ctx) is not None
         await ctx.backward([y.sum()])
@@ -1042,16 +1042,6 @@ async def test_the_contexts_that_one_worker_leaves_are_no_reason_to_forget_those
     for _ in range(5000):
         gradients.leave(workers[2].node.gradients.new_id())
     assert gradients.called(ctx, workers[1].node.peers.find("worker0")) is None
-
-
-async def _outside(call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call in no context."""
-    token = current_autograd.set(None)
-    try:
-        future = call(*args)
-    finally:
-        current_autograd.reset(token)
-    return await future
 
 
 async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:

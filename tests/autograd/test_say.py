@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,24 +19,14 @@ from aiorpc.autograd.parts import abort, gather, go_on, plan, take
 from aiorpc.autograd.wire import Given, Sparse, from_wire, pack_names, to_wire, unpack_names, unpack_reference
 from aiorpc.errors import ProtocolError
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.gradients.contexts import AutogradContext, current_autograd
+from aiorpc.runtime.gradients.contexts import AutogradContext
 from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
-from tests.autograd.parts import SIZE, Tensor, check, expected, gradients_of, step, vector, weight_of
+from tests.autograd.parts import SIZE, Tensor, check, expected, gradients_of, outside, step, vector, weight_of
 from tests.runtime.waiting import until
 
 double = torch.float64
-
-
-async def outside(call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call in no context."""
-    token = current_autograd.set(None)
-    try:
-        future = call(*args)
-    finally:
-        current_autograd.reset(token)
-    return await future
 
 
 def sent_by(worker: Worker, ctx: int) -> list[SentName]:
