@@ -238,6 +238,23 @@ async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it
             assert (await anext(versions)).version == 1
 
 
+async def test_what_was_left_is_handed_on_until_its_new_publisher_has_a_version() -> None:
+    """Between the claim to the name and the first version of it, versions of the one before are no false ones."""
+    store = HashStore()
+    async with Worker("actor", store=store) as actor, Worker("late", store=store) as late:
+        with actor.subscribe("policy", timeout=20) as kept, late.subscribe("policy", timeout=20) as versions:
+            async with Worker("learner", store=store) as learner:
+                await learner.publish("policy", torch.ones(4))
+                await anext(kept)
+                await anext(versions)
+            claimed = actor.node.publications.names.claim("policy")
+            assert (await claimed).claim.first > 1
+            with actor.subscribe("policy", timeout=20) as others:
+                assert (await anext(others)).publisher == learner.info
+            await actor.publish("policy", torch.ones(4))
+            assert (await anext(versions)).publisher == actor.info
+
+
 async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

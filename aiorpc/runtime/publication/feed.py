@@ -301,7 +301,8 @@ class Feed:
         if edition.version <= self.newest:
             raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
         own = edition.publisher == publisher.id  # else it is handed on, as its publisher has gone
-        if not own and (record != publisher or self._publications.names.publishes(publisher, self.name)):
+        names = self._publications.names
+        if not own and (record != publisher or names.has_published(publisher, self.name, edition.version)):
             raise ProtocolError(f"{record.describe()} has sent a version of another worker")
         # What comes by way of another worker is compared, but where any member may have anything run here.
         others = record not in (publisher, self.engine.record)

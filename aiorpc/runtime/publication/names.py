@@ -79,6 +79,11 @@ class Names:
         claim = self._claims.get(name)
         return claim is not None and claim.publisher == record.id and self.holder(claim) is not None
 
+    def has_published(self, record: WorkerRecord, name: str, version: int) -> bool:
+        """Whether a version is of that worker, if there is one: those before its first one are of earlier ones."""
+        claim = self._claims.get(name)
+        return self.publishes(record, name) and claim is not None and version >= claim.first
+
     def describe(self, name: str) -> str:
         """Who publishes a name, for errors."""
         claim = self._claims.get(name)
