@@ -163,7 +163,7 @@ def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
 
     For a group without a size, where workers come and go; ``await`` it, or ``wait()`` for it in a thread. timeout:
     seconds, 0 for no limit; None for this worker's ``rpc_timeout``; past it RpcTimeout is raised. Raised as by `call`:
-    UnknownWorker for what the group cannot have; PeerLost and PeerClosed in a group of fixed size, which nobody joins.
+    UnknownWorker for what the group cannot have; PeerLost and PeerLeft in a group of fixed size, which nobody joins.
     """
     return current().wait_for(to, timeout=timeout)
 
@@ -299,6 +299,6 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of the current worker, or of the one of that name. Returns at once, but for a look at the store.
 
     UnknownWorker if the group cannot have it, or has not had it yet. Of one that has gone: in a group without a size
-    PeerClosed or PeerLost, as a call to its name; in one of fixed size what it had, as its place has that for ever.
+    PeerLeft or PeerLost, as a call to its name; in one of fixed size what it had, as its place has that for ever.
     """
     return current().get_worker_info(worker_name)

@@ -19,7 +19,7 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
     ├── RpcCancelled             somebody cancelled the call
     ├── PeerLost (ConnectionError)   the other worker died or the network broke
-    ├── PeerClosed (ConnectionError) the other worker left in good order
+    ├── PeerLeft (ConnectionError) the other worker left in good order
     ├── WorkerClosed             this worker has shut down
     ├── PeerRefused (ConnectionError)   the other side refused us: version, secret, identity
     ├── GroupError (ExceptionGroup)  of a call to several workers too few gave a value
@@ -185,8 +185,8 @@ class PeerLost(RpcError, ConnectionError):
         self.cause = cause
 
 
-class PeerClosed(RpcError, ConnectionError):
-    """The other worker shut down in good order before it answered."""
+class PeerLeft(RpcError, ConnectionError):
+    """The other worker left in good order before it answered. One that was lost raises `PeerLost`."""
 
 
 class WorkerClosed(RpcError):

@@ -36,7 +36,7 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.RpcTimeout: (errors.RpcError, TimeoutError),
     errors.RpcCancelled: errors.RpcError,
     errors.PeerLost: (errors.RpcError, ConnectionError),
-    errors.PeerClosed: (errors.RpcError, ConnectionError),
+    errors.PeerLeft: (errors.RpcError, ConnectionError),
     errors.WorkerClosed: errors.RpcError,
     errors.PeerRefused: (errors.RpcError, ConnectionError),
     errors.GroupError: (errors.RpcError, ExceptionGroup),

@@ -89,7 +89,7 @@ async def test_the_end_is_clean_when_the_body_raises() -> None:
             await workers[0].call("worker1", add, 1)
             raise ZeroDivisionError
     assert all(worker.closed for worker in workers)
-    with pytest.raises((aiorpc.WorkerClosed, aiorpc.PeerClosed)):
+    with pytest.raises((aiorpc.WorkerClosed, aiorpc.PeerLeft)):
         await call
 
 

@@ -76,7 +76,7 @@ async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
     games, policy = Games(settings.games, seed), ActorCritic()
     async with rpc.init(name, role="actor", init_method=meet):
         samples = rpc.queue("samples", owner="learner", timeout=0)
-        with contextlib.suppress(rpc.QueueShutDown, rpc.PeerClosed):
+        with contextlib.suppress(rpc.QueueShutDown, rpc.PeerLeft):
             async with rpc.subscribe("policy", timeout=0) as versions:
                 weights: rpc.PublishedVersion | None = await anext(versions)
                 while weights is not None:

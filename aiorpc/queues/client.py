@@ -25,7 +25,7 @@ from .. import foreign
 from ..errors import (
     ItemLost,
     Overloaded,
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     PeerRefused,
     ProtocolError,
@@ -74,7 +74,7 @@ _BOOLS = frozenset((bool,))
 # With these a producer may have, and hand over later, what it did not hand over now.
 _PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
 # And with these it is gone, and what it has kept with it. Others say of an item that it cannot be had.
-_GONE = (PeerLost, PeerClosed, PeerRefused, UnknownWorker)
+_GONE = (PeerLost, PeerLeft, PeerRefused, UnknownWorker)
 # After one of these nothing reaches the owner of the queue, whoever puts it.
 _AWAY = (*_GONE, RendezvousError)
 

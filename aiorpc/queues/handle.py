@@ -24,7 +24,7 @@ class QueueHandle:
     """A queue of some worker: see `aiorpc.queue`. All methods may be called from any thread, and return at once.
 
     What they return is a Future, awaited or waited for; its truth is no answer, so ``if await q.empty()``. It raises
-    UnknownObject if the owner has no queue of that name, PeerLost or PeerClosed if the owner is gone, NotAllowed where
+    UnknownObject if the owner has no queue of that name, PeerLost or PeerLeft if the owner is gone, NotAllowed where
     the owner does not let this worker do that. In a handler what waits does so no longer than the handler's caller.
     Sent to other workers, as an argument or in one, it is a handle there.
     """

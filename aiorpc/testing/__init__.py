@@ -61,7 +61,7 @@ async def cluster(
     belong in other threads (``asyncio.to_thread``).
 
     At the end all leave together and gracefully, so calls still under way are served to their end. If the block raises
-    they leave at once, and calls under way fail with WorkerClosed or PeerClosed. Nothing of them is left afterwards.
+    they leave at once, and calls under way fail with WorkerClosed or PeerLeft. Nothing of them is left afterwards.
     Raises RpcUsageError for a size below 1 or a wrong number of options or roles, and what joining raises.
     """
     workers = _make(size, options, dynamic, HashStore() if store is None else store, roles)

@@ -38,7 +38,7 @@ def judge(
         return ""
     if outcome.error == "PeerLost" and outcome.worker == killed.get(outcome.pid):
         return ""
-    if outcome.error in ("PeerClosed", "WorkerClosed") and any(name in outcome.text for name in left.values()):
+    if outcome.error in ("PeerLeft", "WorkerClosed") and any(name in outcome.text for name in left.values()):
         return ""
     unknown = [text for name in missed for text in (f"no worker {name!r} that", f"worker {name!r} has not joined yet")]
     if outcome.error == "UnknownWorker" and any(text in outcome.text for text in unknown):

@@ -125,7 +125,7 @@ async def test_shutdown_with_a_timeout_does_not_wait_for_the_work_of_others() ->
         assert 0.4 < time.monotonic() - started_at < 0.5 + QUICK * busy()
         children["w1"].tell("stop")
         error, seconds = await children["w1"].ahear()
-        assert error == "PeerClosed"
+        assert error == "PeerLeft"
         assert seconds < QUICK * busy()
 
 
@@ -172,7 +172,7 @@ async def test_async_with_leaves_at_once_when_its_block_fails() -> None:
                 assert await child.ahear() == "calling"
                 await wait_for_async(lambda: any(call.direction == "served" for call in worker.pending_calls()))
                 raise ZeroDivisionError
-        assert await child.ahear(QUICK * busy()) == "PeerClosed"
+        assert await child.ahear(QUICK * busy()) == "PeerLeft"
         children.check_ended()
 
 
@@ -368,7 +368,7 @@ if __name__ == "__main__":
     join("parent", 0, 2, path)
     try:
         rpc.rpc_sync("child", time.sleep, args=(60,))
-    except (rpc.PeerClosed, rpc.PeerLost) as error:
+    except (rpc.PeerLeft, rpc.PeerLost) as error:
         print(type(error).__name__)
     child.join(20)
     print(rpc.shutdown().lost)
@@ -380,7 +380,7 @@ def test_a_forked_child_says_goodbye_at_exit_though_its_parent_was_a_worker(tmp_
     """multiprocessing takes from it what its parent has registered, and so it has to register that itself."""
     (tmp_path / "again.py").write_text(AGAIN)
     done = run_program(["again.py", str(tmp_path / "store")], tmp_path, timeout=60 * busy())
-    assert (done.code, done.out, done.err) == (0, "PeerClosed\n()\n", "")
+    assert (done.code, done.out, done.err) == (0, "PeerLeft\n()\n", "")
 
 
 COMPUTES = """
@@ -448,7 +448,7 @@ async def test_a_call_that_comes_while_a_process_exits_ends_as_if_it_had_heard_t
             await asyncio.gather(*(each.start() for each in workers))
             assert await asyncio.wait_for(program.stdout.readline(), 60 * busy()) == b"left\n"
             for each in workers:
-                with pytest.raises(rpc.PeerClosed, match=r"w2 .* has shut down"):
+                with pytest.raises(rpc.PeerLeft, match=r"w2 .* has shut down"):
                     await each.call("w2", abs, -3)
             program.stdin.close()
             assert await asyncio.wait_for(program.wait(), 60 * busy()) == 0
@@ -552,7 +552,7 @@ def test_program_that_ends_without_a_shutdown(
         else:
             check_interrupted(program)
         error, seconds, lost = child.hear()
-        assert (error, lost) == ("PeerClosed", [])
+        assert (error, lost) == ("PeerLeft", [])
         assert seconds < 8 * busy()
         children.check_ended()
 
@@ -631,6 +631,6 @@ async def test_a_script_that_ends_with_an_error_says_which_one(prepared: Zygote,
             call = worker.peer("w1", timeout=0).call(bodies.ablock)
             await wait_for_async(lambda: worker.node.peers.find("w1").connection is not None)
             go.touch()
-            with pytest.raises(rpc.PeerClosed, match=r"w1 \(rank 1, .*\) has left after an error \(KeyError\)"):
+            with pytest.raises(rpc.PeerLeft, match=r"w1 \(rank 1, .*\) has left after an error \(KeyError\)"):
                 await call
         program.finish(60)

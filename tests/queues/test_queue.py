@@ -23,7 +23,7 @@ import aiorpc as rpc
 from aiorpc import (
     ItemLost,
     Overloaded,
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     QueueEmpty,
     QueueFull,
@@ -1044,7 +1044,7 @@ async def test_an_owner_that_leaves_waits_for_nobody_who_joins() -> None:
         await served(workers[0], "join_items")
         async with asyncio.timeout(LONG):
             assert not (await workers[0].shutdown()).timed_out
-        with pytest.raises(PeerClosed):
+        with pytest.raises(PeerLeft):
             await join
 
 

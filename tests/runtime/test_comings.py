@@ -245,7 +245,7 @@ def reason_missing(error: BaseException, do: Deed) -> str:
         return "" if error.worker in away and any(life.way == "killed" for life in lost) else described
     if isinstance(error, rpc.RpcTimeout):
         return "" if away else described
-    if isinstance(error, rpc.PeerClosed):
+    if isinstance(error, rpc.PeerLeft):
         fits = any(life.name in away and life.way not in ("", "killed") for life in world.lives)
         return "" if fits else described
     if isinstance(error, rpc.UnknownWorker) and "is in the group" in str(error):

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     RemoteError,
     RpcBackendOptions,
@@ -152,7 +152,7 @@ async def test_goodbye_right_behind_the_handshake_is_one() -> None:
     events = a.events()
     heard = asyncio.ensure_future(anext(events))
     await until(lambda: a.node.news.listeners)
-    with pytest.raises(PeerClosed, match="w1"):
+    with pytest.raises(PeerLeft, match="w1"):
         await answer(a.call("w1", abs, -3))
     assert await answer(heard) == WorkerLeft(b.info)
     await events.aclose()

@@ -475,7 +475,7 @@ def is_told(error: BaseException) -> bool:
     return any(text in str(error) for text in TOLD)
 
 
-GONE = (rpc.PeerLost, rpc.PeerClosed, rpc.PeerRefused, rpc.UnknownWorker, rpc.WorkerClosed, rpc.ItemLost)
+GONE = (rpc.PeerLost, rpc.PeerLeft, rpc.PeerRefused, rpc.UnknownWorker, rpc.WorkerClosed, rpc.ItemLost)
 MORTAL: set[str] = set()  # workers that leave in the middle
 
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import aiorpc
-from aiorpc import NotInitialized, PeerClosed, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc import NotInitialized, PeerLeft, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
@@ -244,9 +244,7 @@ async def test_what_a_program_waits_for_ends_with_its_worker(
         await asyncio.sleep(0)
         assert not begun.done(), begun.result()
         await leave(here, kind)
-        assert isinstance(
-            await asyncio.wait_for(begun, LIMIT), (WorkerClosed, PeerClosed) if not name else WorkerClosed
-        )
+        assert isinstance(await asyncio.wait_for(begun, LIMIT), (WorkerClosed, PeerLeft) if not name else WorkerClosed)
         if name:
             assert "worker worker0 leaves. After 0.05 s its program still waited for this" in caplog.text
             assert name in caplog.text and ", since " in caplog.text
@@ -294,10 +292,10 @@ async def test_what_others_send_behind_the_door_is_refused(verb: str, gate: Gate
         leaving = asyncio.ensure_future(leaver.shutdown())
         await until(lambda: leaver.node.engine.lifetime.parting)
         if verb == "call":
-            with pytest.raises(PeerClosed, match=r"worker0 \(rank 0.* is leaving: it takes no more calls"):
+            with pytest.raises(PeerLeft, match=r"worker0 \(rank 0.* is leaving: it takes no more calls"):
                 await caller.call("worker0", wait_at_the_gate)
         elif verb == "stream":
-            with pytest.raises(PeerClosed, match="is leaving"):
+            with pytest.raises(PeerLeft, match="is leaving"):
                 async for _ in caller.stream("worker0", count, 3):
                     pass
         elif verb == "group":

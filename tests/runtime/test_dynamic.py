@@ -19,7 +19,7 @@ from torch.distributed import HashStore, Store
 
 import aiorpc
 from aiorpc import (
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     RendezvousError,
     RpcBackendOptions,
@@ -147,7 +147,7 @@ async def test_who_gives_up_joining_is_not_taken_for_dead(
         if when != "while it starts":
             let_go.set()
         await asyncio.gather(joining, ending, return_exceptions=True)
-        with pytest.raises(PeerClosed, match="late"):
+        with pytest.raises(PeerLeft, match="late"):
             await asyncio.wait_for(call, LIMIT)
         assert not worker.node.group.lost
 
@@ -200,9 +200,9 @@ async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) 
         pending = worker.call("phoenix", for_ever)
         assert await worker.call("phoenix", where) == "phoenix"
         await old.shutdown(graceful=False)
-        with pytest.raises(PeerClosed, match="phoenix"):
+        with pytest.raises(PeerLeft, match="phoenix"):
             await pending
-        with pytest.raises(PeerClosed, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
+        with pytest.raises(PeerLeft, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
             await worker.call("phoenix", where)
         call = worker.peer("phoenix", wait=True).call(where)
         async with aiorpc.init("phoenix", store=store) as new:
@@ -398,7 +398,7 @@ async def test_a_name_that_is_let_go_of_still_tells_who_bore_it(store: Store) ->
         async with aiorpc.init("phoenix", store=store):
             assert await worker.call("phoenix", where) == "phoenix"
         for _ in range(2):
-            with pytest.raises(PeerClosed, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
+            with pytest.raises(PeerLeft, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
                 await asyncio.wait_for(worker.call("phoenix", where), LIMIT)
             for number in range(2 * UNMET):
                 worker.node.peers.find(f"nobody{number}")
@@ -611,7 +611,7 @@ async def test_a_call_that_ends_for_want_of_its_worker_keeps_no_reference(store:
             await until(call.done)
             error = call.exception()
             del reference
-            assert isinstance(error, PeerClosed) and held() is None
+            assert isinstance(error, PeerLeft) and held() is None
         finally:
             gc.enable()
 
@@ -642,7 +642,7 @@ async def test_who_is_asked_for_by_name(store: Store) -> None:
         async with aiorpc.init("late", store=store) as late:
             assert worker.get_worker_info("late") == late.info
         await until(lambda: names(worker) == ["worker0"])
-        with pytest.raises(PeerClosed, match=r"late \(rank 1.*has shut down"):
+        with pytest.raises(PeerLeft, match=r"late \(rank 1.*has shut down"):
             worker.get_worker_info("late")
 
 

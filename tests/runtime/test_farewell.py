@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from aiorpc import PeerClosed, PeerLost, RpcBackendOptions, Worker
+from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RpcError
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
@@ -39,9 +39,9 @@ async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(t
         caller.node.engine.bounds = Bounds(refused=0.02)
         await leaver.shutdown(graceful=False)
         error = await error_of(caller.peer("worker1", timeout=0).call(abs, -3))
-        assert isinstance(error, PeerClosed) and "worker1" in str(error)
+        assert isinstance(error, PeerLeft) and "worker1" in str(error)
         assert caller.node.group.lost == {}
-        assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerClosed)
+        assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerLeft)
 
 
 @TRANSPORTS
@@ -54,7 +54,7 @@ async def test_who_leaves_in_the_midst_of_a_handshake_is_not_lost(transport: str
         call = asyncio.ensure_future(caller.peer("worker1", timeout=0).call(abs, -3))
         await until(lambda: len(caller.node.engine.connections) >= 2)
         await leaver.shutdown(graceful=False)
-        assert isinstance(await error_of(call), PeerClosed) and caller.node.group.lost == {}
+        assert isinstance(await error_of(call), PeerLeft) and caller.node.group.lost == {}
 
 
 async def test_who_has_died_is_lost_whatever_the_store_says_of_others() -> None:
@@ -84,7 +84,7 @@ async def test_a_store_that_answers_a_packet_later_is_waited_for(monkeypatch: py
         has_left, late = caller.node.rendezvous.has_left, threading.Event()
         monkeypatch.setattr(caller.node.rendezvous, "has_left", lambda record: late.wait(1.2) or has_left(record))
         await leaver.shutdown(graceful=False)
-        assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerClosed)
+        assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerLeft)
         assert caller.node.group.lost == {}
 
 
@@ -107,7 +107,7 @@ async def test_who_leaves_while_its_line_is_down_is_not_lost(sign: str) -> None:
                     each.node.group.on_process_exit(record)
             await until(lambda: all(each.node.group.is_gone(record) for each in (leader, caller)), LONG)
         assert leader.node.group.lost == caller.node.group.lost == {}
-        assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerClosed)
+        assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerLeft)
 
 
 async def test_a_free_group_tells_who_has_left_from_who_was_struck_off() -> None:
@@ -138,7 +138,7 @@ async def test_a_connection_that_ends_without_a_goodbye_is_no_loss_if_its_worker
         await leaver.drop()
         await until(lambda: other.node.group.is_gone(leaver.node.engine.record))
         assert other.node.group.lost == {}
-        assert isinstance(await error_of(other.call("worker1", abs, -3)), PeerClosed)
+        assert isinstance(await error_of(other.call("worker1", abs, -3)), PeerLeft)
 
 
 async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
@@ -150,9 +150,9 @@ async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
         await until(lambda: leaver.statistics().calls_running)
         caller.node.group.on_goodbye(leaver.node.engine.record)  # which came over another connection than they will
         assert not waiting.done()
-        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerClosed)
+        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerLeft)
         await leaver.shutdown(graceful=False)
-        assert isinstance(await error_of(waiting), PeerClosed)
+        assert isinstance(await error_of(waiting), PeerLeft)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ async def test_who_leaves_after_an_error_says_which_one(error: BaseException, sa
         async with leaver:
             raise error
     for call in (waiting, caller.call("a", abs, -3)):
-        with pytest.raises(PeerClosed, match=rf"a \(rank 0, pid .*\) has {said}"):
+        with pytest.raises(PeerLeft, match=rf"a \(rank 0, pid .*\) has {said}"):
             await call
     await caller.shutdown()
 

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    PeerClosed,
+    PeerLeft,
     RendezvousError,
     RpcBackendOptions,
     RpcError,
@@ -177,7 +177,7 @@ async def test_work_that_does_not_end_keeps_nobody_for_ever(
     pair[0].options.rpc_timeout = 0.5
     with caplog.at_level(logging.WARNING, "aiorpc"):
         await asyncio.wait_for(asyncio.gather(*(each.shutdown() for each in pair)), LONG)
-    assert isinstance(call.exception(), (PeerClosed, WorkerClosed))
+    assert isinstance(call.exception(), (PeerLeft, WorkerClosed))
     (record,) = caplog.records
     assert "still had calls under way" in record.getMessage() and "worker0" in record.getMessage()
 
@@ -335,7 +335,7 @@ def is_not_read(data: bytes) -> None:
 async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
     pair[1].node.engine.bounds = Bounds(tasks=0.05)
-    with pytest.raises(PeerClosed, match="worker1"):
+    with pytest.raises(PeerLeft, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
     assert pair[1].node.engine.pool.threads == 0 and not os.path.exists(pair[1].node.engine.record.unix_path)

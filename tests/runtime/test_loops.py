@@ -21,7 +21,7 @@ import pytest
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotInitialized, PeerClosed, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc import NotInitialized, PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.engine import Engine
@@ -527,7 +527,7 @@ def test_the_others_see_a_goodbye_of_a_worker_whose_loop_was_closed(loop_factory
 
     async def stay() -> None:
         async with aiorpc.init("second", rank=1, world_size=2, store=store, options=options) as worker:
-            with pytest.raises(PeerClosed):
+            with pytest.raises(PeerLeft):
                 await worker.call("first", block)
 
     staying = threading.Thread(target=lambda: staid.append(asyncio.run(stay())))

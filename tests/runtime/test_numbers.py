@@ -96,7 +96,7 @@ async def test_what_is_kept_of_a_group_does_not_grow_with_joins(
         assert json.loads(store.get(ROSTER))["used"] == [[2, 32]]
         assert store.num_keys() <= 4
         for name in names[-1], names[0]:
-            with pytest.raises(rpc.UnknownWorker if name == "guest0" and not alike else rpc.PeerClosed):
+            with pytest.raises(rpc.UnknownWorker if name == "guest0" and not alike else rpc.PeerLeft):
                 await a.call(name, bodies.add, 1, 2)
         with pytest.raises(rpc.UnknownWorker):
             await a.call(2, bodies.add, 1, 2)

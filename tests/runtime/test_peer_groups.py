@@ -25,7 +25,7 @@ from aiorpc import (
     GroupError,
     NotAllowed,
     Overloaded,
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     ProtocolError,
     RpcBackendOptions,
@@ -855,12 +855,12 @@ async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) 
     else:
         await four[3].drop()
     for each in waiting:
-        with pytest.raises(PeerClosed if graceful else PeerLost, match="worker3") as failure:
+        with pytest.raises(PeerLeft if graceful else PeerLost, match="worker3") as failure:
             await each
         if isinstance(error := failure.value, PeerLost):
             assert (error.worker, error.rank, error.pid) == ("worker3", 3, os.getpid())
             assert error.host and error.cause
-    with pytest.raises((PeerClosed, PeerLost)):
+    with pytest.raises((PeerLeft, PeerLost)):
         await four[1].group(["worker0", "worker1", "worker3"]).barrier()
 
 
@@ -874,7 +874,7 @@ async def test_a_barrier_ends_with_the_member_where_all_wait(four: list[Worker],
     else:
         await four[0].drop()
     told = r"^barrier '' of 4 workers: worker0 will not come any more: worker0 \(rank 0, .*\) (has shut down|was lost)"
-    with pytest.raises(PeerClosed if graceful else PeerLost, match=told) as failure:
+    with pytest.raises(PeerLeft if graceful else PeerLost, match=told) as failure:
         await waiting
     assert "come_to_barrier" not in str(failure.value)
     if isinstance(error := failure.value, PeerLost):

@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     RpcBackendOptions,
     RpcError,
@@ -605,7 +605,7 @@ async def test_a_call_that_is_not_sent_as_a_reference_in_it_is_broken_leaves_not
     await workers[2].shutdown(graceful=False)
     await until(lambda: not workers[0].node.references.counts().pending)
     made = workers[0].remote("worker1", Thing, broken)
-    with pytest.raises(PeerClosed):
+    with pytest.raises(PeerLeft):
         await made
     del made, broken
     await until_no_references(workers)
@@ -1127,7 +1127,7 @@ async def test_who_waits_for_a_value_hears_that_its_owner_is_gone(killed: bool) 
         else:
             await others[1].shutdown(graceful=False)
         for waiting in WAITING:
-            with pytest.raises(PeerLost if killed else PeerClosed, match="worker1") as failure:
+            with pytest.raises(PeerLost if killed else PeerLeft, match="worker1") as failure:
                 await asyncio.wait_for(waiting, LIMIT)
             assert not isinstance(failure.value, PeerLost) or failure.value.worker == "worker1"
             del failure

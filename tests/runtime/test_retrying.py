@@ -19,7 +19,7 @@ import aiorpc
 from aiorpc import (
     NotAllowed,
     Overloaded,
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     RpcBackendOptions,
     RpcCancelled,
@@ -197,7 +197,7 @@ async def test_a_batch_that_a_worker_did_not_run_as_it_shut_down(
     monkeypatch.setattr(pair[1].node.engine.lifetime, "closed", True)
     GATE["open"].set()
     assert await first == 1
-    with pytest.raises(PeerClosed, match=r"has shut down, and did not run .*gated"):
+    with pytest.raises(PeerLeft, match=r"has shut down, and did not run .*gated"):
         await second
     await until(lambda: pair[0].statistics().calls_retried)
     monkeypatch.undo()
@@ -239,7 +239,7 @@ async def test_overload_at_the_caller_is_waited_out(store: Store) -> None:
 # --- what is not ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), Overloaded("of mine"), PeerLost("of mine"), PeerClosed("mine")])
+@pytest.mark.parametrize("error", [ValueError("no"), Overloaded("of mine"), PeerLost("of mine"), PeerLeft("mine")])
 async def test_what_the_function_raises_is_its_answer(pair: list[Worker], error: Exception) -> None:
     """Also where it is an error that would be a reason, had it come from the runtime: the function was run."""
     with pytest.raises(type(error), match=str(error)):

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     RendezvousError,
     RpcBackendOptions,
@@ -291,7 +291,7 @@ async def test_a_newcomer_knows_who_has_left_before_it_came(rank: int) -> None:
         await leaver.shutdown(graceful=False)
         await until(lambda: stays.node.group.is_gone(leaver.node.engine.record))
         new = await here.come_back(rank)
-        with pytest.raises(PeerClosed, match=r"worker1 .* has shut down, before this worker came"):
+        with pytest.raises(PeerLeft, match=r"worker1 .* has shut down, before this worker came"):
             await new.call("worker1", abs, -3)
         with pytest.raises(UnknownWorker, match=r"the group has worker0, worker2$"):
             new.call("nobody", abs, -3)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiorpc import PeerClosed, PeerLost, RpcCancelled, Worker
+from aiorpc import PeerLeft, PeerLost, RpcCancelled, Worker
 from aiorpc.protocol.frames import Kind
 from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.states import SERVED, ServedEvent, ServedState
@@ -78,7 +78,7 @@ async def test_an_end_of_whoever_waits_cancels(
     else:
         (service,) = (each for each in pair[1].node.services if context in each.calls.values())
         service.connection.abort()
-    with pytest.raises((RpcCancelled, PeerClosed, PeerLost)):
+    with pytest.raises((RpcCancelled, PeerLeft, PeerLost)):
         await call
     await until(lambda: state_of(pair[1], context) is not ServedState.RUNNING)
     observed.moved(state, state_of(pair[1], context))

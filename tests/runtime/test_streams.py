@@ -673,7 +673,7 @@ async def test_a_producer_whose_worker_leaves_ends_the_stream_with_an_error(prod
         stream = workers[0].stream("worker1", stall)
         assert await anext(stream) == 1
         await workers[1].shutdown(graceful=False)
-        with pytest.raises(aiorpc.PeerClosed, match="worker1"):
+        with pytest.raises(aiorpc.PeerLeft, match="worker1"):
             await anext(stream)
 
 

@@ -39,7 +39,7 @@ async def come_and_go() -> None:
             assert await workers[0].call("late", where) == "late"
             assert await late.call("worker1", where) == "worker1"
             assert [item async for item in late.stream("worker1", letters)] == ["a", "b", "c"]
-        with pytest.raises(aiorpc.PeerClosed):
+        with pytest.raises(aiorpc.PeerLeft):
             await workers[1].call("late", where)
 
 

@@ -72,7 +72,7 @@ PEER: Table[PeerState, PeerEvent] = Table(
             _ALIVE,
             _E.GOODBYE,
             _S.GONE,
-            "Pending calls fail with PeerClosed, at most 1 s later: a reply may be under way on another connection.",
+            "Pending calls fail with PeerLeft, at most 1 s later: a reply may be under way on another connection.",
             LOOP,
         ),
         *from_each(_ALIVE, _E.LOST, _S.GONE, "Pending calls fail with PeerLost.", LOOP),

@@ -25,7 +25,7 @@ from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
     NotAllowed,
     Overloaded,
-    PeerClosed,
+    PeerLeft,
     ProtocolError,
     RpcCancelled,
     RpcError,
@@ -238,7 +238,7 @@ class Runner:
         if isinstance(error, NoThread):  # its caller may try again, as this worker goes on
             error = Overloaded(str(error))
         elif type(error) is WorkerClosed and self._engine.closed:  # whoever has connected since has heard no goodbye
-            error = PeerClosed(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
+            error = PeerLeft(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
         elif type(error) in (NotAllowed, ProtocolError, Overloaded):
             # It may stay as the value of a reference, and its frames have the one whose method was called. And to write
             # frames down takes a hundred times as long as to refuse a call.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ... import foreign
-from ...errors import Overloaded, PeerClosed, PeerLost, ProtocolError, RpcCancelled, RpcError, RpcTimeout
+from ...errors import Overloaded, PeerLeft, PeerLost, ProtocolError, RpcCancelled, RpcError, RpcTimeout
 from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
@@ -228,9 +228,7 @@ class Service:
                 f"{self.record.name!r} (max_call_rate); this one was not run"
             )
         elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.trace):
-            failure = PeerClosed(
-                f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing"
-            )
+            failure = PeerLeft(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
         elif message.arguments.references:
             self._home.references.coming(message.arguments.references)
         if type(failure) is Overloaded and self._resolver.is_brief(message.function):
@@ -354,8 +352,8 @@ class Service:
     def _creator_gone(self) -> RpcError:
         record, gone = self.record, self._caller.gone or self._caller.parting
         what = ", which created the reference, before its value was there"
-        if isinstance(gone, PeerClosed):
-            return PeerClosed(f"{record.describe()} has shut down{what}")
+        if isinstance(gone, PeerLeft):
+            return PeerLeft(f"{record.describe()} has shut down{what}")
         cause = gone.cause if isinstance(gone, PeerLost) else "its connection has ended"  # which the group hears next
         text = f"{record.describe()} was lost{what}: {cause}"
         host, pid = record.hostname, record.pid

@@ -23,7 +23,7 @@ import torch
 
 from ... import foreign
 from ...channels.shm import Copies
-from ...errors import PeerClosed, RpcError, SerializationError, WorkerClosed
+from ...errors import PeerLeft, RpcError, SerializationError, WorkerClosed
 from ...locks import RLock
 from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
@@ -445,18 +445,18 @@ class Addressee:
             link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, said), urgent=True)
 
 
-def farewell(record: WorkerRecord, failed: str = "", when: str = "") -> PeerClosed:
+def farewell(record: WorkerRecord, failed: str = "", when: str = "") -> PeerLeft:
     """The error that everything gets which waits for a worker that has left.
 
     failed: the name of the error that has ended its program, as it has said; "" for none. when: comes behind that.
     """
     left = f"left after an error ({failed})" if failed else "shut down"
-    return PeerClosed(f"{record.describe()} has {left}{when}")
+    return PeerLeft(f"{record.describe()} has {left}{when}")
 
 
 def _event_of(error: RpcError, state: PeerState) -> PeerEvent:
     """What has happened to a peer whose calls fail with that error from now on."""
-    if type(error) is PeerClosed:
+    if type(error) is PeerLeft:
         return PeerEvent.GOODBYE
     if type(error) is WorkerClosed:
         return PeerEvent.CLOSED

@@ -20,7 +20,7 @@ import torch
 from ... import foreign
 from ...channels.accelerator import DeviceBuffer
 from ...channels.landing import Landing
-from ...errors import PeerClosed, RpcCancelled, RpcError, RpcTimeout, WorkerClosed
+from ...errors import PeerLeft, RpcCancelled, RpcError, RpcTimeout, WorkerClosed
 from ...futures import GRACE
 from ...logs import logger
 from ...protocol.codec import Past
@@ -426,7 +426,7 @@ class OwedCalls:
         except BaseException as broken:
             error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         else:
-            if told.again and type(error) is PeerClosed:  # said in place of a goodbye: nothing was run there
+            if told.again and type(error) is PeerLeft:  # said in place of a goodbye: nothing was run there
                 foreign.set_cause(error, None)
         if interruption is not None:
             self.interruption = error, interruption

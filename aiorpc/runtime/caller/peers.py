@@ -9,7 +9,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from ...errors import (
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     PeerRefused,
     RendezvousError,
@@ -453,7 +453,7 @@ def _was_not_found(peer: Peer) -> bool:
 
 def _last_holder(peer: Peer | None) -> Peer | None:
     """The peer that has had this name and ended, if one has: the one that is given, or the one before it."""
-    if peer is None or isinstance(peer.gone, (PeerLost, PeerClosed, PeerRefused)):
+    if peer is None or isinstance(peer.gone, (PeerLost, PeerLeft, PeerRefused)):
         return peer
     return peer.former
 

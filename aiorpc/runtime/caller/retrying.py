@@ -21,7 +21,7 @@ from ... import foreign
 from ...callbacks import Again, current_autograd
 from ...errors import (
     Overloaded,
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     PeerRefused,
     RpcTimeout,
@@ -47,10 +47,10 @@ from .peer import Peer, Try
 from .peers import Peers, To
 from .unawaited import Unawaited
 
-_PASSING = (PeerLost, PeerClosed, PeerRefused, Overloaded)
+_PASSING = (PeerLost, PeerLeft, PeerRefused, Overloaded)
 # Of what a callee says: if it says too that the call may come again. One that has shut down may say so before its
 # goodbye comes.
-_REFUSALS = (Overloaded, UnknownObject, PeerClosed)
+_REFUSALS = (Overloaded, UnknownObject, PeerLeft)
 
 
 class RetryOptions(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import errors, foreign
 from ...errors import (
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     PeerRefused,
     ProtocolError,
@@ -159,7 +159,7 @@ def absence_behind(error: SerializationError) -> RpcError | None:
     cause: BaseException | None = error
     while isinstance(cause, SerializationError):
         cause = cause.__cause__
-    if not isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError, UnknownWorker, *NO_VALUE)):
+    if not isinstance(cause, (PeerLost, PeerLeft, PeerRefused, RendezvousError, UnknownWorker, *NO_VALUE)):
         return None
     _drop_frames(cause)
     return cause

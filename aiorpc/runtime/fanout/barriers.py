@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from msgspec import Meta
 
-from ...errors import Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
+from ...errors import Overloaded, PeerLeft, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import NAME_LIMIT
 from ..caller.peer import Peer
@@ -68,7 +68,7 @@ def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseExce
     if error is None or came_from_afar(error):
         return error
     gone = host.gone or host.parting
-    if isinstance(error, (PeerLost, PeerClosed)) and gone is not None:
+    if isinstance(error, (PeerLost, PeerLeft)) and gone is not None:
         failure: RpcError = type(error)(f"{what}: {host.name} will not come any more: {gone}")
         failure.__dict__.update(error.__dict__)
         return failure
@@ -193,7 +193,7 @@ class Barriers:
             if isinstance(failure, PeerLost):  # else it did not let this worker in, which is a loss as well
                 lost.host, lost.pid, lost.cause = failure.host, failure.pid, failure.cause
             raise lost
-        raise PeerClosed(f"{text}{self._name(gone[0])} has shut down")
+        raise PeerLeft(f"{text}{self._name(gone[0])} has shut down")
 
 
 @system

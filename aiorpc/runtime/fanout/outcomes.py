@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 from ... import foreign
-from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
+from ...errors import GroupError, PeerLeft, PeerLost, PeerRefused, RpcError
 from ...sites import Unobserved
 from ..calls.failures import came_from_afar
 
-_GONE = (PeerLost, PeerClosed, PeerRefused)
+_GONE = (PeerLost, PeerLeft, PeerRefused)
 
 
 class Outcome(NamedTuple):

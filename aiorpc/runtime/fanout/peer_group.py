@@ -282,7 +282,7 @@ class PeerGroup:
     def barrier(self, tag: str = "") -> Future[None]:
         """Wait until every member has come to the barrier of that tag; each of them calls this, on a group of the same.
 
-        A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerClosed if one has left,
+        A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerLeft if one has left,
         and RpcTimeout, which names who has not come, when the timeout of the group is over, or soon afterwards (a tenth
         of it, from half a second to five) if the member with the lowest id does not answer. Cancelling it, or a
         timeout, takes this worker back from the barrier. Raised here: RpcUsageError for a worker that is no member, and

@@ -23,7 +23,7 @@ import torch
 from ...channels.descriptors import Descriptors, DescriptorShare
 from ...channels.segments import Bytes
 from ...channels.slots import SlotView
-from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, SerializationError
+from ...errors import NotAllowed, PeerLeft, PeerLost, ProtocolError, RpcError, SerializationError
 from ...futures import Future
 from ...locks import Lock
 from ...logs import logger
@@ -220,7 +220,7 @@ class Feed:
                         finally:
                             self._asking = False
                         pause = _FIRST_PAUSE
-                except (PeerLost, PeerClosed):
+                except (PeerLost, PeerLeft):
                     await asyncio.sleep(_FIRST_PAUSE)  # whoever publishes the name next says so
                 except (ProtocolError, NotAllowed):
                     raise

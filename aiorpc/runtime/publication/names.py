@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ...errors import NotAllowed, PeerClosed, PeerLost, RendezvousError, RpcError
+from ...errors import NotAllowed, PeerLeft, PeerLost, RendezvousError, RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, LeaveWanted, Unpublished, read, write
@@ -222,7 +222,7 @@ class Names:
                 for error in [task.exception() for task in done]:
                     if isinstance(error, NotAllowed):
                         refusal = error
-                    elif not isinstance(error, (PeerLost, PeerClosed)):
+                    elif not isinstance(error, (PeerLost, PeerLeft)):
                         return
         finally:
             for task in asked:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ...channels.bulk import CHUNK_SIZE
-from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
+from ...errors import NotAllowed, PeerLeft, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
@@ -87,7 +87,7 @@ class Relay(Shelf):
                 try:
                     have = await self._fetch(have)
                     pause = _FIRST_PAUSE
-                except (PeerLost, PeerClosed, NotAllowed, ProtocolError, RpcUsageError):  # another one fetches now
+                except (PeerLost, PeerLeft, NotAllowed, ProtocolError, RpcUsageError):  # another one fetches now
                     raise
                 except RpcError as error:
                     logger.debug("worker %s: fetching %r again: %s", self._engine.name, self.name, error)

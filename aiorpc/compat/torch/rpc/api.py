@@ -20,7 +20,7 @@ from ....collecting import wait_all, wait_alone
 from ....errors import (
     NotAllowed,
     NotInitialized,
-    PeerClosed,
+    PeerLeft,
     PeerLost,
     RpcError,
     RpcTimeout,
@@ -528,7 +528,7 @@ def _tell_followers(sequence_id: str, gathered: dict[str, bytes], names: list[st
             call.wait()
         except Exception as error:
             errors[name] = error
-    failed = {name: error for name, error in errors.items() if not isinstance(error, (PeerLost, PeerClosed))}
+    failed = {name: error for name, error in errors.items() if not isinstance(error, (PeerLost, PeerLeft))}
     for first in failed.values():  # whatever they raised: torch has these words for all of it
         raise RuntimeError(
             f"Followers {list(failed)} timed out in _all_gather after {seconds:.2f} seconds. "
@@ -555,7 +555,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Block until all workers have come here. timeout: seconds, 0 for no limit; RuntimeError when it has passed."""
     try:
         _all_gather(None, timeout=timeout)
-    except (PeerLost, PeerClosed) as error:
+    except (PeerLost, PeerLeft) as error:
         # With torch they hang. Here those that live leave together (`Worker.shutdown`), which is bounded.
         logger.warning("not everybody comes to the shutdown: %s", error)
     except RuntimeError:
