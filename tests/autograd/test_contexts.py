@@ -22,7 +22,7 @@ from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, SerializationEr
 from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
-from aiorpc.errors import ProtocolError
+from aiorpc.errors import PeerLeft, ProtocolError
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
@@ -889,6 +889,45 @@ async def test_a_worker_that_leaves_takes_part_no_more() -> None:
                 await workers[0].call("worker2", parts.via, vector(), "worker1")
                 await third.shutdown(graceful=False)
             await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+
+class _Held(torch.autograd.Function):
+    """Its backward waits until the test lets it go on."""
+
+    entered, go_on = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _Held.entered.set()
+        assert _Held.go_on.wait(20)
+        return gradients[0]
+
+
+def _held(x: Tensor) -> Tensor:
+    return parts.apply(_Held, x)
+
+
+async def test_a_worker_that_leaves_hears_that_a_pass_has_failed() -> None:
+    """It waits for its part of one that it has accepted, refuses what else the pass asks for, and then goes at once."""
+    async with cluster(3, dynamic=True, options=RpcBackendOptions(rpc_timeout=0)) as workers:
+        current_node.set(workers[0].node)
+        _Held.entered.clear()
+        _Held.go_on.clear()
+        async with asyncio.timeout(20), autograd.context() as ctx:
+            y = await workers[0].call("worker2", _held, await workers[0].call("worker1", parts.layer, vector()))
+            backward = asyncio.ensure_future(ctx.backward([y.sum()]))
+            await until(_Held.entered.is_set)
+            await until(lambda: workers[1].node.gradients.get(ctx).parts)
+            leaving = asyncio.ensure_future(workers[1].shutdown())
+            await until(lambda: workers[1].node.engine.lifetime.parting)
+            _Held.go_on.set()
+            with pytest.raises(PeerLeft, match="is leaving"):
+                await backward
+            await leaving
 
 
 async def test_when_its_opener_leaves_the_others_release_it() -> None:

@@ -77,7 +77,7 @@ class Resolver:
         return handler is not None and handler.system
 
     def is_brief(self, function: Function) -> bool:
-        """Whether a call is over at once, and must not be refused because there are too many (`functions.brief`)."""
+        """Whether a call tells of an end: it is over at once, and never refused (`functions.brief`)."""
         handler = self._of_runtime(function)
         return handler is not None and handler.mode is Mode.BRIEF
 

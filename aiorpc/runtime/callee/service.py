@@ -231,8 +231,8 @@ class Service:
             failure = PeerLeft(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
         elif message.arguments.references:
             self._home.references.coming(message.arguments.references)
-        if type(failure) is Overloaded and self._resolver.is_brief(message.function):
-            failure = None
+        if type(failure) in (Overloaded, PeerLeft) and self._resolver.is_brief(message.function):
+            failure = None  # it tells of an end, which what was accepted may wait for
         if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
             call.function = self._resolver.name(message.function)
             self._runner.refuse(call, failure)
