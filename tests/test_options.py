@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import fields
+import pickle
+import re
+from dataclasses import FrozenInstanceError, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +22,7 @@ from aiorpc import Worker
 from aiorpc.compat.torch.rpc.options import TensorPipeRpcBackendOptions
 from aiorpc.devices import DeviceClaims, check_device_maps
 from aiorpc.errors import DeviceMapError, RpcUsageError
-from aiorpc.options import RpcBackendOptions, Tls, seconds
+from aiorpc.options import LimitOptions, NetworkOptions, RpcBackendOptions, SecurityOptions, Tls, seconds
 
 COUNTS = [
     "num_worker_threads",
@@ -84,6 +86,10 @@ TAKEN = {
 }
 
 
+#: The groups by the names that they are given by.
+GROUPS: dict[str, type[Any]] = {"limits": LimitOptions, "network": NetworkOptions, "security": SecurityOptions}
+
+
 def test_defaults_are_those_of_torch() -> None:
     """A minute for a call, sixteen threads, env://: programs that say nothing behave as they did."""
     options = RpcBackendOptions()
@@ -91,10 +97,12 @@ def test_defaults_are_those_of_torch() -> None:
 
 
 def test_every_option_is_documented() -> None:
-    """The docstring names each option."""
-    lines = (inspect.getdoc(RpcBackendOptions) or "").splitlines()  # Python 3.13 leaves out the indentation itself
-    named = {line.partition(": ")[0].strip() for line in lines}
-    assert [field.name for field in fields(RpcBackendOptions) if field.name not in named] == []
+    """The docstring of the class that has an option names it, and no other does."""
+    named: list[str] = []
+    for kind in (RpcBackendOptions, *GROUPS.values()):
+        lines = (inspect.getdoc(kind) or "").splitlines()  # Python 3.13 leaves out the indentation itself
+        named += [line.partition(": ")[0] for line in lines if re.match(r"\w+: |\w+, \w+, \w+: ", line)]
+    assert sorted(named) == sorted([*(field.name for field in fields(RpcBackendOptions)), ", ".join(GROUPS)])
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(RpcBackendOptions)])
@@ -135,6 +143,74 @@ def test_what_is_set_and_is_no_option_is_refused(kind: type[RpcBackendOptions]) 
     options = Painted()
     options.max_queued_bytes = 5
     assert (options.copy().colour, options.copy()._shade, options.copy().max_queued_bytes) == ("red", 1, 5)
+
+
+#: An option of each group, with a value that is not its default.
+OF_GROUPS: list[tuple[str, str, Any]] = [
+    ("limits", "max_streams", 5),
+    ("limits", "max_call_rate", 2.5),
+    ("network", "reconnect_grace", 3.0),
+    ("network", "transports", ("tcp",)),
+    ("security", "allow", ("a:f",)),
+    ("security", "require_secret", True),
+]
+
+
+@pytest.mark.parametrize("kind", [RpcBackendOptions, TensorPipeRpcBackendOptions])
+@pytest.mark.parametrize(("group", "name", "value"), OF_GROUPS)
+def test_an_option_is_given_in_its_group_or_by_its_name(
+    kind: type[RpcBackendOptions], group: str, name: str, value: Any
+) -> None:
+    """It comes to the same, and is read and set by its name; the others of the group may be given beside it."""
+    grouped: dict[str, Any] = {group: GROUPS[group](**{name: value})}
+    flat: dict[str, Any] = {name: value}
+    options = kind(**grouped, max_queued_calls=7, min_bulk_bytes=9)
+    assert options == kind(**flat, max_queued_calls=7, min_bulk_bytes=9)
+    assert options.copy() == options == pickle.loads(pickle.dumps(options))
+    assert (getattr(options, name), options.max_queued_calls, options.min_bulk_bytes) == (value, 7, 9)
+    options.max_queued_calls = 8
+    setattr(options, name, getattr(kind(), name))
+    assert options == kind(max_queued_calls=8, min_bulk_bytes=9)
+
+
+@pytest.mark.parametrize(("group", "name", "value"), OF_GROUPS)
+def test_an_option_that_is_given_twice_is_refused(group: str, name: str, value: Any) -> None:
+    """Both places are named, also where both say the same, or the default."""
+    kind = GROUPS[group]
+    for inside, outside in ((value, value), (value, getattr(kind(), name)), (getattr(kind(), name), value)):
+        given: dict[str, Any] = {group: kind(**{name: inside}), name: outside}
+        with pytest.raises(RpcUsageError, match=rf"^{name} is given twice: as {name}=, and in {group}=rpc\."):
+            RpcBackendOptions(**given)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_checked_as_it_is_made_and_stays_as_it_is(group: str) -> None:
+    """What cannot be is told where it stands; what is made is compared by values, copied with changes, and pickled."""
+    kind = GROUPS[group]
+    for name in (field.name for field in fields(kind)):
+        for odd, value in ODD.items():
+            with pytest.raises(RpcUsageError) as caught:
+                kind(**{name: value})
+            assert str(caught.value).startswith(name), odd
+        made = kind()
+        with pytest.raises(FrozenInstanceError, match=name):
+            setattr(made, name, getattr(made, name))
+        assert made == replace(made) == pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_no_group_is_refused(group: str) -> None:
+    """Another group, a dict, all options; and a group that is set when the options are there."""
+    other = GROUPS["security" if group == "limits" else "limits"]()
+    wrongs: list[object] = [other, {}, RpcBackendOptions(), 5, False]
+    for wrong in wrongs:
+        given: dict[str, Any] = {group: wrong}
+        with pytest.raises(RpcUsageError, match=rf"^{group} must be rpc\.{GROUPS[group].__name__}\(\.\.\.\) or None"):
+            RpcBackendOptions(**given)
+    options = RpcBackendOptions()
+    with pytest.raises(RpcUsageError, match=f"^{group} is given as options are made; set each"):
+        setattr(options, group, GROUPS[group]())
+    assert not hasattr(options, group)
 
 
 @pytest.mark.parametrize("value", [5, "tcp", {"transports": ("tcp",)}, 0, False])
@@ -295,7 +371,7 @@ def test_changed_options_are_checked_again_when_used() -> None:
     """A field set to nonsense after construction is found by validate, and by copy."""
     options = RpcBackendOptions()
     options.stream_window = 0
-    for check in (options.validate, options.copy):
+    for check in (options._validate, options.copy):
         with pytest.raises(RpcUsageError, match="stream_window"):
             check()
 
@@ -351,15 +427,15 @@ def test_device_maps_are_checked_when_options_are_made() -> None:
     options = RpcBackendOptions(device_maps={"a": {0: 1}})
     options.device_maps["a"]["gpu"] = 1
     with pytest.raises(ValueError, match="'gpu' is no device"):
-        options.copy().validate()
+        options.copy()._validate()
 
 
 def test_two_sources_for_one_target_are_found_at_init_as_by_torch() -> None:
     """What `set_device_map` adds may lead to a target that is taken: the group refuses it, on all its members."""
     options = RpcBackendOptions(device_maps={"a": {0: 1}})
     options.set_device_map("a", {1: 1})
-    options.copy().validate()
-    claims = {"a": DeviceClaims(2), "b": options.device_claims(2)}
+    options.copy()._validate()
+    claims = {"a": DeviceClaims(2), "b": options._device_claims(2)}
     with pytest.raises(ValueError, match="Node b has duplicated target devices in its device map for a"):
         check_device_maps(claims)
 
@@ -394,8 +470,8 @@ def test_a_copy_has_device_maps_of_its_own() -> None:
 def test_claims_are_those_of_the_options() -> None:
     """What was set, in torch's devices, with the number and kind of devices that there are."""
     options = RpcBackendOptions(device_maps={"a": {0: "cpu"}}, devices=[1])
-    assert options.device_claims(2) == DeviceClaims(2, (CUDA[1],), {"a": {CUDA[0]: CPU}}, "cuda")
-    assert options.device_claims(0, "xpu").kind == "xpu"
+    assert options._device_claims(2) == DeviceClaims(2, (CUDA[1],), {"a": {CUDA[0]: CPU}}, "cuda")
+    assert options._device_claims(0, "xpu").kind == "xpu"
 
 
 @pytest.mark.parametrize("value", ["cuda", "", None, 1])
@@ -436,10 +512,10 @@ def test_files_of_tls_are_paths(name: str, value: Any) -> None:
 def test_tls_of_the_environment() -> None:
     """All three files or none; a name check that is turned off is 0."""
     every = {"AIORPC_TLS_CERT": "c", "AIORPC_TLS_KEY": "k", "AIORPC_TLS_CA": "a"}
-    assert Tls.from_environment({}) is None
-    assert Tls.from_environment(every) == Tls("c", "k", "a")
-    assert Tls.from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "0"}) == Tls("c", "k", "a", verify_names=False)
+    assert Tls._from_environment({}) is None
+    assert Tls._from_environment(every) == Tls("c", "k", "a")
+    assert Tls._from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "0"}) == Tls("c", "k", "a", verify_names=False)
     with pytest.raises(RpcUsageError, match="TLS needs AIORPC_TLS_KEY, AIORPC_TLS_CA too"):
-        Tls.from_environment({"AIORPC_TLS_CERT": "c", "AIORPC_TLS_CA": ""})
+        Tls._from_environment({"AIORPC_TLS_CERT": "c", "AIORPC_TLS_CA": ""})
     with pytest.raises(RpcUsageError, match="AIORPC_TLS_VERIFY_NAMES must be 0 or 1"):
-        Tls.from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "no"})
+        Tls._from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "no"})

@@ -119,7 +119,7 @@ class QueueHandle:
         """So many items that were got are finished, for `join`. ValueError if there are not so many in all.
 
         By any worker: what is more than it has got itself counts for the others, for those first that have got theirs
-        the longest ago; a worker that may not shut the queue down (option ``serve``) finishes its own alone.
+        the longest ago; a worker that may not shut the queue down (option ``allow``) finishes its own alone.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RpcUsageError(
@@ -167,7 +167,7 @@ class QueueHandle:
         client = self._client()
         return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
-    def bind(self) -> QueueHandle:
+    def _bind(self) -> QueueHandle:
         """Act for the current worker from now on, and not for the one at the first use. NotInitialized if none is."""
         self._client()
         return self

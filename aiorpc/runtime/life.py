@@ -181,14 +181,14 @@ class Life:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
-        if plan.worker.thread is None and registry.hosted is not plan.worker:
+        if plan.worker._thread is None and registry.hosted is not plan.worker:
             self._stack.callback(_watch_loop(node).cancel)
         return node
 
     async def _make(self, steps: Steps, patience: Patience) -> Node:
         plan, stack = self._plan, self._stack
         await steps.run(registry.take_down_closed)  # one of them may host the store that this one is to find
-        for pattern in Rights(plan.options.serve).patterns():
+        for pattern in Rights(plan.options.allow).patterns():
             check_pattern(pattern)
         layout.warm_up()
         try:
@@ -196,7 +196,7 @@ class Life:
             sockets.remove_stale(directory)
         except OSError as error:
             raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
-        tls = plan.options.tls or Tls.from_environment(os.environ)
+        tls = plan.options.tls or Tls._from_environment(os.environ)
         credentials: Credentials | None = None
         unusable: RpcUsageError | None = None
         try:

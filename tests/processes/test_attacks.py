@@ -49,7 +49,7 @@ def join_and_stay(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, stay until told; the error of joining instead if there is one."""
     try:
         place.init_rpc(rpc_timeout=15.0, **options)
-    except rpc.RendezvousError as error:
+    except rpc.errors.RendezvousError as error:
         return str(error)
     link.tell("joined")
     link.hear()
@@ -267,7 +267,7 @@ def join_and_call(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, and call the first member; what became of both."""
     try:
         place.init_rpc(rpc_timeout=15.0, **options)
-    except rpc.RendezvousError as error:
+    except rpc.errors.RendezvousError as error:
         return str(error)
     link.tell("joined")
     try:
@@ -433,7 +433,7 @@ async def relayed(seals: bool, **relaying: Any) -> AsyncIterator[tuple[list[rpc.
     options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, shutdown_timeout=0.1)
     elsewhere = replace(options, address="127.0.0.2")
     async with cluster(2, options=[options, elsewhere]) as workers:
-        port = workers[1].node.engine.record.tcp_port
+        port = workers[1]._node.engine.record.tcp_port
         relay = Relay(("127.0.0.1", port), **relaying, at=("127.0.0.2", port))
         try:
             yield workers, relay

@@ -65,7 +65,7 @@ async def test_a_member_that_is_killed_is_lost_and_the_others_answer() -> None:
         assert outcomes.lost == ("w3",)
         assert list(outcomes.answers) == ["w0", "w1", "w2", "w4"]
         assert isinstance(outcomes["w3"].error, rpc.PeerLost)
-        with pytest.raises(rpc.GroupError) as caught:
+        with pytest.raises(rpc.errors.GroupError) as caught:
             await worker.group(["w1", "w3"], quorum=2).call(whoami)
         assert caught.value.lost == ("w3",)
         assert (await everybody.call(whoami)).values() == ["w0", "w1", "w2", "w4"]
@@ -80,7 +80,7 @@ def square(number: int) -> int:
 async def test_a_large_tensor_is_in_shared_memory_once_until_the_last_one_has_left_it() -> None:
     """Each writes to what it alone sees; a member that is killed gives back its share and no more."""
     async with group(4, ended=("w2",)) as (worker, children):
-        others, memory = worker.group("w[123]"), worker.node.memory
+        others, memory = worker.group("w[123]"), worker._node.memory
         sent = torch.ones(2 << 20, dtype=torch.int64)
         for _ in range(100):  # until the memory is there, and all have mapped it; while they connect each gets its own
             (await others.call(keep, sent)).values()
@@ -119,7 +119,7 @@ async def test_a_barrier_of_processes_ends_with_a_member() -> None:
     async with group(3, ended=("w2",)) as (worker, children):
         here = worker.group("w*").barrier()
         there = worker.call("w1", at_barrier)
-        await until(lambda: any(len(each.arrived) == 2 for each in worker.node.barriers._barriers.values()))
+        await until(lambda: any(len(each.arrived) == 2 for each in worker._node.barriers._barriers.values()))
         children["w2"].kill()
         for waiting in (here, there):
             with pytest.raises(rpc.PeerLost, match="w2"):
@@ -156,7 +156,7 @@ class Load:
             await kind()
             self.done[kind.__name__] += 1
 
-    def _check(self, outcomes: rpc.Outcomes, value: object) -> None:
+    def _check(self, outcomes: rpc.types.Outcomes, value: object) -> None:
         assert set(outcomes.errors) == set(outcomes.lost) <= self.killed, outcomes.errors
         assert set(outcomes.answers.values()) == {value}
 
@@ -180,7 +180,7 @@ class Load:
         try:
             async for _ in self._worker.group("w[1-9]").stream(count, 40):
                 pass
-        except rpc.GroupError as error:
+        except rpc.errors.GroupError as error:
             assert set(error.lost) <= self.killed
             assert not error.failed + error.missing, error
 
@@ -236,7 +236,7 @@ async def test_what_groups_do_goes_on_while_members_are_killed(seed: int) -> Non
         async with asyncio.timeout(LIMIT):
             await asyncio.gather(*tasks)
         gc.collect()
-        memory = worker.node.memory
+        memory = worker._node.memory
 
         async def all_is_back() -> bool:
             await worker.group("w[1-9]").call(collect)  # tensors of calls that were called off may be in circles there

@@ -20,9 +20,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    GroupError,
     NotAllowed,
-    Outcome,
     PeerLost,
     RpcBackendOptions,
     RpcCancelled,
@@ -30,10 +28,9 @@ from aiorpc import (
     RpcTimeout,
     RpcUsageError,
     RRef,
-    SerializationError,
-    UnknownWorker,
     Worker,
 )
+from aiorpc.errors import GroupError, SerializationError, UnknownWorker
 from aiorpc.futures import Future
 from aiorpc.runtime.caller import member_call
 from aiorpc.runtime.caller.known import FunctionEntry
@@ -43,6 +40,7 @@ from aiorpc.runtime.fanout.group_call import GroupCall
 from aiorpc.runtime.fanout.options import count_of
 from aiorpc.sites import call_site
 from aiorpc.testing import Faults, cluster
+from aiorpc.types import Outcome
 from tests.runtime.waiting import LIMIT, until, until_no_references
 from tests.transport.ends import interrupted
 
@@ -193,7 +191,7 @@ async def test_cancelling_calls_off_all_members(four: list[Worker]) -> None:
     await until(lambda: sorted(_stopped) == sorted(names))
 
 
-async def _awaited(make: Callable[[], aiorpc.GroupCall]) -> aiorpc.Outcomes:
+async def _awaited(make: Callable[[], aiorpc.types.GroupCall]) -> aiorpc.types.Outcomes:
     return await make()
 
 
@@ -201,7 +199,7 @@ async def test_a_member_that_is_lost_is_named(four: list[Worker]) -> None:
     """Its outcome says so, and so does the group of errors; a group by pattern goes on without it."""
     call = four[0].group("worker*").call(hang_at, "worker3")
     await until(lambda: four[3].pending_calls() != [])
-    await four[3].drop()
+    await four[3]._drop()
     outcomes = await call
     assert (outcomes.lost, len(outcomes.answers)) == (("worker3",), 3)
     assert type(outcomes["worker3"].error) is PeerLost
@@ -259,7 +257,7 @@ class Unserialisable:
         pytest.param(
             lambda me: me.group("*").call(with_name, 1, key=Unserialisable()), SerializationError, "'key'", id="named"
         ),
-        pytest.param(lambda me: me.group("*").rpc_sync(name_of), aiorpc.WouldBlockLoop, "await", id="blocking"),
+        pytest.param(lambda me: me.group("*").rpc_sync(name_of), aiorpc.errors.WouldBlockLoop, "await", id="blocking"),
     ],
 )
 async def test_bad_input_is_refused_before_anything_is_sent(
@@ -427,7 +425,7 @@ async def test_an_error_that_nobody_looks_at_is_logged(
     assert not logged or ("test_group_calls.py" in logged[0] and "'worker1': ValueError" in logged[0])
 
 
-async def pass_on(pattern: str) -> aiorpc.Outcomes:
+async def pass_on(pattern: str) -> aiorpc.types.Outcomes:
     return await aiorpc.group(pattern).call(fail_at, "worker2")
 
 
@@ -456,7 +454,7 @@ def keep(tensor: torch.Tensor) -> None:
 async def test_a_large_tensor_lies_in_shared_memory_once(four: list[Worker]) -> None:
     """However many members have it; what each writes is its own, and the last one gives the memory back."""
     me, group, size = four[0], four[0].group("worker[123]"), 2 << 20
-    memory = me.node.memory
+    memory = me._node.memory
 
     try:
         for _ in range(100):  # until the memory is there, and all have mapped it
@@ -520,7 +518,7 @@ async def time_left() -> float:
 
 async def test_rights_hold_for_each_member() -> None:
     """A member that does not run it for this caller says so; the others answer."""
-    closed = RpcBackendOptions(serve=[])
+    closed = RpcBackendOptions(allow=[])
     async with cluster(3, options=[RpcBackendOptions(), RpcBackendOptions(), closed]) as workers:
         outcomes = await workers[0].group("worker[12]").call(name_of)
     assert list(outcomes.answers) == ["worker1"]
@@ -529,7 +527,7 @@ async def test_rights_hold_for_each_member() -> None:
 
 async def test_without_pickles() -> None:
     """In a group with safe serialization the same holds, and functions by value are refused."""
-    async with cluster(3, options=RpcBackendOptions(serialization="safe", serve="*")) as workers:
+    async with cluster(3, options=RpcBackendOptions(serialization="safe", allow="*")) as workers:
         group = workers[0].group("worker*")
         assert len((await group.call(with_name, {"a": torch.ones(3)})).values()) == 3
         with pytest.raises(SerializationError, match="by value"):
@@ -570,7 +568,7 @@ class Three:
         self.members = [
             MemberCall(call, place, self.peer, FunctionEntry("f"), place, 0.0, None, None) for place in range(3)
         ]
-        call.calls.update(enumerate(self.members))
+        call._calls.update(enumerate(self.members))
         self.seen: list[tuple[str, Any, str]] = []
         self.consumer = asyncio.ensure_future(self._consume())
 
@@ -590,21 +588,21 @@ class Three:
         for member in self.members:
             if member.call_id not in self.peer.cancelled:
                 with contextlib.suppress(AttributeError):  # it has answered
-                    member.settle("late")
+                    member._settle("late")
         async with asyncio.timeout(LIMIT):
             await self.consumer
         error = self.call.exception()
         if isinstance(error, GroupError):
             return str(error), error.failed, error.lost, error.missing, sorted(set(self.peer.cancelled))
         told = [(each.name, each.value, repr(each.error), each.answered) for each in self.call.value()]
-        return told, sorted(set(self.peer.cancelled)), dict(self.call.calls)
+        return told, sorted(set(self.peer.cancelled)), dict(self.call._calls)
 
 
 def bring(call: MemberCall | Future[Any], outcome: Any) -> None:
     if isinstance(outcome, Exception):
-        call.settle(None, outcome)
+        call._settle(None, outcome)
     else:
-        call.settle(outcome)
+        call._settle(outcome)
 
 
 CASES: list[tuple[int | None, list[Any], Any]] = [
@@ -637,8 +635,8 @@ async def test_whoever_brings_an_answer_may_be_interrupted_anywhere(
         brings: MemberCall | Future[Any] = three.members[place]
         if kind == "future":
             brings = Future[Any]()
-            three.call.calls[place] = brings
-            three.call.follow(place, brings)
+            three.call._calls[place] = brings
+            three.call._follow(place, brings)
         where = interrupted(partial(bring, brings, last), at, group_call.__file__, member_call.__file__)
         if where is not None and kind == "part":  # as whoever reads answers does then
             with contextlib.suppress(AttributeError):

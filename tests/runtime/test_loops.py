@@ -21,7 +21,8 @@ import pytest
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotInitialized, PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc.errors import NotInitialized
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.engine import Engine
@@ -110,7 +111,7 @@ def test_blocking_verbs_after_the_loop_of_init_rpc_has_ended(again: bool, tmp_pa
 
 
 def end_the_loop(worker: Worker) -> None:
-    thread = worker.hosted_by
+    thread = worker._hosted_by
     assert thread is not None
     with contextlib.suppress(WorkerClosed):
         aiorpc.rpc_sync("alone", exit_later, (SystemExit,), timeout=LIMIT)
@@ -325,7 +326,7 @@ def test_a_shutdown_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(aiorpc.RpcUsageError, match="timeout must be a number of seconds"):
             aiorpc.shutdown(timeout=wrong)
         worker = aiorpc.current()
-        assert worker.thread is not None and worker.thread.loop.is_running()
+        assert worker._thread is not None and worker._thread.loop.is_running()
         assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
     finally:
         aiorpc.shutdown()
@@ -416,7 +417,7 @@ def test_a_worker_whose_loop_was_closed_ends_by_itself(
     ):
         with pytest.raises(WorkerClosed, match="its event loop has ended: start a new worker"):
             verb()
-    assert aiorpc.shutdown() == aiorpc.ShutdownReport()
+    assert aiorpc.shutdown() == aiorpc.types.ShutdownReport()
     with pytest.raises(NotInitialized, match="has not been initialized"):
         aiorpc.current()
 
@@ -475,7 +476,7 @@ def test_a_worker_whose_loop_was_closed_can_be_shut_down(loop_factory: LoopFacto
     """By either shutdown, as often as anybody likes; a plain `loop.close()` with tasks under way is an end, too."""
     worker = run_and_forget(loop_factory)
     report = asyncio.run(worker.shutdown()) if elsewhere else aiorpc.shutdown()
-    assert report == aiorpc.ShutdownReport()
+    assert report == aiorpc.types.ShutdownReport()
     assert worker.state is WorkerState.CLOSED
     assert asyncio.run(worker.shutdown()) == aiorpc.shutdown() == report
     with pytest.raises(NotInitialized):
@@ -579,7 +580,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
         if verb != "wait_for":
             await until(lambda: made.is_set() if verb == "back to back" else worker.pending_calls())
         else:
-            await until(lambda: any(peer.name == "third" for peer in worker.node.peers.all()))
+            await until(lambda: any(peer.name == "third" for peer in worker._node.peers.all()))
         assert not waiting.done()
         raise KeyError
 
@@ -596,7 +597,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
 
 
 def in_context(worker: Worker, function: Callable[[Worker], None]) -> None:
-    current_node.set(worker.node)
+    current_node.set(worker._node)
     function(worker)
 
 
@@ -613,7 +614,7 @@ def test_a_worker_that_was_joining_when_its_loop_was_closed(loop_factory: LoopFa
 
     joining = loop.run_until_complete(main())
     loop.close()
-    assert asyncio.run(worker.shutdown()) == aiorpc.ShutdownReport()
+    assert asyncio.run(worker.shutdown()) == aiorpc.types.ShutdownReport()
     assert worker.state is WorkerState.CLOSED
     keep.append(joining)
 
@@ -638,20 +639,20 @@ def test_a_shutdown_by_a_handler_of_the_worker_of_init_rpc(
     options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", rpc_timeout=LIMIT)
     aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     worker = aiorpc.current()
-    thread = worker.hosted_by
+    thread = worker._hosted_by
     assert thread is not None
     with contextlib.suppress(RpcError):
         aiorpc.rpc_sync("alone", handler)
     if again:
         aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     else:
-        assert aiorpc.shutdown() is worker.report()
+        assert aiorpc.shutdown() is worker._report()
     assert worker.state is WorkerState.CLOSED
     assert thread.loop.is_closed()
     if again:
         assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
         aiorpc.shutdown()
-    assert aiorpc.shutdown() == aiorpc.ShutdownReport()
+    assert aiorpc.shutdown() == aiorpc.types.ShutdownReport()
     assert not [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
 
 

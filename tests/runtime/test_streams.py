@@ -186,7 +186,7 @@ async def test_a_generator_that_goes_on_when_it_is_cancelled_is_closed(pair: lis
     async with pair[0].stream("worker1", stubborn, "it") as stream:
         assert await anext(stream) == 1
     await until(producer.closed.is_set)
-    await until(lambda: not pair[1].node.engine.tasks.alive)
+    await until(lambda: not pair[1]._node.engine.tasks.alive)
 
 
 @pytest.mark.parametrize("kind", [plain, asynchronous])
@@ -260,7 +260,7 @@ async def test_a_consumer_whose_stream_fails_is_freed_without_the_collector(apar
 async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(pair: list[Worker]) -> None:
     """Items before it arrive; the error names the item's type and the function."""
     seen = []
-    with pytest.raises(aiorpc.SerializationError, match=r"an item of .*unpicklable.*lock"):
+    with pytest.raises(aiorpc.errors.SerializationError, match=r"an item of .*unpicklable.*lock"):
         async for item in pair[0].stream("worker1", unpicklable, 3):
             seen.append(item)
     assert seen == [0, 1, 2]
@@ -268,7 +268,7 @@ async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(p
 
 async def test_arguments_that_cannot_be_serialised_raise_at_once(pair: list[Worker]) -> None:
     """The stream is not opened."""
-    with pytest.raises(aiorpc.SerializationError, match="argument 0"):
+    with pytest.raises(aiorpc.errors.SerializationError, match="argument 0"):
         pair[0].stream("worker1", plain, threading.Lock())
 
 
@@ -350,7 +350,7 @@ async def test_a_thread_takes_items_by_a_plain_loop(pair: list[Worker], producer
             every.extend(pair[0].stream("worker1", fails_after_two))
         return some, every
 
-    with pytest.raises(aiorpc.WouldBlockLoop, match="async for"):
+    with pytest.raises(aiorpc.errors.WouldBlockLoop, match="async for"):
         iter(pair[0].stream("worker1", slow, "it"))
     some, every = await asyncio.to_thread(take)
     assert (some, every) == ([0, 1, 2], [0, 1])
@@ -589,7 +589,7 @@ async def test_a_consumer_that_nobody_else_holds_gets_its_items() -> None:
         await until(lambda: workers[1].statistics().calls_running)
         gc.collect()
         _gate[-1].set()
-        await until(lambda: got == [1] and not workers[0].node.engine.kept)
+        await until(lambda: got == [1] and not workers[0]._node.engine.kept)
 
 
 async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -> None:
@@ -607,7 +607,7 @@ async def test_a_stream_is_not_copied(pair: list[Worker], producer: Producer, us
     stream = pair[0].stream("worker1", asynchronous, "it")
     with pytest.raises(RpcUsageError, match=r"stream of .*asynchronous.* from worker 'worker1' has one consumer"):
         use(stream)
-    with pytest.raises(aiorpc.SerializationError, match=r"argument 0 of .*has one consumer"):
+    with pytest.raises(aiorpc.errors.SerializationError, match=r"argument 0 of .*has one consumer"):
         pair[0].call("worker1", len, stream)
     gc.collect()
     assert [await anext(stream) for _ in range(100)] == [*range(100)]
@@ -631,7 +631,7 @@ async def test_a_stream_whose_opening_is_interrupted_is_over(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "start", interrupted)
+        patch.setattr(Stream, "_start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair[0].stream("worker1", plain, "it")
     await until(lambda: all(worker.is_idle() for worker in pair))
@@ -658,12 +658,12 @@ async def test_a_producer_without_credit_that_was_given_up_before_it_began_ends(
     pair: list[Worker], producer: Producer
 ) -> None:
     """The word came while its arguments were read: it does not wait for credit that nobody will give."""
-    end = pair[0].node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
+    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
     await until(lambda: producer.made == -1)
     end.cancel()
     await until(lambda: pair[1].statistics().calls_cancelled == 1)
     producer.go_on.set()
-    pool = pair[1].node.engine.pool
+    pool = pair[1]._node.engine.pool
     await until(lambda: pool.idle == pool.threads and not pool.blocked)
 
 
@@ -683,7 +683,7 @@ async def test_items_that_were_not_asked_for_end_the_connection() -> None:
         stream = workers[0].stream("worker1", stall)
         assert await anext(stream) == 1
         connection = serving(workers[1], "worker0")
-        (number,) = [call for each in workers[1].node.services for call in each.calls]
+        (number,) = [call for each in workers[1]._node.services for call in each.calls]
         for item in range(3):
             say(connection, ITEM, number, [values_of([item])])
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import ProtocolError, RpcBackendOptions, Worker
+from aiorpc import RpcBackendOptions, Worker
+from aiorpc.errors import ProtocolError
 from aiorpc.protocol.codec import Outgoing
 from aiorpc.protocol.frames import Frame, Kind
 from aiorpc.protocol.messages import ByName, Call, ObjectMethod, Recorded, Values
@@ -229,7 +230,7 @@ def arguments(chance: random.Random, worker: Worker, safe: bool) -> tuple[Values
     if way == 2:
         written = write_tree(tuple(given[:1]), Outgoing(safe=True)) if safe else pickle.dumps((MARK, given[:1]), 5)
         return Values([None], [], [0], written, 0, None, [], None), []
-    target = worker.node.peers.find("worker0")
+    target = worker._node.peers.find("worker0")
     written, buffers, sent = encode(Call, (None,) * 8, given, target)
     assert sent is None
     fields = msgspec.msgpack.decode(written)[-1]
@@ -245,11 +246,11 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
     options = RpcBackendOptions(
         rpc_timeout=LIMIT,
         serialization=serialization,
-        serve={"actor": ["queue/open:*"], "*": [f"{__name__}:double"]},
+        allow={"actor": ["queue/open:*"], "*": [f"{__name__}:double"]},
     )
     chance = random.Random(7)
     async with cluster(3, options=options, roles=["", "", "actor"]) as (victim, other, bad):
-        token = current_node.set(victim.node)
+        token = current_node.set(victim._node)
         aiorpc.Queue("open", 5)
         current_node.reset(token)
         assert await other.call("worker0", double, 1) == 2

@@ -121,7 +121,7 @@ class RRefGroup(Sequence[RRef[Any]]):
             try:
                 ref._check()
             except Exception as error:
-                call.refused(place, error)
+                call._refused(place, error)
             else:
                 usable.append(place)
         send_all(call, usable, send, flush)
@@ -150,4 +150,4 @@ class RRefGroup(Sequence[RRef[Any]]):
         raise RpcUsageError("references of a group travel as a list: pass list(refs)")
 
     def __repr__(self) -> str:
-        return f"<aiorpc.RRefGroup of {len(self._refs)} references>"
+        return f"<aiorpc.types.RRefGroup of {len(self._refs)} references>"

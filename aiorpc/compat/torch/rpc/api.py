@@ -437,7 +437,7 @@ def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> Any:
     roles = {each.role for each in node.group.members.values() if each.name in names}
     if any(map(node.engine.rights.limited, roles)) and not names_nothing(given):
         raise NotAllowed(
-            f"a worker gave _all_gather more than plain values, and the option serve of worker {node.engine.name!r} "
+            f"a worker gave _all_gather more than plain values, and the option allow of worker {node.engine.name!r} "
             "does not let all of them have everything run",
             worker=node.engine.name,
             function="_all_gather",
@@ -671,11 +671,11 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def _node_of_agent() -> Node:
-    node: Node = _get_current_rpc_agent().worker.node
+    node: Node = _get_current_rpc_agent().worker._node
     return node
 
 
 def _node_if_ours() -> Node | None:
     """The node of the agent's worker; an agent of a program's own has none."""
     worker = getattr(_get_current_rpc_agent(), "worker", None)
-    return None if worker is None else worker.node
+    return None if worker is None else worker._node
