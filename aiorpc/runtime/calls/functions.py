@@ -137,8 +137,8 @@ def inline(fn: F) -> F:
 def brief(fn: F) -> F:
     """Mark such a function that needs nothing of the loop either: it is run by whoever has read its call, at once.
 
-    It tells of an end, and nobody tells of that again: so it is run however many other calls there are, also by a worker
-    that leaves, and is called with ``system`` of `Peer.call`.
+    It tells of an end, and nobody tells of that again: so it is run however many other calls there are, also where a
+    worker leaves, and is called with ``system`` of `Peer.call`.
     """
     setattr(fn, _BRIEF, True)
     return fn
