@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import autograd, functions, nn, optim
+from ._version import __version__
 from .api import (
     call,
     current,
@@ -82,8 +83,6 @@ from .runtime.references.rref import RRef
 from .runtime.statistics import Statistics
 from .runtime.worker import Worker
 from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
-
-__version__ = "0.1.0"
 
 TensorPipeRpcBackendOptions = RpcBackendOptions
 
