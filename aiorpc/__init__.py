@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from . import autograd, functions, nn, optim
-from ._version import __version__
+from ._installed import warn_of_another
+from ._version import __version__ as __version__
 from .api import (
     call,
     current,
@@ -85,6 +86,9 @@ from .runtime.worker import Worker
 from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
 
 TensorPipeRpcBackendOptions = RpcBackendOptions
+
+warn_of_another()
+del warn_of_another
 
 __all__ = [
     "BackendType",
