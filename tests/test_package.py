@@ -180,11 +180,11 @@ def test_wheel_has_the_whole_package_and_nothing_else(environment: Path) -> None
 
 
 def test_the_source_archive_has_what_builds_and_tests_it(built: Path) -> None:
-    """Tests, documents and programs are in it; results of measurements, hundreds of kilobytes each, are not."""
+    """Tests, documents and programs are in it, and nothing that was built or fetched."""
     (unpacked,) = (built / "unpacked").iterdir()
-    for name in ("LICENSE", "Makefile", "constraints.txt", "docs", "tests/conftest.py", "bench/__main__.py"):
+    for name in ("LICENSE", "Makefile", "constraints.txt", "docs", "tests/conftest.py", "bench/results"):
         assert (unpacked / name).exists(), name
-    assert not (unpacked / "bench" / "results").exists()
+    assert not (unpacked / ".venv").exists()
     assert sum(path.stat().st_size for path in built.glob("*.tar.gz")) < 4 << 20
 
 
