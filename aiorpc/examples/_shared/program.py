@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from ._launch import WorkerFailed, place_from_environment
+from .launch import WorkerFailed, place_from_environment
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
