@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := build/newest
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture build/demo.png
@@ -17,6 +18,7 @@ ROUNDS ?= 100
 KINDS ?=
 MINUTES ?= 60
 BENCH_ARGS ?=
+TAG ?=
 
 # Tests start many interpreters: without the files that Python keeps, each compiles everything once more.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,10 +27,11 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong fuzz chaos soak conformance lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong test-newest fuzz chaos soak conformance lint format types check bench wheel \
+	release-check hooks clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.installed-examples ## train CartPole with an agent and several observers (DEMO_ARGS)
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
@@ -38,6 +41,13 @@ test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_A
 
 testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
 	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "long or random" $(TEST_ARGS)
+
+# Without constraints.txt, in an environment of its own. pip says first which releases that came to.
+test-newest: ## run the quick tests with the newest release of every dependency (PYTHON; TEST_ARGS)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python -m pip list
+	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
 
 fuzz: $(VENV)/.installed-fuzz ## feed broken input to every decoder and to live workers (SECONDS; ARGS)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
@@ -59,8 +69,9 @@ format: $(VENV)/.installed-dev ## repair what can be repaired by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/.installed-dev ## check types, strictly
+types: $(VENV)/.installed-dev ## check types, strictly, and that the public surface has them
 	$(BIN)/mypy
+	$(BIN)/pyright --verifytypes aiorpc --ignoreexternal
 
 check: lint types test ## lint, types, quick tests
 
@@ -69,6 +80,13 @@ bench: $(VENV)/.installed-test ## measure against torch.distributed.rpc (BENCH_A
 
 wheel: $(VENV)/.installed-dev ## build dist/*.whl
 	$(BIN)/python -m build --wheel
+
+release-check: $(VENV)/.installed-dev docs ## all of a release but the upload: version, changelog, dist/, docs (TAG)
+	$(BIN)/python -m tools.release $(TAG)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m pytest -q tests/test_package.py
 
 hooks: $(VENV)/.installed-dev ## run the checks before each commit
 	$(BIN)/pre-commit install

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from . import autograd, errors, events, functions, nn, optim, types
+from ._installed import warn_of_another
+from ._version import __version__ as __version__
 from .api import (
     call,
     current,
@@ -47,9 +49,10 @@ from .runtime.references.rref import RRef
 from .runtime.worker import Worker
 from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
 
-__version__ = "0.1.0"
-
 TensorPipeRpcBackendOptions = RpcBackendOptions
+
+warn_of_another()
+del warn_of_another
 
 __all__ = [
     "BackendType",

@@ -26,11 +26,18 @@ _MOST_TARGETS = 1 << 16
 _LONGEST_NAME = 128
 
 
+def accelerator_kind() -> str:
+    """The kind of devices that this build of torch is for, as in ``torch.device.type``: cuda for one without any."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
 def to_device(device: Device) -> torch.device:
     """The device that is meant; DeviceMapError if there can be none.
 
-    A number, also as text, is that of a CUDA device. Every device but the cpu has an index: without one it is the first
-    (torch takes the current one at some later time). The cpu never has one: torch holds ``cpu:0`` for another device.
+    A number, also as text, is that of a device of `accelerator_kind`. Every device but the cpu has an index: without
+    one it is the first (torch takes the current one at some later time). The cpu never has one: torch holds ``cpu:0``
+    for another device.
     """
     kind, index = _parts(device)
     try:
@@ -46,7 +53,7 @@ def _parts(device: object) -> tuple[str, int]:
         raise _no_device(device)
     text = str(device)
     if isinstance(device, int) or (text.isascii() and text.removeprefix("-").isdecimal()):
-        text = f"cuda:{text}"
+        text = f"{accelerator_kind()}:{text}"
     kind, colon, number = text.partition(":")
     if number.startswith("-"):
         raise DeviceMapError(f"Device index must not be negative, but got {_short(device)}")
@@ -68,14 +75,17 @@ def _short(value: object) -> str:
 
 
 def to_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """The devices that are meant; DeviceMapError if one is not a CUDA device. Init refuses one that is there twice."""
+    """The devices that are meant; DeviceMapError if one is not of `accelerator_kind`. Init refuses one that is there
+    twice.
+    """
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DeviceMapError(f"devices must be a list of devices, not {_short(devices)}")
     made = [to_device(device) for device in devices]
+    kind = accelerator_kind()
     for device in made:
-        if device.type != "cuda":
+        if device.type != kind:
             raise DeviceMapError(
-                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}. "
+                f"`set_devices` expect a list of {kind.upper()} devices, but got device type {device.type}. "
                 "Nothing needs to be said of others"
             )
     return made

@@ -34,10 +34,10 @@ def payloads(size: int, count: int = 1) -> tuple[torch.Tensor, ...]:
 @functools.lru_cache(maxsize=1)
 def resnet50() -> dict[str, torch.Tensor]:
     """The state_dict of a ResNet-50 for 1000 classes."""
-    from aiorpc.examples import _resnet
+    from aiorpc.examples._shared import resnet
 
     torch.manual_seed(0)
-    return _resnet.resnet("resnet50", num_classes=1000).state_dict()
+    return resnet.resnet("resnet50", num_classes=1000).state_dict()
 
 
 def warm_up(rpc: RpcModule, size: int, seconds: float = WARM_UP_SECONDS, least: int = WARM_UP_CALLS) -> None:

@@ -34,7 +34,7 @@ _PRELOAD += [
     "bench.publishing_clients",
     "bench.host_clients",
 ]
-_PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
+_PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._shared.rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

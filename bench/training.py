@@ -14,8 +14,8 @@ from .stats import BenchError, Row
 WORLD_SIZE = 6
 PS_WORLD_SIZE, PS_STEPS = 3, 8
 RUN_SECONDS = 120.0
-_BACKENDS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_rl", "torch": "aiorpc.examples._torch"}
-_BACKENDS_PS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_ps", "torch": "aiorpc.examples._torch"}
+_BACKENDS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_rl", "torch": "bench.torch_examples"}
+_BACKENDS_PS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_ps", "torch": "bench.torch_examples"}
 
 
 def batch_rl(stage: Stage) -> list[Row]:
@@ -47,12 +47,12 @@ def _result(side: SideName, role: Callable[..., Any], settings: Any, names: list
 
 def _launched(role: Callable[..., Any], settings: Any, names: list[str], tries: int) -> dict[str, Any] | None:
     """What rank 0 returned. torch's shutdown now and then fails when the store's host exits first: tried again."""
-    from aiorpc.examples import _launch
+    from aiorpc.examples._shared import launch
 
     try:
-        result: dict[str, Any] | None = _launch.launch(role, settings, names, timeout=RUN_SECONDS)
+        result: dict[str, Any] | None = launch.launch(role, settings, names, timeout=RUN_SECONDS)
         return result
-    except _launch.WorkerFailed as failure:
+    except launch.WorkerFailed as failure:
         if tries <= 1:
             raise
         progress(f"  torch failed, tried again: {str(failure).splitlines()[-1]}")
@@ -60,9 +60,9 @@ def _launched(role: Callable[..., Any], settings: Any, names: list[str], tries: 
 
 
 def _train(side: SideName, plan: Plan) -> Figures:
-    from aiorpc.examples import _rl
+    from aiorpc.examples._shared import rl
 
-    settings = _rl.Settings(
+    settings = rl.Settings(
         world_size=WORLD_SIZE,
         num_episode=plan.episodes + 1,
         num_steps=plan.steps,
@@ -70,14 +70,14 @@ def _train(side: SideName, plan: Plan) -> Figures:
         timeout=RUN_SECONDS,
         backend_module=_BACKENDS[side],
     )
-    names = [_rl.worker_name(rank) for rank in range(WORLD_SIZE)]
-    return {"rate": float(_result(side, _rl.blocking_role, settings, names)["median_steps_per_s"])}
+    names = [rl.worker_name(rank) for rank in range(WORLD_SIZE)]
+    return {"rate": float(_result(side, rl.blocking_role, settings, names)["median_steps_per_s"])}
 
 
 def _train_ps(side: SideName) -> Figures:
-    from aiorpc.examples import _ps
+    from aiorpc.examples._shared import ps
 
-    settings = _ps.Settings(
+    settings = ps.Settings(
         world_size=PS_WORLD_SIZE,
         num_steps=PS_STEPS,
         batch_size=2,
@@ -86,5 +86,5 @@ def _train_ps(side: SideName) -> Figures:
         timeout=RUN_SECONDS,
         backend_module=_BACKENDS_PS[side],
     )
-    names = [_ps.worker_name(rank) for rank in range(PS_WORLD_SIZE)]
-    return {"rate": float(_result(side, _ps.role, settings, names)["samples_per_s"])}
+    names = [ps.worker_name(rank) for rank in range(PS_WORLD_SIZE)]
+    return {"rate": float(_result(side, ps.role, settings, names)["samples_per_s"])}

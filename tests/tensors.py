@@ -300,13 +300,9 @@ def contents(value: Any) -> list[Any]:
 
 
 def _elements(value: Tensor) -> list[Any]:
-    attributes = {
-        name: contents(item)
-        for name, item in value.__dict__.items()
-        if not isinstance(value, torch.nested._internal.nested_tensor.NestedTensor)
-    }
     if value.is_nested:
         return [contents(item) for item in value.detach().unbind()]
+    attributes = {name: contents(item) for name, item in value.__dict__.items()}
     if value.layout is torch.sparse_coo:
         return [value.shape, attributes, value.is_coalesced(), value._indices().tolist(), value._values().tolist()]
     if value.layout is not torch.strided:

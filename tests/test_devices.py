@@ -145,6 +145,16 @@ def test_a_list_of_devices_has_cuda_devices_only() -> None:
             to_devices(value)  # type: ignore[arg-type]  # misuse
 
 
+def test_a_number_is_a_device_of_the_kind_that_torch_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for torch.device: maps and lists of a build for other accelerators than CUDA's may be written in numbers."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    xpu = torch.device("xpu", 1)
+    assert to_devices([1, "xpu"]) == [xpu, torch.device("xpu", 0)]
+    assert to_device_map({1: 0, "cpu": "1"}) == {xpu: torch.device("xpu", 0), CPU: xpu}
+    with pytest.raises(DeviceMapError, match="expect a list of XPU devices, but got device type cuda"):
+        to_devices(["cuda:0"])
+
+
 def test_a_map_of_devices() -> None:
     """Numbers, texts and devices mix; the cpu may stand on either side."""
     assert to_device_map({0: "cuda:1", "1": "cpu", "cpu": torch.device("cuda")}) == {

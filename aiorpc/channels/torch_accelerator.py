@@ -31,13 +31,14 @@ KNOWN_STREAMS = 256
 
 
 def find_accelerator() -> Accelerator | None:
-    """CUDA if torch can use it here, with its runtime library if that can be found; None without a device.
+    """That of ``torch.accelerator`` if it can be used here, CUDA with its runtime library; None without a device.
 
     Makes no context on a device.
     """
-    if not torch.cuda.is_available():
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
         return None
-    return TorchAccelerator("cuda", interprocess=find_runtime())
+    return TorchAccelerator(found.type, interprocess=find_runtime() if found.type == "cuda" else None)
 
 
 class TorchAccelerator:

@@ -8,7 +8,7 @@ rnn: a language model whose layers live on three workers, trained on a page of t
 parameter_server: a model on a server, trained by several trainers at once.
 pipeline: a model in two stages on two workers, fed with micro-batches.
 
-They need the packages of ``pip install aiorpc[examples]``.
+They need the packages of ``pip install aiorpc-torch[examples]``.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ from importlib.util import find_spec
 
 for _name in ("gymnasium", "matplotlib", "rich"):
     if find_spec(_name) is None:
-        raise ModuleNotFoundError(f"the examples need {_name}: pip install 'aiorpc[examples]'", name=_name)
+        raise ModuleNotFoundError(f"the examples need {_name}: pip install 'aiorpc-torch[examples]'", name=_name)

@@ -35,13 +35,13 @@ import torch
 
 import aiorpc as rpc
 
-from ._actor_critic import ActorCritic, Fragment, Games, Learner
-from ._launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended, settle_in
-from ._plot import draw_actor_learner
-from ._program import LONGEST, CommandLine
-from ._progress import Steps, bar
+from ._shared.actor_critic import ActorCritic, Fragment, Games, Learner
+from ._shared.launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended, settle_in
+from ._shared.plot import draw_actor_learner
+from ._shared.program import LONGEST, CommandLine
+from ._shared.progress import Steps, bar
 
-PRELOAD = ("torch", "gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._actor_critic")
+PRELOAD = ("torch", "gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._shared.actor_critic")
 #: Games whose mean says how good the policy is, and the least that counts as solved, as the game's authors have it.
 LATEST, SOLVED, BEST = 100, 475.0, 500.0
 #: Seconds between two lines about the progress, between two kills, and between two looks at the actors.

@@ -21,19 +21,19 @@ from torch.futures import Future
 
 import aiorpc as rpc
 
-from . import _ps
-from ._launch import launch
-from ._program import CommandLine
-from ._ps import Settings
-from ._resnet import MODELS
+from ._shared import ps
+from ._shared.launch import launch
+from ._shared.program import CommandLine
+from ._shared.ps import Settings
+from ._shared.resnet import MODELS
 
 __all__ = ["ParameterServer", "Settings", "main", "rpc", "run"]
 
 # Not this module: multiprocessing runs it again, as the main module of each child.
-PRELOAD = ("rich.progress", "aiorpc.examples._ps")
+PRELOAD = ("rich.progress", "aiorpc.examples._shared.ps")
 
 
-class ParameterServer(_ps.ServerBase):
+class ParameterServer(ps.ServerBase):
     """The server whose batched answers are Futures: a waiting trainer holds no thread here."""
 
     @rpc.functions.async_execution
@@ -46,8 +46,8 @@ def run(settings: Settings) -> dict[str, Any] | None:
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
     """
-    names = [_ps.worker_name(rank) for rank in range(settings.world_size)]
-    return launch(_ps.role, settings, names, timeout=settings.timeout, preload=PRELOAD)
+    names = [ps.worker_name(rank) for rank in range(settings.world_size)]
+    return launch(ps.role, settings, names, timeout=settings.timeout, preload=PRELOAD)
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -24,22 +24,22 @@ from torch.futures import Future
 
 import aiorpc as rpc
 
-from . import _rl
-from ._launch import launch, place_from_environment
-from ._plot import draw_training
-from ._program import CommandLine, exit_code, tell
-from ._rl import Settings
+from ._shared import rl
+from ._shared.launch import launch, place_from_environment
+from ._shared.plot import draw_training
+from ._shared.program import CommandLine, exit_code, tell
+from ._shared.rl import Settings
 
 __all__ = ["Agent", "Settings", "main", "rpc", "run"]
 
 # Not this module: multiprocessing runs it again, as the main module of each child.
-PRELOAD = ("gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._async_rl")
+PRELOAD = ("gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._shared.async_rl")
 
 #: Enough for a median; a sweep is about speed, not about learning.
 SWEEP_EPISODES = 5
 
 
-class Agent(_rl.AgentBase):
+class Agent(rl.AgentBase):
     """The agent whose batched answers are Futures: a waiting caller holds no thread here."""
 
     @rpc.functions.async_execution
@@ -52,10 +52,10 @@ def run(settings: Settings) -> dict[str, Any] | None:
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
     """
-    names = [_rl.worker_name(rank) for rank in range(settings.world_size)]
-    role = _rl.blocking_role
+    names = [rl.worker_name(rank) for rank in range(settings.world_size)]
+    role = rl.blocking_role
     if settings.use_async:
-        from ._async_rl import async_role as role
+        from ._shared.async_rl import async_role as role
     return launch(role, settings, names, timeout=settings.timeout, preload=PRELOAD)
 
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(settings: Settings, out: str) -> None:
-    from ._sweep import sweep
+    from ._shared.sweep import sweep
 
     sweep(run, settings, out)
 

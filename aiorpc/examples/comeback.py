@@ -22,7 +22,7 @@ import torch
 
 import aiorpc as rpc
 
-from ._program import exit_code
+from ._shared.program import exit_code
 
 RATE = 0.2
 TARGET = torch.tensor([1.0, -2.0, 3.0])

@@ -31,8 +31,8 @@ from torch import Tensor
 import aiorpc as rpc
 from aiorpc import autograd
 
-from ._launch import Place, launch
-from ._program import CommandLine, figure
+from ._shared.launch import Place, launch
+from ._shared.program import CommandLine, figure
 
 __all__ = ["Settings", "Shard", "main", "role", "run"]
 

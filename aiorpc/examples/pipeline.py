@@ -35,15 +35,15 @@ import aiorpc as rpc
 from aiorpc import autograd
 from aiorpc.optim import DistributedOptimizer
 
-from ._launch import Place, launch
-from ._program import CommandLine, figure
-from ._progress import Steps
-from ._resnet import NUM_CLASSES, images
+from ._shared.launch import Place, launch
+from ._shared.program import CommandLine, figure
+from ._shared.progress import Steps
+from ._shared.resnet import NUM_CLASSES, images
 
 __all__ = ["Settings", "Stage", "main", "role", "run"]
 
 NAMES = ("master", "stage1", "stage2")
-PRELOAD = ("rich.progress", "aiorpc.optim", "aiorpc.examples._resnet")
+PRELOAD = ("rich.progress", "aiorpc.optim", "aiorpc.examples._shared.resnet")
 #: Pictures of 3 x 16 x 16.
 SIZE = 16
 MOMENTUM = 0.9

@@ -34,9 +34,9 @@ import aiorpc as rpc
 from aiorpc import autograd
 from aiorpc.optim import DistributedOptimizer
 
-from ._launch import Place, launch
-from ._program import CommandLine, figure
-from ._progress import Steps, bar
+from ._shared.launch import Place, launch
+from ._shared.program import CommandLine, figure
+from ._shared.progress import Steps, bar
 
 __all__ = ["Settings", "main", "role", "run"]
 

@@ -101,10 +101,19 @@ def test_it_is_an_accelerator() -> None:
     assert (accelerator.kind, accelerator.count(), accelerator.interprocess) == ("cuda", 2, None)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
 def test_without_a_device_there_is_none() -> None:
     """find_accelerator says None in place of failing."""
     assert find_accelerator() is None
+
+
+def test_the_devices_are_those_that_torch_calls_its_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where these are not CUDA's: with streams and events, and without memory that processes share."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 3)
+    found = find_accelerator()
+    assert found is not None
+    assert (found.kind, found.count(), found.interprocess) == ("xpu", 3, None)
 
 
 def test_it_knows_torchs_module_of_a_kind() -> None:

@@ -655,3 +655,22 @@ def test_a_handler_goes_on_when_its_caller_dies(how: str, tmp_path: Path) -> Non
     assert "On WorkerInfo(id=1, name=worker1):\nValueError('its own error')\nTraceback" in errors
     assert "calls_twice, called by worker worker0, raised ValueError: its own error" in errors
     assert errors.count("Traceback") == 1
+
+
+def test_a_child_without_torch_pays_for_nothing(tmp_path: Path) -> None:
+    """What a Python process is prepared with imports nothing that it has not imported itself, until torch comes."""
+    # Without `site`, and what installed packages have it import, which would hide imports of ours.
+    code = "import os, sys; before = {*sys.modules}; import sitecustomize; print(*sorted({*sys.modules} - before))"
+    assert run(["-S", "-c", code], tmp_path, SITE) == ["sitecustomize"]
+
+
+def test_a_program_that_does_not_use_the_drop_in_sees_nothing_of_it(tmp_path: Path) -> None:
+    """Importing aiorpc imports nothing of it, and leaves imports, the environment and spawned children as they are."""
+    code = (
+        "import os, sys, multiprocessing.spawn as spawn; import torch\n"
+        "def seen(): return [*map(id, sys.meta_path)], [*sys.path], {**os.environ}, spawn.get_preparation_data\n"
+        "before = seen(); import aiorpc\n"
+        "print(seen() == before, 'sitecustomize' in sys.modules, any('compat' in name for name in sys.modules if "
+        "name.startswith('aiorpc')))"
+    )
+    assert run(["-S", "-c", code], tmp_path, os.pathsep.join([str(ROOT), *sys.path])) == ["True False False"]

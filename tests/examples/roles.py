@@ -11,7 +11,7 @@ import time
 from multiprocessing import connection
 from typing import Any
 
-from aiorpc.examples._launch import Place
+from aiorpc.examples._shared.launch import Place
 
 
 def describe(place: Place, settings: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from aiorpc.examples import actor_learner
-from aiorpc.examples._actor_critic import GAMMA, LAMBDA, ActorCritic, Fragment, Games, Learner, advantages
-from aiorpc.examples._launch import WorkerFailed
+from aiorpc.examples._shared.actor_critic import GAMMA, LAMBDA, ActorCritic, Fragment, Games, Learner, advantages
+from aiorpc.examples._shared.launch import WorkerFailed
 from tests.examples.programs import RUN_ALL, run_program, usage_error
 
 MODULE = "aiorpc.examples.actor_learner"

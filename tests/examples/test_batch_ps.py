@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aiorpc.examples import batch_ps
-from aiorpc.examples._progress import Steps
-from aiorpc.examples._ps import ServerBase, Settings
+from aiorpc.examples._shared.progress import Steps
+from aiorpc.examples._shared.ps import ServerBase, Settings
 from tests.examples.programs import run_all, usage_error
 
 pytestmark = pytest.mark.slow

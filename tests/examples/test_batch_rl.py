@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from aiorpc.examples import _sweep, batch_rl
-from aiorpc.examples._rl import Settings
+from aiorpc.examples import batch_rl
+from aiorpc.examples._shared import sweep
+from aiorpc.examples._shared.rl import Settings
 from tests.examples.programs import Program, is_png, run_all, run_program, started, torchrun, usage_error
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unbatched": {"batch": False},
     "async batched": {"use_async": True},
     "async unbatched": {"use_async": True, "batch": False},
-    "torch batched": {"backend_module": "aiorpc.examples._torch"},
+    "torch batched": {"backend_module": "bench.torch_examples"},
 }
 
 
@@ -138,7 +139,7 @@ def test_a_sweep_writes_its_data_and_figure(tmp_path: Path, capsys: pytest.Captu
         rate = 1000.0 * (observers if settings.batch else 1.5)
         return {"observers": observers, "seconds": [9.0, observers * settings.num_steps / rate]}
 
-    _sweep.sweep(run, replace(Settings(), num_episode=2), str(tmp_path / "new" / "out"), world_sizes=(2, 3, 4))
+    sweep.sweep(run, replace(Settings(), num_episode=2), str(tmp_path / "new" / "out"), world_sizes=(2, 3, 4))
     data = json.loads((tmp_path / "new" / "out.json").read_text())
     assert [row["observers"] for row in data["rows"]] == [1, 2, 3]
     assert data["batched_wins_from"] == 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc.examples._launch import Place, WorkerFailed, how_it_ended, launch, place_from_environment
+from aiorpc.examples._shared.launch import Place, WorkerFailed, how_it_ended, launch, place_from_environment
 from tests.examples import roles
 
 pytestmark = pytest.mark.slow

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from aiorpc.examples import _resnet
-from aiorpc.examples._policy import GAMMA, CartPole, Learner, Policy, discounted
-from aiorpc.examples._progress import bar
-from aiorpc.examples._rl import AgentBase
-from aiorpc.examples._sweep import wins_from
+from aiorpc.examples._shared import resnet
+from aiorpc.examples._shared.policy import GAMMA, CartPole, Learner, Policy, discounted
+from aiorpc.examples._shared.progress import bar
+from aiorpc.examples._shared.rl import AgentBase
+from aiorpc.examples._shared.sweep import wins_from
 
 
 def test_returns_count_later_rewards_less() -> None:
@@ -78,12 +78,12 @@ def test_a_bar_is_as_long_as_its_share() -> None:
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 11_689_512), ("resnet50", 25_557_032)])
 def test_the_networks_are_the_published_ones(name: str, count: int) -> None:
     """As many parameters for ImageNet's 1,000 classes as the networks of the paper."""
-    assert _resnet.parameter_count(list(_resnet.resnet(name, 1000).parameters())) == count
+    assert resnet.parameter_count(list(resnet.resnet(name, 1000).parameters())) == count
 
 
 def test_the_networks_take_small_images() -> None:
     """A score for each of the 30 classes, and a gradient for each parameter."""
-    model = _resnet.resnet("resnet18")
+    model = resnet.resnet("resnet18")
     scores = model(torch.randn(2, 3, 32, 32))
     assert scores.shape == (2, 30)
     assert all(g is not None for g in torch.autograd.grad(scores.sum(), list(model.parameters())))
@@ -91,7 +91,7 @@ def test_the_networks_take_small_images() -> None:
 
 def test_images_are_the_same_again_and_differ_by_reader() -> None:
     """A seed makes a stream of images; each reader has its own, with the same patterns."""
-    first, again, other = (list(itertools.islice(_resnet.images(5, r, 4, 16), 2)) for r in (1, 1, 2))
+    first, again, other = (list(itertools.islice(resnet.images(5, r, 4, 16), 2)) for r in (1, 1, 2))
     assert first[0][0].shape == (4, 3, 16, 16)
     for (a, labels), (b, same) in zip(first, again, strict=True):
         assert torch.equal(a, b) and torch.equal(labels, same)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiorpc.examples import parameter_server
-from aiorpc.examples._progress import Steps
+from aiorpc.examples._shared.progress import Steps
 from aiorpc.examples.parameter_server import ParameterServer, Settings, digits, network
 from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 

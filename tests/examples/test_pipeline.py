@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiorpc.examples import pipeline
-from aiorpc.examples._resnet import images
+from aiorpc.examples._shared.resnet import images
 from aiorpc.examples.pipeline import MOMENTUM, SIZE, Settings, Stage
 from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 

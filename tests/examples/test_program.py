@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiorpc.examples._launch import WorkerFailed
-from aiorpc.examples._program import CommandLine, exit_code, figure, tell
+from aiorpc.examples._shared.launch import WorkerFailed
+from aiorpc.examples._shared.program import CommandLine, exit_code, figure, tell
 from tests.examples.programs import is_png
 
 

@@ -11,12 +11,12 @@ import secrets
 import signal
 import socket
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
+from ..._version import __version__
 from ...protocol.identity import VERSION_LIMIT, WorkerRecord, legible
 
 
@@ -94,12 +94,8 @@ def main_identity() -> str:
 
 def versions() -> Versions:
     """The versions of Python, torch and aiorpc, as a record has them."""
-    try:
-        own = metadata.version("aiorpc")
-    except metadata.PackageNotFoundError:  # it runs from its sources
-        own = ""
     python, its_torch, own = (
-        legible(each)[:VERSION_LIMIT] for each in (platform.python_version(), str(torch.__version__), own)
+        legible(each)[:VERSION_LIMIT] for each in (platform.python_version(), str(torch.__version__), __version__)
     )
     return {"python": python, "torch": its_torch, "aiorpc": own}
 

@@ -22,7 +22,7 @@ from ...channels.device import DIRECT, IPC, STAGING, Devices
 from ...channels.device.outbox import BoxEnd, Inbox
 from ...channels.landing import Arrival, Landing, StreamPool
 from ...channels.routes import Route, Staying, going, returning
-from ...devices import DeviceClaims, devices_used, to_device_map
+from ...devices import DeviceClaims, accelerator_kind, devices_used, to_device_map
 from ...errors import DeviceMapError, WorkerClosed
 from ...logs import logger
 from ...options import RpcBackendOptions
@@ -58,7 +58,7 @@ class LinkForAccelerators(Protocol):
 def claims_of(options: RpcBackendOptions, accelerator: Accelerator | None) -> DeviceClaims:
     """What a worker with these options and devices tells the others when it joins."""
     if accelerator is None:
-        return options._device_claims(0, "cuda")
+        return options._device_claims(0, accelerator_kind())
     return options._device_claims(accelerator.count(), accelerator.kind)
 
 

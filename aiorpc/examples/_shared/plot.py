@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ._program import figure
+from .program import figure
 
 BATCHED, UNBATCHED = "#1f6fb4", "#c9602c"
 

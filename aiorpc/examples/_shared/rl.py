@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ._launch import Place
-from ._policy import LONGEST_GAME, CartPole, Episode, Learner
-from ._progress import Steps, bar
+from .launch import Place
+from .policy import LONGEST_GAME, CartPole, Episode, Learner
+from .progress import Steps, bar
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from ._launch import WorkerFailed, place_from_environment
+from .launch import WorkerFailed, place_from_environment
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -97,7 +97,7 @@ class CommandLine(argparse.ArgumentParser, Generic[SettingsT]):
     def check_picture(self, flag: str, path: Path) -> None:
         """End with a usage error if no picture can be drawn there: a run may be long, and would be for nothing."""
         if importlib.util.find_spec("matplotlib") is None:
-            self.error(f"{flag} needs matplotlib: pip install 'aiorpc[examples]'")
+            self.error(f"{flag} needs matplotlib: pip install 'aiorpc-torch[examples]'")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ._launch import Place
-from ._progress import Steps
-from ._resnet import images, parameter_count, resnet
+from .launch import Place
+from .progress import Steps
+from .resnet import images, parameter_count, resnet
 
 MOMENTUM = 0.9
 

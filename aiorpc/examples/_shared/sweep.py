@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ._plot import draw
-from ._rl import Settings
+from .plot import draw
+from .rl import Settings
 
 WORLD_SIZES = range(2, 12)
 #: How often each variant is run with each world size.

@@ -11,10 +11,10 @@ import torch
 
 import aiorpc as rpc
 
-from ._launch import Place
-from ._policy import CartPole, Episode
-from ._progress import Steps
-from ._rl import AgentCore, Record, Settings, worker_name
+from .launch import Place
+from .policy import CartPole, Episode
+from .progress import Steps
+from .rl import AgentCore, Record, Settings, worker_name
 
 
 class AsyncAgent(AgentCore):

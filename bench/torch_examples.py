@@ -1,4 +1,4 @@
-"""The same programs on torch.distributed.rpc, to compare with: a backend module (see ``_rl`` and ``_ps``)."""
+"""The same programs on torch.distributed.rpc, to compare with: a backend module (see `rl` and `ps` of the examples)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import rpc as torch_rpc
 from torch.futures import Future
 
-from . import _ps, _rl
+from aiorpc.examples._shared import ps, rl
 
 __all__ = ["Agent", "ParameterServer", "rpc"]
 
@@ -29,14 +29,14 @@ class _Rpc:
     def init_rpc(name: str, *, rank: int, world_size: int) -> None:
         options = torch_rpc.TensorPipeRpcBackendOptions()
         if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            options.init_method = f"file://{tempfile.gettempdir()}/store"  # of this run alone: see _launch
+            options.init_method = f"file://{tempfile.gettempdir()}/store"  # of this run alone: see `launch`
         torch_rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
 rpc = _Rpc()
 
 
-class Agent(_rl.AgentBase):
+class Agent(rl.AgentBase):
     """The agent of batch_rl."""
 
     @torch_rpc.functions.async_execution  # type: ignore[untyped-decorator]  # torch's has no types
@@ -44,7 +44,7 @@ class Agent(_rl.AgentBase):
         return super().select_action_batch(observer, state)
 
 
-class ParameterServer(_ps.ServerBase):
+class ParameterServer(ps.ServerBase):
     """The parameter server of batch_ps."""
 
     @torch_rpc.functions.async_execution  # type: ignore[untyped-decorator]  # torch's has no types

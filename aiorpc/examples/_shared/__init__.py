@@ -1,0 +1,1 @@
+"""What the example programs have in common: starting workers, command lines, progress, pictures, models, games."""
