@@ -236,10 +236,8 @@ def test_a_process_that_cannot_join_says_why() -> None:
     """Its error comes out, with its name: here the one port that there is has been taken by this process."""
     port = free_port()
     options = RpcBackendOptions(transports=("tcp",), port_range=(port, port))
-    with (
-        pytest.raises(aiorpc.RendezvousError, match="'worker0' cannot join: .*port"),
-        process_cluster(1, options=options),
-    ):
+    reason = r"'worker0' cannot join: .*port"
+    with pytest.raises(aiorpc.RendezvousError, match=reason), process_cluster(1, options=options):
         pass
 
 
