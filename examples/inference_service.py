@@ -1,9 +1,9 @@
 """A model behind HTTP: what many clients ask at once is one run of the model, and none of them waits past a deadline.
 
-    pip install starlette uvicorn
-    python examples/inference_service.py                       # the model's worker
-    uvicorn --app-dir examples inference_service:app           # the service; several processes of it, too
-    curl localhost:8000/infer -H 'X-Timeout: 0.5' -d '{"row": [1, 0, 0, 1]}'
+pip install starlette uvicorn
+python examples/inference_service.py                       # the model's worker
+uvicorn --app-dir examples inference_service:app           # the service; several processes of it, too
+curl localhost:8000/infer -H 'X-Timeout: 0.5' -d '{"row": [1, 0, 0, 1]}'
 """
 
 from __future__ import annotations

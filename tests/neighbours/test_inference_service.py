@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-import aiorpc
 from aiorpc.testing import Faults
+from tests.runtime.waiting import until
 
 pytest.importorskip("starlette", reason="needs the extra `neighbours`")
 httpx = pytest.importorskip("httpx", reason="needs the extra `neighbours`")
@@ -134,13 +135,11 @@ async def test_the_call_of_a_client_that_goes_away_is_cancelled(service: Any) ->
         messages.put_nowait({"type": "http.request", "body": body})
         scope = {"type": "http", "method": "POST", "path": "/infer", "query_string": b"", "headers": []}
         request = asyncio.create_task(service.app(scope, messages.get, send))
-        while len(worker.pending_calls()) == held:
-            await asyncio.sleep(0)
+        await until(lambda: len(worker.pending_calls()) > held)
         messages.put_nowait({"type": "http.disconnect"})
         await request
         assert sent[0]["status"] == 499
-        while len(worker.pending_calls()) > held:
-            await asyncio.sleep(0)
+        await until(lambda: len(worker.pending_calls()) == held)
         service.MODEL.free.set()
         assert (await first).status_code == 200
         assert (await client.post("/infer", json=ROW)).status_code == 200
@@ -169,3 +168,11 @@ async def test_what_is_no_row_is_the_clients_error(service: Any, body: Any, limi
         answer = await client.post("/infer", json=body, headers={"X-Timeout": limit})
         assert answer.status_code == 400
         assert service.MODEL.runs == []
+
+
+def test_the_page_quotes_the_example() -> None:
+    """What docs/howto/inference_service.md shows of it stands in it."""
+    page = (EXAMPLE.parents[1] / "docs" / "howto" / "inference_service.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^```py\n(.+?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(quoted) == 3
+    assert all(each in EXAMPLE.read_text(encoding="utf-8") for each in quoted)
