@@ -124,7 +124,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_has_the_whole_package_and_nothing_else(installed: Path) -> None:
-    """Every file under aiorpc is in it: modules, py.typed, data; tests and benchmarks are not."""
+    """Every file under aiorpc is in it: modules, py.typed, data; and the plugin of pytest. Tests and benchmarks are not."""
     packed = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     source = {
         str(path.relative_to(ROOT))
@@ -132,7 +132,7 @@ def test_wheel_has_the_whole_package_and_nothing_else(installed: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     }
     assert {"aiorpc/py.typed", "aiorpc/__init__.py", "aiorpc/examples/batch_rl.py"} <= source
-    assert {name for name in packed if ".dist-info/" not in name} == source
+    assert {name for name in packed if ".dist-info/" not in name} == {*source, "pytest_aiorpc.py"}
 
 
 def test_wheel_describes_itself(installed: Path) -> None:
@@ -142,7 +142,7 @@ def test_wheel_describes_itself(installed: Path) -> None:
     fields: Message = Parser().parsestr(metadata.read_text())
     described = [fields[name] for name in ("Name", "Version", "Requires-Python", "License-Expression")]
     assert described == [project["name"], project["version"], project["requires-python"], "BSD-3-Clause"]
-    assert {"examples", "test", "fuzz", "bench", "dev"} == set(fields.get_all("Provides-Extra", []))
+    assert {"examples", "test", "fuzz", "neighbours", "bench", "dev"} == set(fields.get_all("Provides-Extra", []))
 
 
 @pytest.mark.long
