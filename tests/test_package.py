@@ -124,7 +124,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_has_the_whole_package_and_nothing_else(installed: Path) -> None:
-    """Every file under aiorpc is in it: modules, py.typed, data; and the plugin of pytest. Tests and benchmarks are not."""
+    """Every file under aiorpc is in it: modules, py.typed, data; pytest's plugin; neither tests nor benchmarks."""
     packed = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     source = {
         str(path.relative_to(ROOT))
