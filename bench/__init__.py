@@ -20,5 +20,5 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
                     against Ray: ray_side.py runs ray_program.py
     publishing_hosts.py    weights for readers of several hosts;  hosts.py: these are network namespaces
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
-    machine.py      how fast the machine is;  merge.py: the README's table out of several runs
+    machine.py      how fast the machine is;  merge.py: the table of figures out of several runs
 """

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
     options.add_argument(
-        "--merge", metavar="JSON", type=Path, nargs="+", help="measure nothing: the README's table out of these results"
+        "--merge", metavar="JSON", type=Path, nargs="+", help="measure nothing: the table of figures from these results"
     )
     options.add_argument("--gpu", action="store_true", help="tensors on a GPU instead, into results/<its name>")
     return options

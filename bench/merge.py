@@ -1,4 +1,4 @@
-"""``python -m bench --merge a.json b.json c.json``: the README's table out of the results of several runs.
+"""``python -m bench --merge a.json b.json c.json``: the table of docs/inside/figures.md out of several runs' results.
 
 A figure is the median of the runs' medians, and so is a ratio; beside it stands the least and the greatest ratio of all
 rounds of all runs. A row that no run has is left out, and what a run has beside these rows is in its own file. What a
@@ -19,7 +19,7 @@ HEADINGS = ("", "aiorpc", "torch.distributed.rpc", "ratio", "least to most")
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the README's table: what it says, and which row of a run it is made of."""
+    """One line of the table of figures: what it says, and which row of a run it is made of."""
 
     said: str
     measurement: str

@@ -167,7 +167,7 @@ def metadata(environment: Path) -> Message:
 
 
 def test_wheel_has_the_whole_package_and_nothing_else(environment: Path) -> None:
-    """Each file of aiorpc is installed: modules, py.typed, data. Nothing lies beside it, no .pth file either."""
+    """Each file of aiorpc is installed: modules, py.typed, data; beside it the plugin of pytest alone."""
     site = site_packages(environment)
     installed = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     source = {
@@ -176,7 +176,10 @@ def test_wheel_has_the_whole_package_and_nothing_else(environment: Path) -> None
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     }
     assert {"aiorpc/py.typed", "aiorpc/__init__.py", "aiorpc/examples/batch_rl.py"} <= source
-    assert {name for name in installed if ".dist-info/" not in name} == source | {"dependencies.pth"}
+    assert {name for name in installed if ".dist-info/" not in name} == source | {
+        "dependencies.pth",
+        "pytest_aiorpc.py",
+    }
 
 
 def test_the_source_archive_has_what_builds_and_tests_it(built: Path) -> None:

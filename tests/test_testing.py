@@ -1,16 +1,19 @@
-"""The in-process cluster for users' tests."""
+"""The clusters for users' tests."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import RpcBackendOptions
-from aiorpc.testing import cluster
+from aiorpc.testing import Faults, blocking_cluster, cluster, process_cluster
+from tests.ports import free_port
 
 
 def add(a: int, b: int = 1) -> int:
@@ -164,3 +167,82 @@ async def test_clusters_one_after_the_other_and_side_by_side() -> None:
             assert await workers[0].call("worker1", where) == workers[1]._node.engine.record.incarnation
     async with cluster(2) as third:
         assert await third[1].call("worker0", where) == third[0]._node.engine.record.incarnation
+
+
+def test_a_blocking_cluster_needs_no_loop() -> None:
+    """Its workers are called by code that blocks, and are closed behind the block."""
+    with blocking_cluster(3) as workers:
+        assert [worker.call("worker2", add, worker.id).wait() for worker in workers] == [1, 2, 3]
+    assert all(worker.closed for worker in workers)
+
+
+async def test_futures_of_a_blocking_cluster_are_awaited_on_any_loop(blocking_workers: list[aiorpc.Worker]) -> None:
+    """An async test uses it as well, although its workers have loops of their own."""
+    assert await blocking_workers[0].call("worker1", add, 1) == 2
+    assert asyncio.get_running_loop() not in {worker.loop for worker in blocking_workers}
+
+
+@pytest.fixture
+def blocking_workers() -> Iterator[list[aiorpc.Worker]]:
+    with blocking_cluster(2) as workers:
+        yield workers
+
+
+def test_a_blocking_cluster_does_not_wait_for_calls_under_way() -> None:
+    """At its end they fail."""
+    with blocking_cluster(2) as workers:
+        call = workers[0].call("worker1", nap, 60.0)
+        assert workers[0].call("worker1", add, 1).wait() == 2
+    with pytest.raises((aiorpc.WorkerClosed, aiorpc.PeerLeft)):
+        call.wait()
+
+
+def test_a_worker_of_a_blocking_cluster_is_killed() -> None:
+    """From a loop of its own, as `kill` is awaited."""
+    with blocking_cluster(2) as workers, Faults(workers[0]) as faults:
+        asyncio.run(faults.kill("worker1"))
+        with pytest.raises(aiorpc.PeerLost):
+            workers[0].call("worker1", add, 1).wait()
+
+
+def test_a_blocking_cluster_that_cannot_start_leaves_nothing() -> None:
+    """What the start of a worker raises comes out."""
+    bad = RpcBackendOptions(transports=("tcp",), bind_address="203.0.113.1")
+    with pytest.raises((OSError, aiorpc.RpcError)), blocking_cluster(2, options=[RpcBackendOptions(), bad]):
+        pass
+
+
+@pytest.mark.slow
+def test_workers_in_processes() -> None:
+    """Each has a process; one that is killed is lost, and another process takes its name."""
+    with process_cluster(2) as group:
+        pids = {name: process.pid for name, process in group.processes.items()}
+        assert {name: group.worker.call(name, os.getpid).wait() for name in pids} == pids
+        with pytest.raises(aiorpc.RpcUsageError, match="lives"):
+            group.start("worker1")
+        group.kill("worker1")
+        with pytest.raises(aiorpc.PeerLost):
+            group.worker.call("worker1", os.getpid).wait()
+        group.start("worker1")
+        assert group.worker.call("worker1", os.getpid).wait() not in (*pids.values(), os.getpid())
+        processes = list(group.processes.values())
+    for process in processes:
+        with pytest.raises(ValueError, match="closed"):
+            process.is_alive()
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_join_says_why() -> None:
+    """Its error comes out, with its name: here the one port that there is has been taken by this process."""
+    port = free_port()
+    options = RpcBackendOptions(transports=("tcp",), port_range=(port, port))
+    reason = r"'worker0' cannot join: .*port"
+    with pytest.raises(aiorpc.RendezvousError, match=reason), process_cluster(1, options=options):
+        pass
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5])
+def test_an_impossible_number_of_processes_is_refused(size: int) -> None:
+    """As of workers in one process."""
+    with pytest.raises(aiorpc.RpcUsageError, match="at least 1 worker"), process_cluster(size):
+        pass

@@ -1,4 +1,4 @@
-"""The README's table out of several runs."""
+"""The table of figures out of several runs."""
 
 from __future__ import annotations
 
