@@ -11,7 +11,7 @@ from torch.distributed import HashStore, Store
 from ..errors import RpcUsageError
 from ..options import RpcBackendOptions
 from ..runtime.engine.loops import LoopThread
-from ..runtime.worker import Worker
+from ..worker import Worker
 
 
 @contextlib.asynccontextmanager

@@ -11,8 +11,8 @@ from multiprocessing.context import SpawnProcess
 
 from ..errors import RendezvousError, RpcUsageError
 from ..options import RpcBackendOptions
-from ..runtime.worker import Worker
 from ..sync import init_rpc, shutdown
+from ..worker import Worker
 from .clusters import helping_loop
 
 _ENDING = 10.0  # seconds that a process has to end by itself

@@ -25,7 +25,7 @@ def say(alone: Any) -> Say:
     """Runs a handler as for a call of a member of that name: ``say("other", "_gather_to_leader", ...)``."""
 
     def run(name: str, handler: str, *args: Any, member: int = 1) -> Any:
-        node = alone.api._node_if_ours()
+        node = alone.api._node_of(alone.api._get_current_rpc_agent())
         call = SimpleNamespace(caller=WorkerInfo(name, member), caller_id=member, node=node)
         token = current_call.set(call)  # type: ignore[arg-type]  # what handlers read of it
         try:
@@ -126,7 +126,7 @@ def test_what_came_early_counts_once_this_worker_has_come(alone: Any, say: Say) 
 
 def test_what_comes_early_is_bounded_for_each_member(alone: Any, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number and in bytes; it goes when the member is gone."""
-    api, node = alone.api, alone.api._node_if_ours()
+    api, node = alone.api, alone.api._node_of(alone.api._get_current_rpc_agent())
     for number in range(256):
         say("other", "_gather_to_leader", f"meother{number + 9000}", "other", OBJECT)
     with pytest.raises(aiorpc.Overloaded, match="'other' has come to 256 of _all_gather to which this one has not"):

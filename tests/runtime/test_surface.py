@@ -307,7 +307,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Non
 
     present.__module__, present.__qualname__ = group.__name__, "present"
     monkeypatch.setattr(group, "present", functions.system(present))
-    monkeypatch.setattr("aiorpc.runtime.worker.present", present)
+    monkeypatch.setattr("aiorpc.worker.present", present)
 
 
 def raise_loaded() -> None:

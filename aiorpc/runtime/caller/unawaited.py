@@ -77,7 +77,7 @@ class Unawaited:
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: object) -> NoReturn:
-        raise self._forgotten(f"unsupported operand {what}")
+        raise self._forgotten(f"unsupported operand type(s) for {what}, one")
 
     return refuse
 

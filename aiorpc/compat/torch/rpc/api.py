@@ -115,7 +115,7 @@ def _init_rpc_states(agent: Any) -> None:
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
-    node = _node_if_ours()
+    node = _node_of(agent)
     if node is not None:
         node.engine.call_on_loop(lambda: node.engine.tasks.spawn(_forget_who_is_gone(node)))
 
@@ -385,17 +385,20 @@ def _all_gather(
     worker that does not answer in time; PeerLost once one of them is lost.
     """
     names = set(worker_names or _ALL_WORKER_NAMES)
-    leader, node = min(names), _node_if_ours()
+    leader, node = min(names), _node_of(_get_current_rpc_agent())
     own = _get_current_rpc_agent().get_worker_info().name
     calls = timeout if node is None or timeout != UNSET_RPC_TIMEOUT else node.engine.default_timeout
     sequence_id, states = _begin(names, own)
+    begun = time.monotonic()
     try:
         packed = _to_bytes(obj, node)
         if own == leader:
+            if 0 < calls < time.monotonic() - begun:
+                raise RpcTimeout(f"worker {own!r} timed out in _all_gather after {calls:.2f} seconds: so long it wrote")
             with _all_gather_dict_lock:
                 states.add(sequence_id, own, packed)
         else:
-            _report(leader, (sequence_id, own, packed, pack(sorted(names))), calls)
+            _report(leader, (sequence_id, own, packed, pack(sorted(names))), calls, begun)
         limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
         _await_signal(states.proceed_signal, timeout if limited else None, names, node)
         _fail_if_missing(sequence_id, states, names, node)
@@ -445,17 +448,21 @@ def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> Any:
     return loads(given, inside)
 
 
-def _report(leader: str, args: tuple[Any, ...], seconds: float) -> None:
-    """Tell the leader. Whoever has waited long enough waits no more, but what was said counts: the leader waits for it.
+def _report(leader: str, args: tuple[Any, ...], seconds: float, begun: float) -> None:
+    """Tell the leader. Once the time is up this waits no more, but what was said counts: the leader waits for it.
 
-    So it is not the call that has a limit: that would take it back if it had not begun.
+    So it is not the call that has a limit: that would take it back if it had not begun. begun: when the object began to
+    be written, which counts.
     """
     if seconds <= 0:
         rpc_sync(leader, _gather_to_leader, args, timeout=seconds)
         return
     call = _start(leader, _gather_to_leader, args, None, 0)
     try:
-        call.wait(seconds)
+        left = seconds - (time.monotonic() - begun)
+        if left <= 0:
+            raise RpcTimeout("its own object took longer to be written")
+        call.wait(left)
     except RpcTimeout as error:
         text = f"RPC ran for more than set timeout ({seconds:g} s): {error}"
         raise RpcTimeout(text, worker=leader, function=_gather_to_leader.__qualname__, seconds=seconds) from None
@@ -565,7 +572,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """All references here end, though the program may still have them: their owners may let go of the values."""
-    node = _node_if_ours()
+    node = _node_of(_get_current_rpc_agent())
     if node is None:
         return
     for handle in node.references.handles().values():
@@ -594,7 +601,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     graceful: serve until all workers have come here and their work is over. timeout: seconds for all of that, 0 for no
     limit; RuntimeError when it has passed, and the worker has left all the same.
     """
-    agent, node = _get_current_rpc_agent(), _node_if_ours()
+    agent = _get_current_rpc_agent()
+    node = _node_of(agent)
     if node is not None:
         node.engine.refuse_on_loop("shutdown()", "await worker.shutdown()")
     if not graceful:
@@ -675,7 +683,7 @@ def _node_of_agent() -> Node:
     return node
 
 
-def _node_if_ours() -> Node | None:
-    """The node of the agent's worker; an agent of a program's own has none."""
-    worker = getattr(_get_current_rpc_agent(), "worker", None)
+def _node_of(agent: Any) -> Node | None:
+    """The node of an agent's worker; an agent of a program's own has none."""
+    worker = getattr(agent, "worker", None)
     return None if worker is None else worker._node
