@@ -71,7 +71,7 @@ format: $(VENV)/.installed-dev ## repair what can be repaired by itself
 
 types: $(VENV)/.installed-dev ## check types, strictly, and that the public surface has them
 	$(BIN)/mypy
-	$(BIN)/pyright --verifytypes aiorpc --ignoreexternal
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes aiorpc --ignoreexternal
 
 check: lint types test ## lint, types, quick tests
 

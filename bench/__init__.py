@@ -12,6 +12,7 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     cohort.py       the worker processes of one side, started from a fork server
     stage.py        the cohorts that are up, and the loop of rounds
     latency.py, throughput.py, bulk.py, scaling.py, idle.py, memory.py, training.py, gradients.py    the measurements
+    torch_examples.py      what training.py runs on torch.distributed.rpc
     dropin.py       one more, of a whole program: dropin_program.py
     counting.py     one more, of aiorpc alone: how many Python functions an operation runs;  count_clients.py: in the
                     client;  counter.py: counts them

@@ -14,6 +14,7 @@ import venv
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +161,11 @@ def run_installed(environment: Path, *arguments: str, cwd: Path) -> subprocess.C
     return done
 
 
+def project() -> dict[str, Any]:
+    declared: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return declared
+
+
 def metadata(environment: Path) -> Message:
     (found,) = site_packages(environment).glob("aiorpc*.dist-info/METADATA")
     fields: Message = Parser().parsestr(found.read_text())
@@ -167,7 +173,7 @@ def metadata(environment: Path) -> Message:
 
 
 def test_wheel_has_the_whole_package_and_nothing_else(environment: Path) -> None:
-    """Each file of aiorpc is installed: modules, py.typed, data; beside it the plugin of pytest alone."""
+    """Each file of aiorpc is installed: modules, py.typed, data. Beside it lie plugins of pytest alone, and no .pth."""
     site = site_packages(environment)
     installed = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     source = {
@@ -176,10 +182,8 @@ def test_wheel_has_the_whole_package_and_nothing_else(environment: Path) -> None
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     }
     assert {"aiorpc/py.typed", "aiorpc/__init__.py", "aiorpc/examples/batch_rl.py"} <= source
-    assert {name for name in installed if ".dist-info/" not in name} == source | {
-        "dependencies.pth",
-        "pytest_aiorpc.py",
-    }
+    plugins = {f"{module}.py" for module in project().get("entry-points", {}).get("pytest11", {}).values()}
+    assert {name for name in installed if ".dist-info/" not in name} == source | plugins | {"dependencies.pth"}
 
 
 def test_the_source_archive_has_what_builds_and_tests_it(built: Path) -> None:
@@ -188,19 +192,28 @@ def test_the_source_archive_has_what_builds_and_tests_it(built: Path) -> None:
     for name in ("LICENSE", "Makefile", "constraints.txt", "docs", "tests/conftest.py", "bench/results"):
         assert (unpacked / name).exists(), name
     assert not (unpacked / ".venv").exists()
-    assert sum(path.stat().st_size for path in built.glob("*.tar.gz")) < 4 << 20
+    assert sum(path.stat().st_size for path in built.glob("*.tar.gz")) < 16 << 20
 
 
 def test_wheel_describes_itself(environment: Path) -> None:
     """Name, version, Python and the licence are those of pyproject.toml, and pages of the project are named."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    fields = metadata(environment)
+    fields, declared = metadata(environment), project()
     described = [fields[name] for name in ("Name", "Requires-Python", "License-Expression", "License-File")]
-    assert described == ["aiorpc-torch", project["requires-python"], "BSD-3-Clause", "LICENSE"]
-    assert set(project["optional-dependencies"]) == set(fields.get_all("Provides-Extra", []))
+    assert described == ["aiorpc-torch", declared["requires-python"], "BSD-3-Clause", "LICENSE"]
+    assert set(declared["optional-dependencies"]) == set(fields.get_all("Provides-Extra", []))
     links = dict(link.split(", ", 1) for link in fields.get_all("Project-URL", []))
-    assert links == project["urls"]
+    assert links == declared["urls"]
     assert fields["Maintainer"]
+
+
+def test_the_package_index_shows_a_readme_whose_links_lead_somewhere(environment: Path) -> None:
+    """There are no files beside it there: links and pictures are those of the repository, at the tag of the version."""
+    text = metadata(environment).get_payload()
+    assert isinstance(text, str)
+    targets = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", text)
+    assert len(targets) > 5
+    assert [link or source for link, source in targets if not (link or source).startswith(("https://", "#"))] == []
+    assert f"(https://github.com/aiorpc/aiorpc/blob/v{aiorpc.__version__}/SECURITY.md)" in text
 
 
 def test_the_version_stands_in_one_place(environment: Path) -> None:
