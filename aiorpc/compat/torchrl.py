@@ -16,8 +16,16 @@ from .torch import install, installed
 
 __all__: list[str] = []
 
-if not installed():
-    early = sorted({"torchrl.collectors.distributed.rpc", "torchrl.weight_update._rpc"} & set(sys.modules))
+_THEIRS = ("torchrl.collectors.distributed.rpc", "torchrl.weight_update._rpc")
+
+
+def _install() -> None:
+    if installed():
+        return
+    early = [name for name in _THEIRS if name in sys.modules]
     if early:
         raise RpcUsageError(f"import aiorpc.compat.torchrl before torchrl: {', '.join(early)} is there already")
     install()
+
+
+_install()
