@@ -142,13 +142,16 @@ def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:
     of another object of that name, whose calls under way go on. What is returned ends the service by its ``close()``,
     or as a context manager; the worker's end does so as well, and until then the object is kept. RpcUsageError for a
     name that cannot be or is taken, for None and for references; NotInitialized, WorkerClosed.
+    The verb offers an object; the option ``allow`` says what others may call, of objects and functions alike.
     ``Worker.serve`` does it before the worker has joined: then whoever meets the worker finds the object.
     """
     return current().serve(name, value, replace=replace)
 
 
 def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle:
-    """A handle of a queue that another worker owns (`aiorpc.Queue`), or this one; nothing is sent.
+    """A handle of a queue that another worker owns, or this one; nothing is sent, and no queue is made.
+
+    The function finds a queue by its name; the class `aiorpc.Queue` makes one, on the worker that makes it.
 
     name: that of the queue. owner: the name of its worker; one that takes that name, and makes such a queue, is found
     by the same handle. timeout: seconds that each of its methods has, 0 for no limit of those that wait; None for the

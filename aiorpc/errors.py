@@ -197,7 +197,7 @@ class RpcCancelled(RpcError):
 
 
 class PeerLost(RpcError, ConnectionError):
-    """Another worker died, or the connection to it broke without a goodbye.
+    """Another worker died, or the connection to it broke without a goodbye. Its event is `aiorpc.events.WorkerLost`.
 
     worker, rank, host, pid: which one. cause: what was seen.
     """
@@ -214,11 +214,14 @@ class PeerLost(RpcError, ConnectionError):
 
 
 class PeerLeft(RpcError, ConnectionError):
-    """The other worker left in good order before it answered. One that was lost raises `PeerLost`."""
+    """The other worker left in good order before it answered. One that was lost raises `PeerLost`.
+
+    Its event is `aiorpc.events.WorkerLeft`: errors are of calls to a peer, events are news of the group.
+    """
 
 
 class WorkerClosed(RpcError):
-    """This worker has shut down (or was never started)."""
+    """This worker itself has shut down, or was never started. For another worker it is `PeerLeft` or `PeerLost`."""
 
 
 class PeerRefused(RpcError, ConnectionError):

@@ -291,10 +291,10 @@ class NetworkOptions(_Group):
 class SecurityOptions(_Group):
     """Who may join the group, and what members may do: ``RpcBackendOptions(security=...)``. Immutable.
 
-    allow: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, for what
-        has a name, such as ``"queue/samples:put"``, and ``rpc.exposed`` for what bears that mark; one list for all
-        callers, or a dict of lists by their role, with ``"*"`` for all other roles. Everything by default, and where a
-        list is ``"*"``.
+    allow: what this worker runs for others; the verb `aiorpc.serve` is what offers them objects. Patterns for names
+        such as ``"actors:step"`` or ``"actors:*"``, for what has a name, such as ``"queue/samples:put"``, and
+        ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
+        ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
     serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
         unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
         (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `allow` is ``rpc.exposed``

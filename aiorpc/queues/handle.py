@@ -193,6 +193,7 @@ class QueueHandle:
 class Queue(QueueHandle):
     """A queue of this worker, with the methods and manners of ``asyncio.Queue``; others find it by `aiorpc.queue`.
 
+    The class makes a queue here, and this worker keeps its items; the function `aiorpc.queue` finds one that is there.
     It is served from when it is made until `close`, or until the worker ends; what is in it goes then.
     """
 
