@@ -24,12 +24,14 @@ from typing import Any, cast
 from torch.distributed import Store
 
 from .. import foreign
+from .._typing import Args, Kwargs
 from ..channels.accelerator import Accelerator
 from ..devices import DeviceClaims
 from ..errors import RpcError, WorkerClosed
 from ..logs import logger
 from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord, legible
+from ..protocol.messages import Method
 from ..protocol.states import WorkerEvent, WorkerState
 from ..transport.certificates import Credentials
 from .callee.objects import Objects
@@ -264,14 +266,14 @@ class Node:
     def open_stream(
         self,
         peer: Peer,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Method,
+        args: Args,
+        kwargs: Kwargs,
         timeout: float,
         *,
         depth: int,
-        keeps: Any = None,
-    ) -> Stream:
+        keeps: object = None,
+    ) -> Stream[Any]:
         """A stream of what that call yields, see `stream.open_stream`. Any thread."""
         return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1, keeps=keeps)
 

@@ -11,11 +11,12 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch.distributed import Store
 
+from .._typing import Function, Items, Later, P, T
 from ..channels import Traffic
 from ..channels.accelerator import Accelerator
 from ..channels.torch_accelerator import find_accelerator
@@ -33,6 +34,7 @@ from .caller.peer import Peer
 from .caller.peers import To
 from .caller.reworded import RewordedFuture, Words, reworded
 from .caller.stream import Stream, open_stream
+from .calls.batched import Batched
 from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
 from .engine.loops import LoopThread
@@ -205,18 +207,36 @@ class Worker:
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def call(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    @overload
+    def call(self, to: To, function: Batched[..., object, T], /, *args: object, **kwargs: object) -> Future[T]: ...
+
+    @overload
+    def call(self, to: To, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    @overload
+    def call(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def call(self, to: To, function: Function, /, *args: object, **kwargs: object) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on a worker; returns a Future at once. See `aiorpc.call`."""
         node = self.node
         return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
-    def remote(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    @overload
+    def remote(self, to: To, function: Batched[..., object, T], /, *args: object, **kwargs: object) -> RRef[T]: ...
+
+    @overload
+    def remote(self, to: To, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+
+    @overload
+    def remote(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+
+    def remote(self, to: To, function: Function, /, *args: object, **kwargs: object) -> RRef[Any]:
         """An RRef of the result of ``function(*args, **kwargs)``, which stays on that worker; returns at once."""
         node = self.node
         timeout = node.engine.default_timeout
         return node.references.create(node.peers.find(to), function, args, kwargs, timeout, depth=2)
 
-    def stream(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:
+    def stream(self, to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:
         """The items of a generator function that runs on a worker. See `aiorpc.stream`."""
         node = self.node
         return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
@@ -255,7 +275,7 @@ class Worker:
         retry = retry_options(wait, retries, backoff, idempotent)
         return PeerGroup(node, make_members(node, to, role), GroupOptions(limit, check_quorum(quorum), retry))
 
-    def serve(self, name: str, value: Any, *, replace: bool = False) -> ServedObject:
+    def serve(self, name: str, value: object, *, replace: bool = False) -> ServedObject:
         """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
         if isinstance(value, RRef):
             raise RpcUsageError(f"{name!r} is to be a reference: serve the value itself, at its owner")
@@ -272,7 +292,7 @@ class Worker:
         call.parked = True
         return reworded(call, partial(peers.not_come, peer), partial(_Coming, peer))
 
-    def publish(self, name: str, value: Any) -> Future[Publication]:
+    def publish(self, name: str, value: object) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
         return self.node.publications.publish(name, value)
 
@@ -282,7 +302,7 @@ class Worker:
 
     def subscribe(
         self, name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
-    ) -> Subscription:
+    ) -> Subscription[Any]:
         """The newest versions of what is published under a name. See `aiorpc.subscribe`."""
         return self.node.publications.subscribe(name, timeout, map_location)
 

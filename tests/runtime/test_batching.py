@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiorpc.errors import RpcCancelled, RpcUsageError, WorkerClosed
-from aiorpc.runtime.calls.batching import Batch, Batcher, batched, get_batcher
+from aiorpc.runtime.calls.batched import batched
+from aiorpc.runtime.calls.batching import Batch, Batcher, get_batcher
 
 
 class Caller:

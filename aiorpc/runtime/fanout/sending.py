@@ -188,7 +188,7 @@ class Sending:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, place: int, group: GroupCall) -> Future[Any] | MemberCall:
+    def send(self, place: int, group: GroupCall[Any]) -> Future[Any] | MemberCall:
         """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises.
 
         group: gets what becomes of it, if it is no call of its own.
@@ -258,9 +258,9 @@ class Sending:
 
 
 def send_all(
-    call: GroupCall,
+    call: GroupCall[Any],
     places: Sequence[int],
-    send: Callable[[int, GroupCall], Future[Any] | MemberCall],
+    send: Callable[[int, GroupCall[Any]], Future[Any] | MemberCall],
     flush: Callable[[], None] = nothing,
 ) -> None:
     """Make the calls to the members of these places, one after the other, unless the call is over before.

@@ -123,7 +123,9 @@ class Publications:
         self._begin(future, lambda: self._unpublish(name, future))
         return future
 
-    def subscribe(self, name: str, timeout: float | None, map_location: Any = None) -> Subscription:
+    def subscribe(
+        self, name: str, timeout: float | None, map_location: str | torch.device | None = None
+    ) -> Subscription[Any]:
         """See `aiorpc.subscribe`."""
         check_name(name)
         try:
