@@ -28,7 +28,14 @@ from .annotations import declared_in
 from .batching import get_batcher
 from .declared import Declaration, declaration_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+#: A function that returns a Future of torch, or one of aiorpc; also as it stands in a class.
+G = TypeVar(
+    "G",
+    bound=Callable[..., torch.futures.Future[Any]]
+    | staticmethod[..., torch.futures.Future[Any]]
+    | classmethod[Any, ..., torch.futures.Future[Any]],
+)
 T = TypeVar("T")
 
 _DEFERRED = "_aiorpc_async_execution"
@@ -81,7 +88,7 @@ class Handler(NamedTuple):
     method: str = ""
 
 
-def async_execution(fn: F) -> F:
+def async_execution(fn: G) -> G:
     """Mark a handler that returns a Future: its thread is free at once, the reply goes out when the Future completes.
 
     The function must return a ``torch.futures.Future`` of any kind. With ``@staticmethod`` and ``@classmethod`` it may
