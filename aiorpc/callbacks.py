@@ -108,10 +108,10 @@ class UserCallback:
     __slots__ = ("autograd", "begun", "callback", "executor")
 
     def __init__(self, callback: Callable[[Any], Any], executor: Executor | None) -> None:
-        self.callback = callback
-        self.executor = executor
-        self.autograd = current_autograd.get()
-        self.begun = False
+        self.callback: Callable[[Any], object] = callback
+        self.executor: Executor | None = executor
+        self.autograd: int | None = current_autograd.get()
+        self.begun: bool = False
 
     def __call__(self, future: Settled) -> None:
         token = current_autograd.set(self.autograd)

@@ -30,7 +30,8 @@ if sys.version_info[:2] == (3, 14):
 
     Lock = RLock
 else:
-    Lock, RLock = threading.Lock, threading.RLock
+    Lock = threading.Lock
+    RLock = threading.RLock
 
 
 def release(lock: Any) -> None:

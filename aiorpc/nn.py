@@ -85,6 +85,8 @@ class RemoteModule(Module):
     ``to`` does not. Subclasses travel with their attributes. It is no part of TorchScript.
     """
 
+    training: bool
+
     on: To
     device: str
     module_rref: RRef[Module]

@@ -472,7 +472,7 @@ class LocalOptimizer(Closing):
         kwargs: Mapping[str, Any],
     ) -> None:
         self._parameters = list(parameters)
-        self.optim = optimizer_class(self._parameters, *args, **kwargs)
+        self.optim: Any = optimizer_class(self._parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> int:
         """Handler: step with the gradients of a context; for how many parameters there was one.

@@ -122,12 +122,12 @@ class SharedMemory:
         least: int = SHARE_SIZE,
         keeper: Keeper,
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic()
         self.arena = arena
         self._keeper = keeper
-        self.lender = Lender(arena)
+        self.lender: Lender = Lender(arena)
         self.lender.refused = self.traffic.refused
-        self.borrower = Borrower(surroundings.on_loan)
+        self.borrower: Borrower = Borrower(surroundings.on_loan)
         self.released = self.borrower.released  # what `flush` would send
         self._pid = pid
         self._least = least

@@ -111,7 +111,7 @@ class Lender:
     def __init__(self, arena: Arena, *, share: float = 0.25, soft: float = 0.5, most: float = 0.75) -> None:
         self.arena = arena
         self.refused: Counter[str] = Counter()
-        self.last_refusal = ""  # why `lend` gave None the last time
+        self.last_refusal: str = ""  # why `lend` gave None the last time
         self._share = int(share * arena.limit)
         self._soft = int(soft * arena.limit)
         self._most = int(most * arena.limit)

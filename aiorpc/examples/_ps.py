@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from ._launch import Place
@@ -58,7 +58,7 @@ class ServerBase:
     def __init__(self, trainers: int, settings: Settings, progress: Steps) -> None:
         torch.manual_seed(settings.seed)
         self._model = resnet(settings.model)
-        self.parameters = list(self._model.parameters())
+        self.parameters: list[nn.Parameter] = list(self._model.parameters())
         self._optimizer = torch.optim.SGD(self.parameters, lr=settings.lr, momentum=MOMENTUM)
         self._trainers = trainers
         self._lock = threading.Lock()

@@ -53,7 +53,7 @@ class AgentCore:
     """
 
     def __init__(self, observers: int, seed: int) -> None:
-        self.learner = Learner(seed)
+        self.learner: Learner = Learner(seed)
         self.observers = observers
         # Log-probabilities: a list for each observer when they ask alone, a row for each step when they ask together.
         self._alone: list[list[Tensor]] = [[] for _ in range(observers)]

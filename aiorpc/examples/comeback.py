@@ -31,6 +31,9 @@ TARGET = torch.tensor([1.0, -2.0, 3.0])
 class Server:
     """The parameter, and how many steps are in it. It is saved after each step, so that a new process can go on."""
 
+    step: int
+    weight: torch.Tensor
+
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self.weight, self.step = torch.zeros(3), 0

@@ -91,20 +91,20 @@ class Outgoing:
         most: int | None = None,
         other_python: str = "",
     ) -> None:
-        self.target = target
-        self.most = most
-        self.other_python = other_python
+        self.target: Any = target
+        self.most: int | None = most
+        self.other_python: str = other_python
         self.apart: list[Tensor] | None = [] if apart else None
-        self.route = route
-        self.safe = safe
-        self.same_main = same_main
+        self.route: TensorRoute | None = route
+        self.safe: bool = safe
+        self.same_main: bool = same_main
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
         self.buffers: list[Buffer] = []
         self.references: list[PassedReference] = []
         self.lent: list[Any] | None = [] if lends else None
         self.on_unsent: list[Callable[[], None]] = []
-        self.posted = False
+        self.posted: bool = False
 
     def unsend(self) -> None:
         """Undo what encoding did elsewhere: the frame will not be sent."""

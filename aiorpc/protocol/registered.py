@@ -119,7 +119,7 @@ def _stands(name: str, thing: Any) -> bool:
 
 
 #: What the programs of this process have registered; as with the pickle registry of Python, all workers in it share it.
-registered = Registered()
+registered: Registered = Registered()
 registered.add(Counter)
 
 

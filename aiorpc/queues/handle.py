@@ -35,8 +35,8 @@ class QueueHandle(Generic[T]):
 
         0 is no limit, for `put`, `get`, `get_many` and `join`; what the owner answers at once has ``rpc_timeout`` then.
         """
-        self.name = check_object_name(name)
-        self.owner = check_name(owner)
+        self.name: str = check_object_name(name)
+        self.owner: str = check_name(owner)
         self._timeout = None if timeout is None else seconds(timeout, "timeout")
         self._made: Client | None = None
 

@@ -85,16 +85,16 @@ class Worker:
         role: str = "",
     ) -> None:
         """accelerator: the devices that tensors may lie on; CUDA's, where there are any, if None."""
-        self.name = check_name(name)
-        self.role = check_role(role)
+        self.name: str = check_name(name)
+        self.role: str = check_role(role)
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise RpcUsageError(f"options must be an RpcBackendOptions or None, not {options!r:.80}")
         if store is not None and not isinstance(store, Store):
             raise RpcUsageError(
                 f"store must be a store of torch.distributed, such as TCPStore(...), or None, not {store!r:.80}"
             )
-        self.options = (options or RpcBackendOptions()).copy()
-        self.init_method = init_method or self.options.init_method
+        self.options: RpcBackendOptions = (options or RpcBackendOptions()).copy()
+        self.init_method: str = init_method or self.options.init_method
         self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
         self._news = Events()
         self._objects = Objects(self.name)

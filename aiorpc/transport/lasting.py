@@ -28,7 +28,7 @@ class LastingConnection(Connection):
     """
 
     on_resumed: Callable[[], None] | None = None
-    silent_for = 0.0
+    silent_for: float = 0.0
     lacking: tuple[int, bytes] | None = None
     _full = False  # nothing is written until something has come
     _awaiting = False  # it goes on, and the opener has not spoken yet; an ACK is due all that time, so writers ask here

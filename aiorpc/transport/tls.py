@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import ssl
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -74,11 +75,13 @@ class TlsLayer:
     filling = False  # whatever is under way: it is read in records
 
     def __init__(self, context: ssl.SSLContext, decoder: FrameDecoder, *, opener: bool, own: bytes = b"") -> None:
-        self.state = TLS.initial
-        self.open = False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
+        self.state: TlsState = TLS.initial
+        self.open: bool = (
+            False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
+        )
         self.peer: Certificate | None = None
-        self.lock = RLock()  # reentrant as it knows its owner
-        self.outgoing = ssl.MemoryBIO()
+        self.lock: threading.RLock = RLock()  # reentrant as it knows its owner
+        self.outgoing: ssl.MemoryBIO = ssl.MemoryBIO()
         self._incoming = ssl.MemoryBIO()
         self._opener = opener
         self._own = own

@@ -1,4 +1,4 @@
-"""What checkers say of programs that use aiorpc, and of aiorpc itself: results have types, wrong arguments are errors."""
+"""What checkers say of programs that use aiorpc, and of aiorpc itself: results have types, as have public names."""
 
 from __future__ import annotations
 

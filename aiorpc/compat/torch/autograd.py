@@ -99,7 +99,7 @@ class SendFunction:
     """What a message that left within a context has in the graph: the edges that its tensors came out of."""
 
     def __init__(self, edges: Sequence[Any]) -> None:
-        self.next_functions = tuple((edge.node, edge.output_nr) for edge in edges)
+        self.next_functions: tuple[tuple[Any, Any], ...] = tuple((edge.node, edge.output_nr) for edge in edges)
 
     def name(self) -> str:
         """As torch names it."""

@@ -81,4 +81,4 @@ class Averaging:
         return taken
 
 
-averaging = Averaging()
+averaging: Averaging = Averaging()

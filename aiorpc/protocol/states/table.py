@@ -76,9 +76,9 @@ class Table(Generic[S, E]):
         self.name = name
         self.about = about
         self.initial = initial
-        self.meanings = dict(meanings)
-        self.transitions = tuple(transitions)
-        self.final = frozenset(final)
+        self.meanings: dict[S, str] = dict(meanings)
+        self.transitions: tuple[Transition[S, E], ...] = tuple(transitions)
+        self.final: frozenset[S] = frozenset(final)
         self._targets = {(row.source, row.event): row.target for row in self.transitions}
         self._pairs = frozenset((row.source, row.target) for row in self.transitions)
         problems = list(self._problems())

@@ -44,6 +44,7 @@ from ..calls.functions import Handler, Mode
 from ..calls.values import LARGE_PICKLE, GradientLoader, ReferenceLoader, decode
 from ..engine.engine import Engine
 from ..engine.pool import NoThread
+from ..engine.shares import Share
 from ..gradients.contexts import current_autograd
 from ..links.accelerators import Accelerators
 from .answers import Answers, pass_on
@@ -80,8 +81,8 @@ class Runner:
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
-        self.share = node.engine.shares.of(caller)
-        self.submitted = 0  # calls, to the pool
+        self.share: Share = node.engine.shares.of(caller)
+        self.submitted: int = 0  # calls, to the pool
         self.standing: Standing | None = None  # what threads stand by for
         self._tasks = node.engine.tasks.alive
         backlog.start(self.resume)

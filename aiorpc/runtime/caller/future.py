@@ -14,6 +14,7 @@ from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
 from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
+from ...sites import CallSite
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..links.link import Link
@@ -120,16 +121,16 @@ class CallFuture(Unawaited, Future[Any]):
         self._callbacks = [UNCLAIMED]
         self._error = None
         self._value = None
-        self.site = None
-        self.peer = peer
-        self.entry = entry
-        self.started = started
-        self.deadline = deadline
-        self.system = system
+        self.site: CallSite | None = None
+        self.peer: PeerForFuture = peer
+        self.entry: FunctionEntry = entry
+        self.started: float = started
+        self.deadline: float | None = deadline
+        self.system: bool = system
         self.again: bool | None = None
-        self.streamed = False
-        self.patient = False
-        self.call_id = call_id
+        self.streamed: bool = False
+        self.patient: bool = False
+        self.call_id: int = call_id
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's

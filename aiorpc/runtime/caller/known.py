@@ -25,9 +25,9 @@ class FunctionEntry:
     __slots__ = ("_function", "confirmed", "declaration", "name", "number")
 
     def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
-        self.number = number
-        self.name = name
-        self.confirmed = False
+        self.number: int = number
+        self.name: str = name
+        self.confirmed: bool = False
         self.declaration: Declaration | None = None
         self._function: Callable[[], Any] | None = None
         if function is not None:

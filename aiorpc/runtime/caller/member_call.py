@@ -37,6 +37,10 @@ class MemberCall:
     Its fields are those of a CallFuture. place: of the member in the group.
     """
 
+    patient: bool
+    streamed: bool
+    system: bool
+
     allowed: float | None = None  # it is not tried again
     parked = False
 
@@ -72,14 +76,14 @@ class MemberCall:
     ) -> None:
         self._group = group
         self._error: BaseException | None = None
-        self.place = place
-        self.peer = peer
-        self.entry = entry
-        self.call_id = call_id
-        self.started = started
-        self.deadline = deadline
-        self.site = site
-        self.nested = nested
+        self.place: int = place
+        self.peer: PeerForMember = peer
+        self.entry: FunctionEntry = entry
+        self.call_id: int = call_id
+        self.started: float = started
+        self.deadline: float | None = deadline
+        self.site: CallSite | None = site
+        self.nested: bool = nested
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None
         self.arrival: Arrival | None = None

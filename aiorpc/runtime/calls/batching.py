@@ -182,7 +182,7 @@ class Batcher(Generic[T_co]):
         self.max_wait = max_wait
         self.concurrency = concurrency
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
-        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+        self.is_async: bool = inspect.iscoroutinefunction(inspect.unwrap(function))
         self._max_size = max_size
         self._signature, self._plain_count = _signature(function, owner is not None)
         self._owner = owner

@@ -40,7 +40,7 @@ _CONTAINERS = frozenset((list, tuple, dict))
 _BUILTIN = (bytes,)  # so that a text is no way to write bytes
 
 #: MessagePack of an argument that is more than one number or text.
-pack = msgspec.msgpack.encode
+pack: Callable[[object], bytes] = msgspec.msgpack.encode
 
 
 class _Slot(NamedTuple):
@@ -62,7 +62,7 @@ class Declaration:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raise TypeError for a handler whose annotations are incomplete, or have a type that is not read here."""
-        self.name = function.__qualname__
+        self.name: str = function.__qualname__
         hints = get_type_hints(function, include_extras=True)
         slots: list[_Slot] = []
         self._rest: _Slot | None = None

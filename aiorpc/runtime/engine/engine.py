@@ -82,21 +82,21 @@ class Engine:
         sent as an answer, in any thread.
         """
         self.lifetime = lifetime
-        self.name = lifetime.name
+        self.name: str = lifetime.name
         self.options = options
-        self.safe = options.serialization == "safe"
+        self.safe: bool = options.serialization == "safe"
         # Where nothing is unpickled, nothing is run either that nobody has named.
-        self.rights = Rights(SAFE_SERVE if self.safe and options.serve is None else options.serve)
+        self.rights: Rights = Rights(SAFE_SERVE if self.safe and options.serve is None else options.serve)
         self.record = record
-        self.id = record.id  # its number in the group: the rank, if it is no replacement
+        self.id: int = record.id  # its number in the group: the rank, if it is no replacement
         self.credentials = credentials
         self.steps = steps
-        self.loop = asyncio.get_running_loop()
-        self.thread = threading.get_ident()
-        self.default_timeout = options.rpc_timeout
-        self.bounds = Bounds()
-        self.counters = Counters()
-        self.tasks = Tasks(self.loop)
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.thread: int = threading.get_ident()
+        self.default_timeout: float = options.rpc_timeout
+        self.bounds: Bounds = Bounds()
+        self.counters: Counters = Counters()
+        self.tasks: Tasks = Tasks(self.loop)
         self.kept: set[object] = set()
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
         self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
@@ -105,10 +105,10 @@ class Engine:
         # A lone core is left to whoever has to answer.
         busy = options.busy_wait if cores() >= 2 else 0.0
         threads = options.num_worker_threads
-        self.pool = ThreadPool(self.name, threads_in_all(threads), prepare=prepare, busy=busy)
-        self.shares = Shares(self.pool, threads)
-        self.poll = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
-        self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
+        self.pool: ThreadPool = ThreadPool(self.name, threads_in_all(threads), prepare=prepare, busy=busy)
+        self.shares: Shares = Shares(self.pool, threads)
+        self.poll: LoopPoll | None = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
+        self.background: ThreadPool = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
 
     @property
     def info(self) -> WorkerInfo:

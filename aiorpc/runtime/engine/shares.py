@@ -41,7 +41,7 @@ class Share:
     __slots__ = ("__weakref__", "_pool", "claims", "most", "waiting")
 
     def __init__(self, pool: ThreadPool, most: int) -> None:
-        self.most = most
+        self.most: int = most
         self.claims: list[None] = []
         self.waiting: deque[_Job] = deque()
         self._pool = pool

@@ -18,7 +18,7 @@ class Soon:
     def __init__(self, post: Callable[[Callable[[], Any]], Any], function: Callable[[], Any]) -> None:
         self._post = post
         self._function = function
-        self.asked = False
+        self.asked: bool = False
 
     def __call__(self) -> None:
         if self.asked:

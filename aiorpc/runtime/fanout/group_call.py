@@ -29,7 +29,7 @@ from typing import Any, Generic
 
 from ... import foreign
 from ..._typing import T
-from ...callbacks import Again
+from ...callbacks import Again, Executor
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
@@ -52,6 +52,11 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     Leaving the loop early, and cancelling the task that waits here, calls off what is under way.
     """
 
+    executor: Executor | None
+    home_thread: int | None
+    loop: asyncio.AbstractEventLoop | None
+    arrival: ArrivalForFuture | None
+
     _apart = True
     _twins = True
 
@@ -62,13 +67,13 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         members, entered by whoever sends them.
         """
         super().__init__()
-        self.subject = f"the call of {function} on {len(names)} workers"
-        self.site = site
+        self.subject: str = f"the call of {function} on {len(names)} workers"
+        self.site: CallSite | None = site
         self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
         self._function = function
         self._names = names
         self._quorum = quorum
-        self.over = False
+        self.over: bool = False
         self.calls: dict[int, Future[Any] | MemberCall] = {}
         self._came: dict[int, Outcome[T] | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}

@@ -18,6 +18,8 @@ class Listeners:
     unix_path, host, port: where the worker can be reached; an empty path and port 0 where it cannot.
     """
 
+    unix_path: str
+
     def __init__(
         self, name: str, options: RpcBackendOptions, directory: Path, address: str, *, confined: bool = False
     ) -> None:
@@ -45,7 +47,7 @@ class Listeners:
             self._sockets.append((sock, ""))
             self.port = sock.getsockname()[1]
         # A worker may listen on all interfaces, but the wildcard is no address that others could use.
-        self.host = address if sockets.is_wildcard(host) else host
+        self.host: str = address if sockets.is_wildcard(host) else host
 
     def sockets(self) -> list[socket.socket]:
         """The sockets that listen."""

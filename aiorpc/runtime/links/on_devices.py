@@ -72,10 +72,10 @@ class LinkDevices:
         self._pieces = itertools.count(PIECES)
         self._numbers = itertools.count(1)
         self._left: dict[int, tuple[Tensor, Event]] = {}  # for the other end, in the same process
-        self.in_background = accelerators.in_background
-        self.on_loop = link.engine.call_on_loop
-        self.on_release = link.returns.watch
-        self.channel = Devices(
+        self.in_background: Callable[..., None] = accelerators.in_background
+        self.on_loop: Callable[..., None] = link.engine.call_on_loop
+        self.on_release: Callable[[], None] = link.returns.watch
+        self.channel: Devices = Devices(
             accelerators.accelerator,
             self,
             way=accelerators.way(link.record),

@@ -80,7 +80,7 @@ class SecondConnection:
         self._link = link
         self._asked = False
         #: There are chunks to send. From any thread.
-        self.wake = Soon(link.engine.call_on_loop, self._pump)
+        self.wake: Soon = Soon(link.engine.call_on_loop, self._pump)
 
     def _pump(self) -> None:
         """Hand chunks to the second connection, as many as it can take now and no more."""

@@ -68,9 +68,9 @@ class Rendezvous:
         founding: float,
         grace: float,
     ) -> None:
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.hosts_store = hosts_store
+        self.rank: int | None = place.rank
+        self.world_size: int | None = place.world_size
+        self.hosts_store: bool = hosts_store
         self._ends_store = False
         self._place = place
         self._patience = patience

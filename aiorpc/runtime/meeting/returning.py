@@ -123,7 +123,7 @@ class PlacesInStore:
         self.generation = generation
         self.world_size = world_size
         self.proof = proof
-        self.key = proof.key
+        self.key: bytes | None = proof.key
         self._here = host_identity()
 
     def _key(self, name: str) -> str:
@@ -326,7 +326,7 @@ class Return:
         self._left = left
         self._before = before
         self.member = member
-        self.record = member.record
+        self.record: WorkerRecord = member.record
 
     @property
     def generation(self) -> int:

@@ -101,7 +101,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
 
     def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
         """timeout: seconds, 0 for no limit. device: where tensors are moved to; None leaves them in shared memory."""
-        self.name = feed.name
+        self.name: str = feed.name
         self._feed = feed
         self._timeout = timeout
         self._device = device

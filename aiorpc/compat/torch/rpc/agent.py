@@ -108,4 +108,4 @@ class Process:
         self.agent: Any = None
 
 
-process = Process()
+process: Process = Process()

@@ -234,7 +234,7 @@ def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
     return method
 
 
-new_method = method_factory("to_here", PyRRef.to_here.__doc__ or "")
+new_method: Callable[..., Any] = method_factory("to_here", PyRRef.to_here.__doc__ or "")
 
 
 # --- meeting ----------------------------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ class AllGatherStates:
     """
 
     def __init__(self, names: Iterable[str] = (), own: str = "") -> None:
-        self.names = frozenset(names)
+        self.names: frozenset[str] = frozenset(names)
         self.own = own
         self.gathered_objects: dict[str, bytes] = {}
-        self.proceed_signal = threading.Event()
+        self.proceed_signal: threading.Event = threading.Event()
 
     def add(self, sequence_id: str, worker_name: str, obj: bytes) -> None:
         """On the leader: what a worker has given. AssertionError if it takes no part, or has come before."""

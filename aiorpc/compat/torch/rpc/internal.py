@@ -15,8 +15,8 @@ from ....runtime.calls.current import permits
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
-PythonUDF = collections.namedtuple("PythonUDF", ["func", "args", "kwargs"])
-RemoteException = collections.namedtuple("RemoteException", ["msg", "exception_type"])
+PythonUDF: type[PythonUDF] = collections.namedtuple("PythonUDF", ["func", "args", "kwargs"])
+RemoteException: type[RemoteException] = collections.namedtuple("RemoteException", ["msg", "exception_type"])
 
 
 class RPCExecMode(enum.Enum):
