@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -80,7 +79,7 @@ class TlsLayer:
             False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
         )
         self.peer: Certificate | None = None
-        self.lock: threading.RLock = RLock()  # reentrant as it knows its owner
+        self.lock: RLock = RLock()  # reentrant as it knows its owner
         self.outgoing: ssl.MemoryBIO = ssl.MemoryBIO()
         self._incoming = ssl.MemoryBIO()
         self._opener = opener

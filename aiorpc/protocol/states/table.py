@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 
 class Label(Enum):
@@ -19,7 +19,8 @@ class Label(Enum):
     Python, and some tables are looked into several times for each message.
     """
 
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # for a checker it is that of Enum
+        __hash__ = object.__hash__
 
 
 S = TypeVar("S", bound=Enum)

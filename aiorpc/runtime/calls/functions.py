@@ -32,9 +32,8 @@ F = TypeVar("F", bound=Callable[..., object])
 #: A function that returns a Future of torch, or one of aiorpc; also as it stands in a class.
 G = TypeVar(
     "G",
-    bound=Callable[..., torch.futures.Future[Any]]
-    | staticmethod[..., torch.futures.Future[Any]]
-    | classmethod[Any, ..., torch.futures.Future[Any]],
+    bound="Callable[..., torch.futures.Future[Any]] | staticmethod[..., torch.futures.Future[Any]]"
+    " | classmethod[Any, ..., torch.futures.Future[Any]]",
 )
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ class Listeners:
     unix_path, host, port: where the worker can be reached; an empty path and port 0 where it cannot.
     """
 
-    unix_path: str
-
     def __init__(
         self, name: str, options: RpcBackendOptions, directory: Path, address: str, *, confined: bool = False
     ) -> None:
@@ -29,7 +27,8 @@ class Listeners:
         host, so there is no listener for TCP beside a unix socket. RendezvousError when no address or port of the
         options can be had, or no socket made in the directory.
         """
-        self.unix_path, self.port = "", 0
+        self.unix_path: str = ""
+        self.port: int = 0
         self._sockets: list[tuple[socket.socket, str]] = []
         host = options.bind_address or address
         if "unix" in options.transports:

@@ -86,7 +86,8 @@ class HomeForRRef(Protocol):
         *,
         depth: int,
         keeps: object,
-    ) -> BlockingIterator[Any]: ...
+    ) -> BlockingIterator[Any]:
+        """The items of a method of a value (`caller.stream.open_stream`)."""
 
 
 class ReferencesForRRef(Protocol):
