@@ -131,7 +131,7 @@ class UserCallback:
             current_autograd.reset(token)
 
 
-def settle_within(future: Settled, executor: Executor | None, settle: Callable[[Any], object]) -> None:
+def settle_within(future: Settled, executor: Executor | None, settle: Callable[[object], object]) -> None:
     """Have an internal callback settle `future`: here, or in another thread, if this is deep within callbacks already.
 
     For what the program may make as long chains of as it likes.

@@ -169,7 +169,7 @@ def run_server(backend: Any, place: Place, settings: Settings) -> dict[str, Any]
     }
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 is the server, the others work as it tells them."""
     backend = importlib.import_module(settings.backend_module)
     backend.rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)

@@ -271,7 +271,7 @@ async def tend(settings: Settings, actors: Actors, record: Record) -> None:
             due = record.now() + settings.chaos
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: Settings) -> dict[str, object]:
     """Train once and return the result as plain data.
 
     Raises: WorkerFailed when an actor ended that nobody has killed, or the run was not done in ``settings.timeout``
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return commands.main(argv, _announce_and_run, lines, draw_actor_learner, check)
 
 
-def _announce_and_run(settings: Settings) -> dict[str, Any]:
+def _announce_and_run(settings: Settings) -> dict[str, object]:
     chaos = f", one of them killed every {settings.chaos:g} s" if settings.chaos else ""
     print(f"CartPole-v1: a learner and {settings.actors} actors with {settings.games} games each{chaos}", flush=True)
     return run(settings)

@@ -214,7 +214,7 @@ def perplexity(losses: Sequence[float]) -> float:
         return math.inf
 
 
-def drive(settings: Settings) -> dict[str, Any]:
+def drive(settings: Settings) -> dict[str, object]:
     """Make the model, train it and let it write."""
     text = read_text(settings)
     model = LanguageModel(len(text.alphabet), settings)
@@ -240,7 +240,7 @@ def drive(settings: Settings) -> dict[str, Any]:
     }
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 has the LSTM and trains, the others have the embedding and the decoder."""
     rpc.init_rpc(NAMES[place.rank], rank=place.rank, world_size=place.world_size)
     result = drive(settings) if place.rank == 0 else None
@@ -248,7 +248,7 @@ def role(place: Place, settings: Settings) -> dict[str, Any] | None:
     return result
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Train once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.

@@ -75,7 +75,7 @@ class WaitingFuture(Unawaited, Future[Any]):
             self.timer.cancel()
             self.timer = None
 
-    def finish(self, value: Any, error: BaseException | None = None) -> bool:
+    def finish(self, value: object, error: BaseException | None = None) -> bool:
         """Settle it, unless somebody has. On the loop."""
         self.stop_waiting()
         return self.settle(value, error)

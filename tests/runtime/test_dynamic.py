@@ -249,7 +249,7 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
             worker.remote("phoenix", where)
         arguments: list[Any] = [ref, [ref], worker.remote("worker0", dict)]
         for argument in arguments:
-            call = worker.call("phoenix", len, argument)  # type: ignore[call-overload]  # a reference needs the id of whom it is for
+            call = worker.call("phoenix", len, argument)  # a reference needs the id of whom it is for
             with pytest.raises(PeerLost, match=r"phoenix \(rank 1.* was lost.*Nothing was sent.*call of builtins:len"):
                 await asyncio.wait_for(call, LIMIT)
         with pytest.raises(

@@ -151,7 +151,7 @@ async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
         await until(lambda: leaver.statistics().calls_running)
         caller.node.group.on_goodbye(leaver.node.engine.record)  # which came over another connection than they will
         assert not waiting.done()
-        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerLeft)
+        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerLeft)  # type: ignore[call-overload]
         await leaver.shutdown(graceful=False)
         assert isinstance(await error_of(waiting), PeerLeft)
 

@@ -50,7 +50,7 @@ LEAST_CALLS, LEAST_RATE = 1024, 1000.0
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
     """The references of the worker, as far as serving calls needs them."""
 
-    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
+    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[object]:
         """Handles of the references in a message from `sender`."""
 
     def on_message(self, sender: int, message: reference_messages.Message) -> None:

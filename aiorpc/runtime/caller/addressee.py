@@ -51,7 +51,7 @@ class ReferencesForPeer(Protocol):
 
     def load(
         self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         """Handles of the references in a message from `sender`. left: the same, without those that were taken."""
 
 

@@ -44,7 +44,7 @@ class FunctionEntry:
         return None if self._function is None else self._function()
 
 
-class KnownFunctions(dict[Any, FunctionEntry]):
+class KnownFunctions(dict[object, FunctionEntry]):
     """The entries of the functions that can go by name; such functions live as long as their module anyway.
 
     To look a function up is to enter it: it gets a number, unless it has no name. Any thread.

@@ -102,7 +102,7 @@ class MemberCall:
         """The same: where it was made is told with the call of the group."""
         return self.subject
 
-    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+    def settle(self, value: object, error: BaseException | None = None) -> bool:
         """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
         self._error = error
         self._group.take(self.place, value, error)

@@ -44,7 +44,7 @@ from .member_call import MemberCall
 OwedCall = CallFuture | MemberCall
 
 
-def _is_lone(result: Values, segments: Sequence[Any]) -> bool:
+def _is_lone(result: Values, segments: Sequence[object]) -> bool:
     """Whether a result is one tensor that has arrived on a device: to read it is no work for any stream."""
     _, _, opaque_at, pickled, _, table, references, said = result
     return (

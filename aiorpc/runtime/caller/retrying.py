@@ -321,7 +321,7 @@ class RetriedFuture(Unawaited, Future[Any]):
         else:
             self._follow(call)
 
-    def _end(self, event: RetriedEvent, value: Any, error: BaseException | None) -> None:
+    def _end(self, event: RetriedEvent, value: object, error: BaseException | None) -> None:
         with self._lock:
             make, self._make = self._make, None  # kept to the end: letting go of arguments runs code of users
             if make is None:

@@ -286,7 +286,7 @@ class Registry(Generic[N]):
                 return None
             return self.hosted
 
-    def unhost(self, worker: Any) -> None:
+    def unhost(self, worker: object) -> None:
         """The thread of that worker has ended."""
         with self._lock:
             if self.hosted is worker:

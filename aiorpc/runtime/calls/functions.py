@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., object])
 G = TypeVar(
     "G",
     bound="Callable[..., torch.futures.Future[Any]] | staticmethod[..., torch.futures.Future[Any]]"
-    " | classmethod[Any, ..., torch.futures.Future[Any]]",
+    " | classmethod[object, ..., torch.futures.Future[Any]]",
 )
 T = TypeVar("T")
 
@@ -249,7 +249,7 @@ def _declared(function: Any) -> Declaration | None:
     return declaration_of(marked) if is_declared(marked) else None
 
 
-def _without_partials(function: Any) -> Any:
+def _without_partials(function: object) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -283,7 +283,7 @@ def describe(function: object) -> str:
     return str(name) if name else repr(function)
 
 
-def find_name(function: Any, same_main: bool) -> str | None:
+def find_name(function: object, same_main: bool) -> str | None:
     """The wire name, ``module:qualname``, under which the callee finds the same function; None if it travels by value.
 
     same_main: whether caller and callee run the same main module.
@@ -292,7 +292,7 @@ def find_name(function: Any, same_main: bool) -> str | None:
     return None if name is not None and not same_main and name.startswith("__main__:") else name
 
 
-def name_of(function: Any) -> str | None:
+def name_of(function: object) -> str | None:
     """The wire name under which this worker itself would name that function or class; None if it has none."""
     if type(function).__module__ == _OPERATORS:  # their own names are those of torch's inner workings
         path = f"ops.{function}"

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
@@ -178,7 +178,7 @@ class Engine:
 
     # --- handing work over, from any thread ---------------------------------------------------------------------------
 
-    def call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+    def call_on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop, in one of its next turns. Once the loop is closed, nothing happens.
 
         Not with the context variables of whoever asks: what arrives in that turn may be a call of somebody else.
@@ -192,7 +192,7 @@ class Engine:
             if not self.loop.is_closed():
                 raise
 
-    def run_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+    def run_on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop: at once if this thread runs it, or has made it and nobody runs it now; else in one
         of its next turns.
         """
@@ -203,7 +203,7 @@ class Engine:
         else:
             self.call_on_loop(function, *args)
 
-    def in_background(self, function: Callable[..., None], *args: Any) -> None:
+    def in_background(self, function: Callable[..., None], *args: object) -> None:
         """Run something that takes long in a background thread. Once the worker is closing, nothing happens."""
         try:
             self.background.submit(function, *args)
@@ -212,7 +212,7 @@ class Engine:
         except WorkerClosed:
             return
 
-    def apart_from_signals(self, function: Callable[..., None], *args: Any) -> None:
+    def apart_from_signals(self, function: Callable[..., None], *args: object) -> None:
         """Run something here, or in a thread of the pool where signal handlers may raise in the midst of it: a main
         thread that waits for a call has read an answer that is for somebody else. Whoever is interrupted as he hands it
         over does so again: it may run twice.

@@ -63,7 +63,7 @@ class Share:
             self.let_go()
             raise
 
-    def run(self, run: Callable[[Any], None], call: Any) -> None:
+    def run(self, run: Callable[[object], None], call: object) -> None:
         """In the pool: a job that has a claim, and those that wait for one while no other job waits for the thread."""
         pool = self._pool
         pool.local.share = self

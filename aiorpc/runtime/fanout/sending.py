@@ -80,7 +80,7 @@ class Sending:
         site: CallSite,
         wait: bool = False,
         methods: Sequence[Method] = (),
-        keeps: Sequence[Any] = (),
+        keeps: Sequence[object] = (),
     ) -> None:
         self._home = home
         self._peers = peers
@@ -162,7 +162,7 @@ class Sending:
             return entry, entry.number
         return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
 
-    def _head(self, named: Function) -> tuple[Any, ...]:
+    def _head(self, named: Function) -> tuple[object, ...]:
         remaining = None if self._deadline is None else self._deadline - self._now
         return named, self._names, remaining, self._trace, None, None, None, None
 

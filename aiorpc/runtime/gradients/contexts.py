@@ -88,7 +88,7 @@ class _Received(torch.autograd.Function):
     """The node that a received tensor comes out of."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, held: list[Tensor]) -> Tensor:
+    def forward(ctx: object, anchor: Tensor, held: list[Tensor]) -> Tensor:
         # Not an argument of its own: the output would count as a view of it, and could not be written to.
         return held.pop()
 
@@ -335,7 +335,7 @@ def _impossible() -> ProtocolError:
 _INT = frozenset((int,))
 
 
-def _named(said: Any) -> Iterator[tuple[int, int, int]]:
+def _named(said: object) -> Iterator[tuple[int, int, int]]:
     if type(said) is not list or len(said) % 3 or len(said) > 3 * MOST_BEHIND or not _INT.issuperset(map(type, said)):
         raise ValueError
     numbers = iter(said)

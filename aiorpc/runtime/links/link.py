@@ -586,5 +586,5 @@ class _Surroundings:
     def on_refused(self, reason: str) -> None:
         self._link._memory.cannot_share(self._link.record, reason)
 
-    def post(self, fields: list[Any]) -> None:
+    def post(self, fields: list[object]) -> None:
         self._link.say(SHARED, fields)

@@ -41,7 +41,7 @@ class _Roster(NamedTuple):
     used: IdSet = IdSet()
     left: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The form `from_json` reads."""
         members = [member.to_json() for member in self.members]
         return {"version": self.version, "members": members, "used": self.used.ranges(), "left": [*self.left]}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import Store
 
@@ -256,7 +256,7 @@ class Rendezvous:
         """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
         return self._board.get(f"{self.generation}/{key}")
 
-    def load(self, key: str, text: str, shape: Callable[[Any], T]) -> T:
+    def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
         """What `shape` makes of the JSON under such a key; RendezvousError for what no worker has written there."""
         return self._board.load(f"{self.generation}/{key}", text, shape)
 

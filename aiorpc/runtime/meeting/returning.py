@@ -68,7 +68,7 @@ class Answer:
         said = json.dumps(["aiorpc answer", generation, newcomer, *self.to_json()[:-1]])
         return hmac.digest(key, said.encode(), "sha256").hex()
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """The form `from_json` reads."""
         lost = [[*each] for each in self.lost]
         return [self.by, self.refused, [*self.members], lost, [*self.left], self.secret, self.seal]

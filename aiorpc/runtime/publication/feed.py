@@ -534,7 +534,7 @@ class Feed:
             self._publications.feed_ended(self)
 
 
-def _bytes_of(data: tuple[Any, ...] | list[Any], size: int) -> Bytes:
+def _bytes_of(data: tuple[object, ...] | list[object], size: int) -> Bytes:
     """The bytes that came with an answer. Raises ProtocolError if they are not so many."""
     if not data and not size:
         return numpy.empty(0, numpy.uint8)

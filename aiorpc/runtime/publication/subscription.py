@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn
+from typing import Generic, NoReturn
 
 import torch
 
@@ -251,7 +251,7 @@ def _look_at_the_end() -> None:
     """In a turn that is a task by itself (``asyncio.ensure_future(anext(versions))``): asyncio is not to log its end as
     a failure where the program does not look at it any more."""
     task = asyncio.current_task()
-    coroutine: Any = None if task is None else task.get_coro()
+    coroutine: object = None if task is None else task.get_coro()
     if task is not None and getattr(coroutine, "cr_code", None) is Subscription.__anext__.__code__:
         task.add_done_callback(_seen)
 

@@ -31,7 +31,7 @@ __all__ = [
 class BackendValue(NamedTuple):
     """What makes the options of a backend, and what starts it."""
 
-    construct_rpc_backend_options_handler: Callable[..., Any]
+    construct_rpc_backend_options_handler: Callable[..., object]
     init_backend_handler: Callable[..., Any]
 
 
@@ -45,7 +45,7 @@ def backend_registered(backend_name: str) -> bool:
 
 def register_backend(
     backend_name: str,
-    construct_rpc_backend_options_handler: Callable[..., Any],
+    construct_rpc_backend_options_handler: Callable[..., object],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
     """Add a backend; its member of BackendType, which is a new class then, as with torch.
@@ -86,7 +86,7 @@ def make_options(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    **_: Any,
+    **_: object,
 ) -> TensorPipeRpcBackendOptions:
     """Options of a worker."""
     return TensorPipeRpcBackendOptions(

@@ -26,8 +26,8 @@ class PythonUDF(NamedTuple):
 class RemoteException(NamedTuple):
     """An error of a call, as torch writes it."""
 
-    msg: Any
-    exception_type: Any
+    msg: object
+    exception_type: object
 
 
 class RPCExecMode(enum.Enum):
