@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., object])
 G = TypeVar(
     "G",
     bound="Callable[..., torch.futures.Future[Any]] | staticmethod[..., torch.futures.Future[Any]]"
-    " | classmethod[object, ..., torch.futures.Future[Any]]",
+    " | classmethod[Any, ..., torch.futures.Future[Any]]",
 )
 T = TypeVar("T")
 
