@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch.distributed import Store
 
+from ._typing import Function, Items, Kwargs, Later, P, T, Ts
 from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
@@ -19,6 +20,7 @@ from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
 from .runtime.caller.stream import Stream, open_stream
+from .runtime.calls.batched import Batched
 from .runtime.fanout.options import Quorum
 from .runtime.fanout.peer_group import PeerGroup
 from .runtime.node import registry
@@ -64,7 +66,19 @@ def current() -> Worker:
     return worker
 
 
-def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+@overload
+def call(to: To, function: Batched[..., object, T], /, *args: object, **kwargs: object) -> Future[T]: ...
+
+
+@overload
+def call(to: To, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+
+@overload
+def call(to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+
+def call(to: To, function: Function, /, *args: object, **kwargs: object) -> Future[Any]:
     """Run ``function(*args, **kwargs)`` on worker `to`; starts at once and returns a Future. Any thread.
 
     to: name, rank or WorkerInfo. Awaiting the Future gives the result or raises what the function raised, RpcTimeout
@@ -133,7 +147,7 @@ def group(
     )
 
 
-def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:
+def serve(name: str, value: object, *, replace: bool = False) -> ServedObject:
     """Have other workers call methods of an object: ``rpc.peer(worker).object(name).method(...)``. Any thread.
 
     name: one that this worker serves no other object under; of the letters that names of workers have. Public methods
@@ -148,7 +162,7 @@ def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:
     return current().serve(name, value, replace=replace)
 
 
-def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle:
+def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
     """A handle of a queue that another worker owns, or this one; nothing is sent, and no queue is made.
 
     The function finds a queue by its name; the class `aiorpc.Queue` makes one, on the worker that makes it.
@@ -172,17 +186,67 @@ def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
 
 
 @overload
-def remote(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]: ...
+def remote(to: To, function: Batched[..., object, T], /, *args: object, **kwargs: object) -> RRef[T]: ...
+
+
+@overload
+def remote(to: To, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+
+
+@overload
+def remote(to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
 
 
 @overload
 def remote(
     to: To,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = (),
-    kwargs: Mapping[str, Any] | None = None,
+    func: Batched[..., object, T],
+    args: Sequence[object] | None = None,
+    kwargs: dict[str, Any] | None = None,
     timeout: float = -1.0,
-) -> RRef[Any]: ...
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: To, func: Callable[[], Later[T]], args: None = None, kwargs: None = None, timeout: float = -1.0
+) -> RRef[T]: ...
+
+
+@overload
+def remote(to: To, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = -1.0) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: To, func: Callable[[*Ts], Later[T]], args: tuple[*Ts], kwargs: None = None, timeout: float = -1.0
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: To, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = None, timeout: float = -1.0
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: To, func: Callable[..., Later[T]], args: Sequence[object] | None, kwargs: dict[str, Any], timeout: float = -1.0
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: To, func: Callable[..., T], args: Sequence[object] | None, kwargs: dict[str, Any], timeout: float = -1.0
+) -> RRef[T]: ...
+
+
+@overload
+def remote(to: To, func: Callable[..., Later[T]], *, kwargs: dict[str, Any], timeout: float = -1.0) -> RRef[T]: ...
+
+
+@overload
+def remote(to: To, func: Callable[..., T], *, kwargs: dict[str, Any], timeout: float = -1.0) -> RRef[T]: ...
 
 
 def remote(*given: Any, **named: Any) -> RRef[Any]:
@@ -207,7 +271,7 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
     return node.references.create(node.peers.find(to), function, tuple(args), kwargs, timeout, depth=2)
 
 
-def _is_torch_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_torch_form(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether what follows the function is torch's ``args``, ``kwargs`` and ``timeout``."""
     kinds: dict[str, tuple[type, ...]] = {"args": (tuple, list), "kwargs": (dict,), "timeout": ()}
     if not (args or kwargs) or len(args) > len(kinds) or not kwargs.keys() <= set(list(kinds)[len(args) :]):
@@ -224,15 +288,15 @@ def _is_torch_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _remote_as_in_torch(
     to: To,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = (),
-    kwargs: Mapping[str, Any] | None = None,
+    func: Function,
+    args: Sequence[object] | None = (),
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = -1.0,
-) -> tuple[To, Callable[..., Any], Sequence[Any], dict[str, Any], float]:
+) -> tuple[To, Function, Sequence[object], Kwargs, float]:
     return to, func, args or (), dict(kwargs or {}), timeout
 
 
-def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:
+def stream(to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:
     """``async for item in stream(to, generator_function, *args)``: items of a generator that runs on worker `to`.
 
     The producer stops while the consumer does (``options.stream_window`` items may be under way), and for good when the
@@ -242,7 +306,7 @@ def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
 
 
-def publish(name: str, value: Any) -> Future[Publication]:
+def publish(name: str, value: object) -> Future[Publication]:
     """Give a value to all who subscribe to a name, as its next version; returns a Future at once. Any thread.
 
     ``w = await publish("policy", model.state_dict())``, or ``publish(...).wait()`` in a thread that may block. The
@@ -285,7 +349,7 @@ def unpublish(name: str) -> Future[None]:
 
 def subscribe(
     name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
-) -> Subscription:
+) -> Subscription[Any]:
     """``async for v in subscribe("policy")``: the newest version of what is published under a name. Any thread.
 
     Each turn waits for a version that is newer than the one before, and gives the newest there is; the next one is

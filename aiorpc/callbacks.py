@@ -108,10 +108,10 @@ class UserCallback:
     __slots__ = ("autograd", "begun", "callback", "executor")
 
     def __init__(self, callback: Callable[[Any], Any], executor: Executor | None) -> None:
-        self.callback = callback
-        self.executor = executor
-        self.autograd = current_autograd.get()
-        self.begun = False
+        self.callback: Callable[[Any], object] = callback
+        self.executor: Executor | None = executor
+        self.autograd: int | None = current_autograd.get()
+        self.begun: bool = False
 
     def __call__(self, future: Settled) -> None:
         token = current_autograd.set(self.autograd)
@@ -131,7 +131,7 @@ class UserCallback:
             current_autograd.reset(token)
 
 
-def settle_within(future: Settled, executor: Executor | None, settle: Callable[[Any], object]) -> None:
+def settle_within(future: Settled, executor: Executor | None, settle: Callable[[object], object]) -> None:
     """Have an internal callback settle `future`: here, or in another thread, if this is deep within callbacks already.
 
     For what the program may make as long chains of as it likes.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import torch
 
 from .callbacks import Again, settle_within
 from .futures import AnyFuture, Future, is_future, twin_of, when_done
 
 T = TypeVar("T")
+F = TypeVar("F", bound=AnyFuture)
 
 
 class _Collection(Future[list[AnyFuture]]):
@@ -47,7 +50,7 @@ def _twin_of(future: AnyFuture) -> AnyFuture:
     return twin
 
 
-def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
+def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     """A Future of the list of `futures`, complete when all of them are, whether they failed or not.
 
     Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads.
@@ -69,7 +72,7 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
         result._settle(futures)
     for place, future in enumerate(futures):
         when_done(future, Again(_count, place, left, futures, result))
-    return result
+    return cast("Future[list[F]]", result)  # of the same objects
 
 
 def _count(
@@ -81,7 +84,7 @@ def _count(
         settle_within(result, result._executor, lambda _: result._settle(futures))
 
 
-def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
+def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
     """Block until all are complete and return their values in order; raises the first error in that order.
 
     WouldBlockLoop on the thread that runs the loop which has to settle one of them; TypeError as for `collect_all`.

@@ -10,7 +10,6 @@ could be interrupted before it has done anything.
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Any
 
 if sys.version_info[:2] == (3, 14):
@@ -30,7 +29,8 @@ if sys.version_info[:2] == (3, 14):
 
     Lock = RLock
 else:
-    Lock, RLock = threading.Lock, threading.RLock
+    from _thread import RLock as RLock
+    from threading import Lock as Lock
 
 
 def release(lock: Any) -> None:

@@ -66,4 +66,4 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
 
 #: The one of this process.
-logger = Log()
+logger: Log = Log()

@@ -85,6 +85,8 @@ class RemoteModule(Module):
     ``to`` does not. Subclasses travel with their attributes. It is no part of TorchScript.
     """
 
+    training: bool
+
     on: To
     device: str
     module_rref: RRef[Module]
@@ -165,12 +167,12 @@ class RemoteModule(Module):
             return self.forward_async(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """What the module gives for these arguments; blocks. Raises what it raises, PeerLost, RpcTimeout."""
         self._node().engine.refuse_on_loop("module.forward()", "await module(...)")
         return self.forward_async(*args, **kwargs).wait()
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def forward_async(self, *args: object, **kwargs: object) -> Future[Any]:
         """The same as a Future, at once. Any thread. Cancelling it may leave the module having run."""
         rref, node = self.module_rref, self._node()
         rref._check()
@@ -339,7 +341,7 @@ class RemoteModule(Module):
         node.engine.lifetime.check_open()
         return node
 
-    def _ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _ask(self, function: Callable[..., Any], *args: object) -> Future[Any]:
         """Call a handler of this module on the owner, outside of any autograd context."""
         node, rref = self._node(), self.module_rref
         rref._check()
@@ -385,7 +387,7 @@ def _device(text: str) -> torch.device | str:
         return str(error)
 
 
-def _metadata_of(state: Any) -> Mapping[str, Any]:
+def _metadata_of(state: object) -> Mapping[str, Any]:
     return getattr(state, "_metadata", {})
 
 

@@ -82,7 +82,7 @@ class DistributedOptimizer:
 
     @classmethod
     async def create(
-        cls, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+        cls, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: object, **kwargs: object
     ) -> Self:
         """The same as the constructor, without blocking. If cancelled, what owners have made is dropped."""
         made = cls.__new__(cls)
@@ -472,7 +472,7 @@ class LocalOptimizer(Closing):
         kwargs: Mapping[str, Any],
     ) -> None:
         self._parameters = list(parameters)
-        self.optim = optimizer_class(self._parameters, *args, **kwargs)
+        self.optim: Any = optimizer_class(self._parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> int:
         """Handler: step with the gradients of a context; for how many parameters there was one.
@@ -567,7 +567,7 @@ class _Gradients:
             parameter.grad = gradient
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """The same nest of dicts, lists and tuples; its tensors copied to the host's memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)

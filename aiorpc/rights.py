@@ -94,7 +94,7 @@ def frozen(allow: object) -> Any:
     return {role: _frozen_rule(rule, f"allow[{role!r}]") for role, rule in allow.items()}
 
 
-def _frozen_rule(rule: object, where: str) -> tuple[Any, ...]:
+def _frozen_rule(rule: object, where: str) -> tuple[object, ...]:
     items: Any = (rule,) if isinstance(rule, str) or rule is exposed else rule
     if not isinstance(items, (list, tuple, set, frozenset)):
         raise RpcUsageError(f"{where} is a list of patterns 'module:name' and of rpc.exposed, not {rule!r:.80}")
@@ -230,7 +230,7 @@ class _Rule:
     """What callers of one role may have run. items: patterns and `exposed`; None: everything. patterns: for functions
     and methods."""
 
-    def __init__(self, items: Iterable[Any] | None) -> None:
+    def __init__(self, items: Iterable[object] | None) -> None:
         given = (EVERYTHING,) if items is None else tuple(items)
         self.everything = EVERYTHING in given
         self.by_mark = exposed in given

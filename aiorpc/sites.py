@@ -70,7 +70,7 @@ class Spates:
 
 
 #: What of this process is in the log.
-spates = Spates()
+spates: Spates = Spates()
 
 
 class Unobserved:
@@ -79,9 +79,9 @@ class Unobserved:
     __slots__ = ("error", "seen", "what")
 
     def __init__(self, what: str, error: BaseException) -> None:
-        self.what = what
-        self.error = error
-        self.seen = False
+        self.what: str = what
+        self.error: BaseException = error
+        self.seen: bool = False
 
     def __del__(self) -> None:
         # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen

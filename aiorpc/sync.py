@@ -10,14 +10,16 @@ import asyncio
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
+from ._typing import Function, Kwargs, Later, T, Ts
 from .errors import RpcUsageError, WorkerClosed, WouldBlockLoop
 from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.states import WorkerState
 from .runtime.caller.misuse import check_arguments
 from .runtime.caller.peers import To
+from .runtime.calls.batched import Batched
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
 from .runtime.node import registry
@@ -155,11 +157,61 @@ def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: f
         return report
 
 
+@overload
 def rpc_sync(
     to: To,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
+    func: Batched[..., object, T],
+    args: Sequence[object] | None = None,
     kwargs: dict[str, Any] | None = None,
+    timeout: float = -1.0,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: To, func: Callable[[], Later[T]], args: None = None, kwargs: None = None, timeout: float = -1.0
+) -> T: ...
+
+
+@overload
+def rpc_sync(to: To, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = -1.0) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: To, func: Callable[[*Ts], Later[T]], args: tuple[*Ts], kwargs: None = None, timeout: float = -1.0
+) -> T: ...
+
+
+@overload
+def rpc_sync(to: To, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = None, timeout: float = -1.0) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: To, func: Callable[..., Later[T]], args: Sequence[object] | None, kwargs: dict[str, Any], timeout: float = -1.0
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: To, func: Callable[..., T], args: Sequence[object] | None, kwargs: dict[str, Any], timeout: float = -1.0
+) -> T: ...
+
+
+@overload
+def rpc_sync(to: To, func: Callable[..., Later[T]], *, kwargs: dict[str, Any], timeout: float = -1.0) -> T: ...
+
+
+@overload
+def rpc_sync(to: To, func: Callable[..., T], *, kwargs: dict[str, Any], timeout: float = -1.0) -> T: ...
+
+
+def rpc_sync(
+    to: To,
+    func: Function,
+    args: Sequence[object] | None = None,
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`.
@@ -187,11 +239,65 @@ def rpc_sync(
         del future
 
 
+@overload
 def rpc_async(
     to: To,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
+    func: Batched[..., object, T],
+    args: Sequence[object] | None = None,
     kwargs: dict[str, Any] | None = None,
+    timeout: float = -1.0,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: To, func: Callable[[], Later[T]], args: None = None, kwargs: None = None, timeout: float = -1.0
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: To, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = -1.0
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: To, func: Callable[[*Ts], Later[T]], args: tuple[*Ts], kwargs: None = None, timeout: float = -1.0
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: To, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = None, timeout: float = -1.0
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: To, func: Callable[..., Later[T]], args: Sequence[object] | None, kwargs: dict[str, Any], timeout: float = -1.0
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: To, func: Callable[..., T], args: Sequence[object] | None, kwargs: dict[str, Any], timeout: float = -1.0
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(to: To, func: Callable[..., Later[T]], *, kwargs: dict[str, Any], timeout: float = -1.0) -> Future[T]: ...
+
+
+@overload
+def rpc_async(to: To, func: Callable[..., T], *, kwargs: dict[str, Any], timeout: float = -1.0) -> Future[T]: ...
+
+
+def rpc_async(
+    to: To,
+    func: Function,
+    args: Sequence[object] | None = None,
+    kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await. See `aiorpc.call`.

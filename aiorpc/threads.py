@@ -13,14 +13,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .errors import Overloaded
 
 T = TypeVar("T")
 
 
-def daemon(target: Callable[..., Any], *args: Any, name: str) -> threading.Thread:
+def daemon(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
     """A thread that keeps no process from ending, not yet started."""
     if sys.version_info >= (3, 14):
         return threading.Thread(target=target, args=args, name=name, daemon=True, context=Context())
@@ -42,7 +42,7 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
-    def finish(value: Any, error: BaseException | None) -> None:
+    def finish(value: object, error: BaseException | None) -> None:
         if done.done():
             return
         if error is None:

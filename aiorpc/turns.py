@@ -29,7 +29,7 @@ class SocketTurn(list[Any]):
 
     def __init__(self, end: Callable[[], None], *parts: Any) -> None:
         super().__init__(parts)
-        self.end = end
+        self.end: Callable[[], None] = end
 
     def has_raised(self, error: BaseException) -> bool:
         """Whether it has ended, and that error says so: none that a signal handler has raised."""

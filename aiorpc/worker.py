@@ -12,12 +12,13 @@ import contextvars
 import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch.distributed import Store
 
 from . import queues
+from ._typing import Function, Items, Later, P, T
 from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError
@@ -35,6 +36,7 @@ from .runtime.caller.peer import Peer
 from .runtime.caller.peers import To
 from .runtime.caller.reworded import RewordedFuture, Words, reworded
 from .runtime.caller.stream import Stream, open_stream
+from .runtime.calls.batched import Batched
 from .runtime.calls.current import CommonHome, current_node
 from .runtime.calls.pending import PendingCall
 from .runtime.engine.loops import LoopThread
@@ -50,8 +52,6 @@ from .runtime.node import Node, Plan
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references import rref
 from .runtime.statistics import Statistics, collect
-
-T = TypeVar("T")
 
 
 class _Coming(RewordedFuture):
@@ -87,16 +87,16 @@ class Worker:
         role: str = "",
     ) -> None:
         """accelerator: the devices that tensors may lie on; CUDA's, where there are any, if None."""
-        self.name = check_name(name)
-        self.role = check_role(role)
+        self.name: str = check_name(name)
+        self.role: str = check_role(role)
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise RpcUsageError(f"options must be an RpcBackendOptions or None, not {options!r:.80}")
         if store is not None and not isinstance(store, Store):
             raise RpcUsageError(
                 f"store must be a store of torch.distributed, such as TCPStore(...), or None, not {store!r:.80}"
             )
-        self.options = (options or RpcBackendOptions()).copy()
-        self.init_method = init_method or self.options.init_method
+        self.options: RpcBackendOptions = (options or RpcBackendOptions()).copy()
+        self.init_method: str = init_method or self.options.init_method
         self._hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
         self._news = Events()
         self._objects = Objects(self.name)
@@ -209,18 +209,36 @@ class Worker:
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def call(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    @overload
+    def call(self, to: To, function: Batched[..., object, T], /, *args: object, **kwargs: object) -> Future[T]: ...
+
+    @overload
+    def call(self, to: To, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    @overload
+    def call(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def call(self, to: To, function: Function, /, *args: object, **kwargs: object) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on a worker; returns a Future at once. See `aiorpc.call`."""
         node = self._node
         return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
-    def remote(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> rref.RRef[Any]:
+    @overload
+    def remote(self, to: To, function: Batched[..., object, T], /, *args: object, **kwargs: object) -> rref.RRef[T]: ...
+
+    @overload
+    def remote(self, to: To, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> rref.RRef[T]: ...
+
+    @overload
+    def remote(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> rref.RRef[T]: ...
+
+    def remote(self, to: To, function: Function, /, *args: object, **kwargs: object) -> rref.RRef[Any]:
         """An RRef of the result of ``function(*args, **kwargs)``, which stays on that worker; returns at once."""
         node = self._node
         timeout = node.engine.default_timeout
         return node.references.create(node.peers.find(to), function, args, kwargs, timeout, depth=2)
 
-    def stream(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:
+    def stream(self, to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:
         """The items of a generator function that runs on a worker. See `aiorpc.stream`."""
         node = self._node
         return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
@@ -259,18 +277,19 @@ class Worker:
         retry = retry_options(wait, retries, backoff, idempotent)
         return PeerGroup(node, make_members(node, to, role), GroupOptions(limit, check_quorum(quorum), retry))
 
-    def serve(self, name: str, value: Any, *, replace: bool = False) -> ServedObject:
+    def serve(self, name: str, value: object, *, replace: bool = False) -> ServedObject:
         """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
         if isinstance(value, rref.RRef):
             raise RpcUsageError(f"{name!r} is to be a reference: serve the value itself, at its owner")
         return self._objects.serve(name, value, self._life.lifetime, replace=replace)
 
-    def queue(self, name: str, *, owner: str, timeout: float | None = None) -> QueueHandle:
+    def queue(self, name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
         """A handle of a queue that some worker owns; this one uses it. See `aiorpc.queue`."""
         self._check_open()
-        return QueueHandle(name, owner, timeout)._bind(self._node)
+        handle: QueueHandle[Any] = QueueHandle(name, owner, timeout)
+        return handle._bind(self._node)
 
-    def Queue(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> queues.Queue:
+    def Queue(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> queues.Queue[Any]:
         """A queue that this worker owns. See `aiorpc.Queue`."""
         self._check_open()
         return queues.Queue._of(self._node, name, maxsize, timeout)
@@ -291,7 +310,7 @@ class Worker:
         call.parked = True
         return reworded(call, partial(peers.not_come, peer), partial(_Coming, peer))
 
-    def publish(self, name: str, value: Any) -> Future[Publication]:
+    def publish(self, name: str, value: object) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
         return self._node.publications.publish(name, value)
 
@@ -301,7 +320,7 @@ class Worker:
 
     def subscribe(
         self, name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
-    ) -> Subscription:
+    ) -> Subscription[Any]:
         """The newest versions of what is published under a name. See `aiorpc.subscribe`."""
         return self._node.publications.subscribe(name, timeout, map_location)
 

@@ -62,7 +62,7 @@ def test_collect_all_keeps_identity_and_refuses_others() -> None:
     assert all(mine is theirs for mine, theirs in zip(collect_all(futures).wait(LONG), futures, strict=True))
     assert collect_all([]).wait(LONG) == []
     with pytest.raises(TypeError, match="not int"):
-        collect_all([1])  # type: ignore[list-item]  # misuse
+        collect_all([1])  # type: ignore[type-var]  # misuse
 
 
 def test_collect_all_completes_once_when_many_threads_settle() -> None:

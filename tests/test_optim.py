@@ -592,7 +592,7 @@ async def test_a_gradient_that_fits_no_more(apart: list[Worker]) -> None:
         with autograd.context() as context_id:
             losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0)) for weight in weights]
             aiorpc.rpc_sync("worker1", shorten, (weights[1],))
-            autograd.backward(context_id, [sum(losses)])
+            autograd.backward(context_id, [sum(losses)])  # type: ignore[list-item]
             with pytest.raises(RuntimeError, match="size") as caught:
                 optimizer.step(context_id)
         assert "worker 'worker1'" in caught.value.__notes__[-1]
@@ -620,7 +620,7 @@ async def test_an_owner_steps_in_a_thread_whoever_ends_its_part(apart: list[Work
         weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2)]
         optimizer = DistributedOptimizer(OffLoops, weights, lr=0.1)
         with autograd.context() as context_id:
-            loss = aiorpc.rpc_sync("worker1", times_both, (*weights, values(5))).sum()
+            loss: torch.Tensor = aiorpc.rpc_sync("worker1", times_both, (*weights, values(5))).sum()  # type: ignore[arg-type]
             optimizer.backward_and_step(context_id, [loss])
         return [here(weight) for weight in weights]
 
@@ -830,7 +830,7 @@ async def test_trainers_step_the_same_parameters_at_once(apart: list[Worker], ow
 
     def prepare() -> tuple[list[RRef[Tensor]], DistributedOptimizer]:
         weights = [aiorpc.remote("worker1", make, seed) for seed in range(2)]
-        return weights, DistributedOptimizer(Plain, weights, pause=0.002)
+        return weights, DistributedOptimizer(Plain, weights, pause=0.002)  # type: ignore[return-value]
 
     def train(optimizer: DistributedOptimizer, weights: list[RRef[Tensor]], number: int) -> None:
         if own:
@@ -951,7 +951,7 @@ async def test_parameters_are_told_apart_without_torch(
         loss = sum([await aiorpc.call("worker1", scaled, weight, 2.0) for weight in weights[:2]])
         with monkeypatch.context() as patched:
             patched.setattr(Tensor, "__eq__", compare)
-            await ctx.backward([loss])
+            await ctx.backward([loss])  # type: ignore[list-item]
             await optimizer.step(ctx)
     assert not compared
     for seed, (weight, change) in enumerate(zip(weights, (2.0, 2.0, 0.0), strict=True)):
@@ -1013,7 +1013,7 @@ async def test_state_goes_back_and_forth(apart: list[Worker]) -> None:
     def script(renew: bool) -> tuple[dict[str, Any], list[Tensor]]:
         weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2, 1)]
         optimizer = DistributedOptimizer(torch.optim.Adam, weights, lr=0.1)
-        step(optimizer, weights)
+        step(optimizer, weights)  # type: ignore[arg-type]
         state = optimizer.state_dict()
         assert not aiorpc.rpc_sync("worker1", shares_state, (optimizer.remote_optimizers[0],))
         if renew:
@@ -1022,7 +1022,7 @@ async def test_state_goes_back_and_forth(apart: list[Worker]) -> None:
             for owner in state.values():
                 for each in owner["state"].values():
                     each["exp_avg"].fill_(1e6)
-        step(optimizer, weights)
+        step(optimizer, weights)  # type: ignore[arg-type]
         return state, [here(weight) for weight in weights]
 
     state, expected = await run(apart[0], script, False)
@@ -1094,7 +1094,7 @@ async def test_a_lost_owner() -> None:
         weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
         optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
         async with autograd.context() as ctx:
-            losses = await losses_of(worker, weights)
+            losses = await losses_of(worker, weights)  # type: ignore[arg-type]
             await ctx.backward(losses)
             step = optimizer.step(ctx)
 
@@ -1122,7 +1122,7 @@ async def test_an_owner_that_is_lost_as_it_steps_at_the_end_of_a_pass() -> None:
         weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
         optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
         async with autograd.context() as ctx:
-            losses = await losses_of(worker, weights)
+            losses = await losses_of(worker, weights)  # type: ignore[arg-type]
             step = optimizer.backward_and_step(ctx, losses)
 
             async def there() -> bool:

@@ -237,7 +237,7 @@ def test_a_process_that_cannot_join_says_why() -> None:
     port = free_port()
     options = RpcBackendOptions(transports=("tcp",), port_range=(port, port))
     reason = r"'worker0' cannot join: .*port"
-    with pytest.raises(aiorpc.RendezvousError, match=reason), process_cluster(1, options=options):
+    with pytest.raises(aiorpc.errors.RendezvousError, match=reason), process_cluster(1, options=options):
         pass
 
 

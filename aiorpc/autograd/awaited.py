@@ -19,13 +19,16 @@ class Awaited:
     the targets for which a gradient is missing.
     """
 
+    targets: int
+    blocked: int
+
     def __init__(self, names: Sequence[SentName], masks: Sequence[int]) -> None:
         first = len(names)  # where the entries stand in the trees
         self._names: list[Any] = [None] * first
         self._names += names
         self._leads = _united(masks)  # to which targets
         self._blocked = self._leads.copy()  # the same of those entries alone whose gradients are missing
-        self.missing = dict(zip(names, range(first, 2 * first), strict=True))
+        self.missing: dict[SentName, int] = dict(zip(names, range(first, 2 * first), strict=True))
         self.targets = self.blocked = self._leads[1]
 
     def came(self, names: Iterable[SentName]) -> None:

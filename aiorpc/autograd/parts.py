@@ -126,9 +126,9 @@ class Part:
         maker: PeerForContexts | None = None,
     ) -> None:
         """runs: what runs the pass, if that is this worker. maker: the worker whose message has made it, if another."""
-        self.over = False
+        self.over: bool = False
         self.error: BaseException | None = None
-        self.closed = False
+        self.closed: bool = False
         self.reached: set[int] = set()
         self.held: dict[int, Given] | None = None  # gradients for others, while they are not to be sent
         self._maker = maker

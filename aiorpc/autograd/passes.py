@@ -136,7 +136,7 @@ class Pass:
         last: Last | None = None,
     ) -> None:
         """last: what is done at the end, if anything. Raises RpcUsageError for roots that cannot be."""
-        self.done = Done()
+        self.done: Done = Done()
         self.done.of = weakref.ref(self)
         self.done._subject = f"the backward pass of autograd context {context.id}"
         engine = node.engine

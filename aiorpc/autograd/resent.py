@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from ..runtime.gradients.reach import ReceivedTensor, SentName, bits_of
 from .awaited import Awaited
 
 Tensor = torch.Tensor
-mask_of = operator.attrgetter("mask")
+mask_of: Callable[[Any], Any] = operator.attrgetter("mask")
 # From so many of them on they are looked after.
 _MANY = 4
 
@@ -38,7 +38,7 @@ class Resent:
 
     def __init__(self) -> None:
         self.names: dict[SentName, None] = {}
-        self.ready = 0
+        self.ready: int = 0
         self.begun = 0
         self.parts: dict[int, Tensor | None] = {}
         self._by_bit: dict[int, tuple[ReceivedTensor, list[SentName]]] = {}

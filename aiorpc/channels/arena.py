@@ -100,8 +100,8 @@ class Arena:
     ) -> None:
         self.limit = limit
         self.poison = poison
-        self.last_refusal = ""
-        self.used = 0  # bytes that live blocks take, with what rounding adds
+        self.last_refusal: str = ""
+        self.used: int = 0  # bytes that live blocks take, with what rounding adds
         self._segment_size = segment_size
         self._assist = assist
         self._segments: tuple[Segment, ...] = ()

@@ -98,9 +98,9 @@ class Bulk:
         chunk: int = CHUNK_SIZE,
         allocate: Callable[[int], memoryview] = allocate,
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic()
         self.ready = False  # whether chunks can be written at once
-        self.unsent = 0  # bytes that wait for `next_frame`
+        self.unsent: int = 0  # bytes that wait for `next_frame`
         self._limit = limit
         self._total = total
         self._most = max(total // TRANSFER_COST, FEW_TRANSFERS)

@@ -18,7 +18,7 @@ class Inline:
     name = "inline"
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic()
 
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
         """All buffers go with the frame. The wire of each is its number among the segments of the frame."""

@@ -123,11 +123,11 @@ class Landing:
     __slots__ = ("_lent", "_pool", "accelerator", "carriers", "streams")
 
     def __init__(self, accelerator: Accelerator, pool: StreamPool | None = None, devices: Sequence[int] = ()) -> None:
-        self.accelerator = accelerator
+        self.accelerator: Accelerator = accelerator
         self.carriers: list[tuple[int, Tensor]] = []  # of the tensors that were made, each with its device
         self._pool = pool
         self._lent: list[tuple[int, Stream]] = []
-        self.streams = {} if pool is None else pool.take(devices, self._lent)  # by device
+        self.streams: dict[int, Stream] = {} if pool is None else pool.take(devices, self._lent)  # by device
 
     def __del__(self) -> None:
         if self._pool is not None:

@@ -25,7 +25,7 @@ class Route:
         self._hint = hint
         self._targets = {source: str(target) for source, target in devices.items()}
         host = self._targets.get(_CPU, "cpu")
-        self.host_target = "" if host == "cpu" else host  # where tensors in the host's memory go, if not to that
+        self.host_target: str = "" if host == "cpu" else host  # where tensors in the host's memory go, if not to that
 
     def __bool__(self) -> bool:
         """Whether tensors have to be looked at at all."""

@@ -63,7 +63,7 @@ class OwnedDescriptor:
     _close = staticmethod(os.close)  # at the very end of an interpreter a module has lost its names
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd: int = fd
 
     def close(self) -> None:
         """Close it now; again: nothing."""
@@ -136,7 +136,7 @@ class Mapping:
 
     def __init__(self, fd: int, size: int) -> None:
         """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
-        self.memory = _Memory(-1, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        self.memory: _Memory = _Memory(-1, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
         self.memory.map(fd)
         _mapped.add(self.memory)
         self.size = size
@@ -197,7 +197,7 @@ class PrivateMapping:
 
     def __init__(self, fd: int, size: int) -> None:
         """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
-        self.memory = _private(fd, size)
+        self.memory: mmap.mmap = _private(fd, size)
         self.size = size
         self._array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)  # nobody can close the mmap under the address
 

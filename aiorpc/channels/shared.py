@@ -28,7 +28,7 @@ from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
 from .segments import Bytes
 from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, SegmentOffer, SegmentRefused, Warm
-from .shm import Borrower, Copies, Lender
+from .shm import Borrower, Copies, Lender, Loan
 
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
@@ -122,13 +122,13 @@ class SharedMemory:
         least: int = SHARE_SIZE,
         keeper: Keeper,
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic()
         self.arena = arena
         self._keeper = keeper
-        self.lender = Lender(arena)
+        self.lender: Lender = Lender(arena)
         self.lender.refused = self.traffic.refused
-        self.borrower = Borrower(surroundings.on_loan)
-        self.released = self.borrower.released  # what `flush` would send
+        self.borrower: Borrower = Borrower(surroundings.on_loan)
+        self.released: deque[Loan | Block] = self.borrower.released  # what `flush` would send
         self._pid = pid
         self._least = least
         self._around = surroundings

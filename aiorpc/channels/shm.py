@@ -111,7 +111,7 @@ class Lender:
     def __init__(self, arena: Arena, *, share: float = 0.25, soft: float = 0.5, most: float = 0.75) -> None:
         self.arena = arena
         self.refused: Counter[str] = Counter()
-        self.last_refusal = ""  # why `lend` gave None the last time
+        self.last_refusal: str = ""  # why `lend` gave None the last time
         self._share = int(share * arena.limit)
         self._soft = int(soft * arena.limit)
         self._most = int(most * arena.limit)
@@ -287,7 +287,7 @@ class Lender:
         self.last_refusal = reason
 
 
-class _Loan(weakref.ref[Bytes]):
+class Loan(weakref.ref[Bytes]):
     """Knows when the last view of an adopted block has died: all of them keep the array itself alive."""
 
     __slots__ = ("block",)
@@ -304,10 +304,10 @@ class Borrower:
     def __init__(self, on_loan: Callable[[], None]) -> None:
         self._on_loan = on_loan
         self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
-        self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
+        self._loans: dict[tuple[int, int], Loan] = {}  # by segment and offset
         self._lately: deque[int] = deque(maxlen=16)  # generations of the blocks that were adopted last
         #: For `drain`; public so that one can look cheaply whether there is anything.
-        self.released: deque[_Loan | Block] = deque()
+        self.released: deque[Loan | Block] = deque()
         self._pid = os.getpid()
         self._closed = False
 
@@ -404,7 +404,7 @@ class Borrower:
             return taken
         # The last view may die in any thread, and in the midst of anything. So what is called then is no Python: it
         # needs no lock, and no signal handler raises in it, whose exception would be lost.
-        loan = _Loan(array, self.released.append)
+        loan = Loan(array, self.released.append)
         loan.block = block
         self._loans[block.segment, block.offset] = loan
         self._lately.append(block.generation)
@@ -416,13 +416,13 @@ class Borrower:
         blocks: list[Block] = []
         if os.getpid() != self._pid:
             return blocks
-        last: list[_Loan | Block] = []
+        last: list[Loan | Block] = []
         released = self.released
         try:
             with contextlib.suppress(IndexError):  # another thread was faster
                 last.extend(map(deque.popleft, repeat(released, len(released))))
             for each in last:
-                if isinstance(each, _Loan):
+                if isinstance(each, Loan):
                     block = each.block
                     self._loans.pop((block.segment, block.offset), None)
                 else:

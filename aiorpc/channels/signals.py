@@ -60,7 +60,7 @@ class _Page:
 
     def __init__(self, memops: Memops, mapping: Mapping) -> None:
         self.mapping = mapping
-        self.address = memops.register(mapping.address, mapping.size)
+        self.address: int = memops.register(mapping.address, mapping.size)
         self._memops = memops
         _registered.add(self)
 
@@ -82,8 +82,8 @@ class Signal:
 
     def __init__(self, memops: Memops, page: _Page, number: int, side: int, index: int, handle: bytes) -> None:
         place = _HEADER + number * _CELL
-        self.index = index
-        self.handle = handle
+        self.index: int = index
+        self.handle: bytes = handle
         self._memops = memops
         self._page = page
         self._side = side

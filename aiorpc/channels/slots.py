@@ -71,6 +71,8 @@ class SharedSlot:
     fd, nonce: by which other processes find it, and know that it is the right one. It is the only descriptor of it.
     """
 
+    nonce: bytes
+
     def __init__(self, number: int, size: int, share: DescriptorShare | None = None) -> None:
         """size: bytes of the whole file. share: leave to have it open. Raises OSError if the system has no memory for
         it, or no such files."""
@@ -78,7 +80,7 @@ class SharedSlot:
         self.size = size
         self._share = share
         self._mapping, self.nonce = create_read_only(size)
-        self.fd = self._mapping.memory.file.fd
+        self.fd: int = self._mapping.memory.file.fd
 
     def bytes(self, size: int) -> Bytes:
         """The first bytes of what it holds; each call makes an array of its own, that others may be told apart from."""
@@ -251,7 +253,7 @@ class SlotView:
         self.nonce = nonce
         self._share = share
         self._loan: weakref.ref[Bytes] | None = None  # all views of what was adopted keep the array itself alive
-        self.stale = False
+        self.stale: bool = False
         self._pid = os.getpid()
 
     @property

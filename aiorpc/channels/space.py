@@ -32,11 +32,11 @@ class Slab:
     __slots__ = ("count", "free", "room", "segment", "start")
 
     def __init__(self, segment: int, start: int, room: int) -> None:
-        self.segment = segment
-        self.start = start
-        self.room = room
-        self.count = SLAB // room
-        self.free = [start + room * index for index in reversed(range(self.count))]
+        self.segment: int = segment
+        self.start: int = start
+        self.room: int = room
+        self.count: int = SLAB // room
+        self.free: list[int] = [start + room * index for index in reversed(range(self.count))]
 
     @property
     def empty(self) -> bool:
@@ -117,7 +117,7 @@ class Space:
     """The arithmetic of the arena: slots for small blocks, extents for large ones. Touches no memory; one thread."""
 
     def __init__(self) -> None:
-        self.extents = Extents()
+        self.extents: Extents = Extents()
         self._slabs: dict[int, list[Slab]] = {room: [] for room in SLOTS}  # those with a free slot
 
     def state(self, places: Iterable[Place] = ()) -> Any:

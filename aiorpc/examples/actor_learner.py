@@ -78,7 +78,7 @@ async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
         samples = rpc.queue("samples", owner="learner", timeout=0)
         with contextlib.suppress(rpc.QueueShutDown, rpc.PeerLeft):
             async with rpc.subscribe("policy", timeout=0) as versions:
-                weights: rpc.types.PublishedVersion | None = await anext(versions)
+                weights: rpc.types.PublishedVersion[dict[str, torch.Tensor]] | None = await anext(versions)
                 while weights is not None:
                     policy.load_state_dict(weights.value, assign=True)
                     version, weights = weights.version, None
@@ -229,7 +229,7 @@ class Record:
 async def learn(settings: Settings, meet: str, actors: Actors, record: Record) -> None:
     """Learn from what the actors put into the queue until it is solved, or the updates are over."""
     async with rpc.init("learner", role="learner", init_method=meet):
-        samples = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
+        samples: rpc.Queue[Fragment] = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
         with actors, Steps("updates", settings.updates, show=settings.show) as progress:
             await asyncio.to_thread(actors.start)
             async with asyncio.TaskGroup() as tasks:  # who dies of itself ends the updates as well
@@ -240,7 +240,7 @@ async def learn(settings: Settings, meet: str, actors: Actors, record: Record) -
             await asyncio.to_thread(actors.join)
 
 
-async def update(settings: Settings, samples: rpc.Queue, record: Record, progress: Steps) -> None:
+async def update(settings: Settings, samples: rpc.Queue[Fragment], record: Record, progress: Steps) -> None:
     """Take samples, learn from them, publish what came of it; again and again."""
     learner, last = Learner(settings.seed), 0.0
     weights = await rpc.publish("policy", learner.policy.state_dict())
@@ -271,7 +271,7 @@ async def tend(settings: Settings, actors: Actors, record: Record) -> None:
             due = record.now() + settings.chaos
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: Settings) -> dict[str, object]:
     """Train once and return the result as plain data.
 
     Raises: WorkerFailed when an actor ended that nobody has killed, or the run was not done in ``settings.timeout``
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return commands.main(argv, _announce_and_run, lines, draw_actor_learner, check)
 
 
-def _announce_and_run(settings: Settings) -> dict[str, Any]:
+def _announce_and_run(settings: Settings) -> dict[str, object]:
     chaos = f", one of them killed every {settings.chaos:g} s" if settings.chaos else ""
     print(f"CartPole-v1: a learner and {settings.actors} actors with {settings.games} games each{chaos}", flush=True)
     return run(settings)

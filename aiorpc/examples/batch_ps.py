@@ -41,7 +41,7 @@ class ParameterServer(ps.ServerBase):
         return super().update_and_fetch_model(trainer, gradients, loss)
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Train once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.

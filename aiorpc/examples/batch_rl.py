@@ -47,7 +47,7 @@ class Agent(rl.AgentBase):
         return super().select_action_batch(observer, state)
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Train once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.

@@ -31,6 +31,9 @@ TARGET = torch.tensor([1.0, -2.0, 3.0])
 class Server:
     """The parameter, and how many steps are in it. It is saved after each step, so that a new process can go on."""
 
+    step: int
+    weight: torch.Tensor
+
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self.weight, self.step = torch.zeros(3), 0
@@ -110,11 +113,13 @@ async def main(steps: int, kill_at: int) -> None:
 
 if __name__ == "__main__":
     what = "A parameter server that is killed in the middle, and goes on from its checkpoint in another process."
-    parser = argparse.ArgumentParser(prog="python -m aiorpc.examples.comeback", description=what)
+    parser: argparse.ArgumentParser = argparse.ArgumentParser(
+        prog="python -m aiorpc.examples.comeback", description=what
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill-at", type=int, default=10, help="after so many steps; -1: never")
     parser.add_argument("--serve", metavar="MEET", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given: argparse.Namespace = parser.parse_args()
     if given.steps < 1:
         parser.error("--steps must be at least 1")
     sys.exit(exit_code(lambda: asyncio.run(serve(given.serve) if given.serve else main(given.steps, given.kill_at))))

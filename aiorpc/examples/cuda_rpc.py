@@ -65,7 +65,7 @@ class Shard(torch.nn.Module):
 
     def __init__(self, number: int, settings: Settings, device: str, staged: bool) -> None:
         super().__init__()
-        self.linear = torch.nn.utils.skip_init(torch.nn.Linear, settings.size, settings.size)
+        self.linear: torch.nn.Module = torch.nn.utils.skip_init(torch.nn.Linear, settings.size, settings.size)
         # The same layer in whatever process it is made, whatever other threads draw meanwhile.
         drawn = torch.Generator().manual_seed(settings.seed + number)
         bound = settings.size**-0.5
@@ -156,7 +156,7 @@ def seconds_of(one_round: Callable[[Tensor], object], x: Tensor, rounds: int) ->
     return time.perf_counter() - started
 
 
-def drive(settings: Settings, devices: tuple[str, str]) -> dict[str, Any]:
+def drive(settings: Settings, devices: tuple[str, str]) -> dict[str, object]:
     """Warm up and check all ways, then time them."""
     torch.manual_seed(settings.seed)
     x = torch.randn(settings.batch, settings.size).to(devices[0])
@@ -177,7 +177,7 @@ def drive(settings: Settings, devices: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 has the first shard and drives, rank 1 has the second."""
     devices = placement(torch.cuda.device_count())
     options = rpc.RpcBackendOptions(device_channel=settings.device_channel)
@@ -189,7 +189,7 @@ def role(place: Place, settings: Settings) -> dict[str, Any] | None:
     return result
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Run all ways once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised (as when a result was wrong) or was not done in

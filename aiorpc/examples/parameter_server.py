@@ -187,7 +187,7 @@ def run_trainer(server: rpc.RRef[ParameterServer], trainer: int, settings: Setti
         proxy.note(loss.item())
 
 
-def run_server(place: Place, settings: Settings) -> dict[str, Any]:
+def run_server(place: Place, settings: Settings) -> dict[str, object]:
     """Make the server, let all trainers work, and return the result."""
     trainers = range(1, place.world_size)
     looks = settings.num_steps // settings.check_every
@@ -215,7 +215,7 @@ def run_server(place: Place, settings: Settings) -> dict[str, Any]:
     }
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 is the server, the others work as it tells them."""
     rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)
     result = run_server(place, settings) if place.rank == 0 else None
@@ -223,7 +223,7 @@ def role(place: Place, settings: Settings) -> dict[str, Any] | None:
     return result
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Train once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.

@@ -141,7 +141,7 @@ class Pipeline:
         return loss.item()
 
 
-async def train(settings: Settings, micro: int) -> dict[str, Any]:
+async def train(settings: Settings, micro: int) -> dict[str, object]:
     """Train new stages with that many micro-batches; all numbers of them see the same batches."""
     pipeline = await Pipeline.create(settings)
     batches = images(settings.seed, 0, settings.batch_size, SIZE)
@@ -157,7 +157,7 @@ async def train(settings: Settings, micro: int) -> dict[str, Any]:
     return {"micro": micro, "losses": losses, "seconds": seconds, "s_per_batch": median(seconds[1:] or seconds)}
 
 
-async def drive(settings: Settings) -> dict[str, Any]:
+async def drive(settings: Settings) -> dict[str, object]:
     """All numbers of micro-batches, one after the other."""
     return {
         "program": "pipeline",
@@ -166,18 +166,18 @@ async def drive(settings: Settings) -> dict[str, Any]:
     }
 
 
-async def _main(place: Place, settings: Settings) -> dict[str, Any] | None:
+async def _main(place: Place, settings: Settings) -> dict[str, object] | None:
     async with rpc.init(NAMES[place.rank], rank=place.rank, world_size=place.world_size):
         # Stages have nothing to start: leaving serves until the master is done.
         return await drive(settings) if place.rank == 0 else None
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 has the data and drives, the others have a stage each."""
     return asyncio.run(_main(place, settings))
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Train with all numbers and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.

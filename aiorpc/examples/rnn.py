@@ -76,8 +76,8 @@ class Text:
     """A text as numbers. alphabet: its letters, in order; a letter's number is its place."""
 
     def __init__(self, text: str) -> None:
-        self.alphabet = "".join(sorted(set(text)))
-        self.numbers = torch.tensor([self.alphabet.index(letter) for letter in text])
+        self.alphabet: str = "".join(sorted(set(text)))
+        self.numbers: Tensor = torch.tensor([self.alphabet.index(letter) for letter in text])
 
     def decode(self, numbers: Sequence[int]) -> str:
         return "".join(self.alphabet[number] for number in numbers)
@@ -122,7 +122,7 @@ class Embedding(Layers):
 
     def __init__(self, letters: int, settings: Settings) -> None:
         super().__init__(1, settings)
-        self.table = torch.nn.Embedding(letters, settings.embedding)
+        self.table: torch.nn.Embedding = torch.nn.Embedding(letters, settings.embedding)
 
     def forward(self, letters: Tensor) -> Tensor:
         vectors: Tensor = self.table(letters)
@@ -134,7 +134,7 @@ class Recurrent(Layers):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(0, settings)
-        self.lstm = torch.nn.LSTM(settings.embedding, settings.hidden)
+        self.lstm: torch.nn.LSTM = torch.nn.LSTM(settings.embedding, settings.hidden)
 
     def forward(self, vectors: Tensor, state: State | None) -> tuple[Tensor, State]:
         output, (hidden, cell) = self.lstm(vectors, state)
@@ -147,7 +147,7 @@ class Decoder(Layers):
 
     def __init__(self, letters: int, settings: Settings) -> None:
         super().__init__(2, settings)
-        self.linear = torch.nn.Linear(settings.hidden, letters)
+        self.linear: torch.nn.Linear = torch.nn.Linear(settings.hidden, letters)
 
     def forward(self, output: Tensor) -> Tensor:
         scores: Tensor = self.linear(output)
@@ -159,7 +159,7 @@ class LanguageModel:
 
     def __init__(self, letters: int, settings: Settings) -> None:
         self.embedding: rpc.RRef[Embedding] = rpc.remote("embedding", Embedding, args=(letters, settings))
-        self.recurrent = Recurrent(settings)
+        self.recurrent: Recurrent = Recurrent(settings)
         self.decoder: rpc.RRef[Decoder] = rpc.remote("decoder", Decoder, args=(letters, settings))
 
     def __call__(self, letters: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -214,7 +214,7 @@ def perplexity(losses: Sequence[float]) -> float:
         return math.inf
 
 
-def drive(settings: Settings) -> dict[str, Any]:
+def drive(settings: Settings) -> dict[str, object]:
     """Make the model, train it and let it write."""
     text = read_text(settings)
     model = LanguageModel(len(text.alphabet), settings)
@@ -240,7 +240,7 @@ def drive(settings: Settings) -> dict[str, Any]:
     }
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 has the LSTM and trains, the others have the embedding and the decoder."""
     rpc.init_rpc(NAMES[place.rank], rank=place.rank, world_size=place.world_size)
     result = drive(settings) if place.rank == 0 else None
@@ -248,7 +248,7 @@ def role(place: Place, settings: Settings) -> dict[str, Any] | None:
     return result
 
 
-def run(settings: Settings) -> dict[str, Any] | None:
+def run(settings: Settings) -> dict[str, object] | None:
     """Train once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.

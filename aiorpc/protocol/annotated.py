@@ -34,7 +34,7 @@ if sys.version_info >= (3, 14):
         like.__annotations__ = get_annotations(function, format=Format.STRING)
         return like
 
-    def with_annotations(kind: type, reduced: Any) -> Any:
+    def with_annotations(kind: type, reduced: object) -> Any:
         """What cloudpickle makes of a class, with its annotations if it goes by value: texts, if need be."""
         if isinstance(reduced, tuple) and len(reduced) > 2:  # with a state, so it is no name of a type of Python's
             annotations = _looked_up(kind)
@@ -44,7 +44,7 @@ if sys.version_info >= (3, 14):
                 reduced[2][0]["__annotations__"] = annotations
         return reduced
 
-    def _looked_up(annotated: Any) -> dict[str, Any] | None:
+    def _looked_up(annotated: object) -> dict[str, object] | None:
         try:
             return get_annotations(annotated)
         except Exception as error:
@@ -52,7 +52,7 @@ if sys.version_info >= (3, 14):
                 raise
             return None
 
-    def _reduce_reference(reference: ForwardRef, route: Any) -> Any:
+    def _reduce_reference(reference: ForwardRef, route: object) -> Any:
         # A dataclass has them in place of types that are not there. They hold all names of the module they stand in.
         return ForwardRef, (reference.evaluate(format=Format.STRING),)
 
@@ -64,6 +64,6 @@ else:
         """The function: its annotations were looked up when it was defined."""
         return function
 
-    def with_annotations(kind: type, reduced: Any) -> Any:
+    def with_annotations(kind: type, reduced: object) -> Any:
         """What cloudpickle makes of a class, which has its annotations."""
         return reduced

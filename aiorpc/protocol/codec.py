@@ -91,20 +91,20 @@ class Outgoing:
         most: int | None = None,
         other_python: str = "",
     ) -> None:
-        self.target = target
-        self.most = most
-        self.other_python = other_python
+        self.target: Any = target
+        self.most: int | None = most
+        self.other_python: str = other_python
         self.apart: list[Tensor] | None = [] if apart else None
-        self.route = route
-        self.safe = safe
-        self.same_main = same_main
+        self.route: TensorRoute | None = route
+        self.safe: bool = safe
+        self.same_main: bool = same_main
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
         self.buffers: list[Buffer] = []
         self.references: list[PassedReference] = []
         self.lent: list[Any] | None = [] if lends else None
         self.on_unsent: list[Callable[[], None]] = []
-        self.posted = False
+        self.posted: bool = False
 
     def unsend(self) -> None:
         """Undo what encoding did elsewhere: the frame will not be sent."""
@@ -192,7 +192,7 @@ def _goes_alone(tensor: Tensor, position: int, route: TensorRoute) -> bool:
         raise SerializationError(f"is {error}", position) from None
 
 
-def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) -> list[Any]:
+def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) -> list[object]:
     """The values of a message. Raises whatever unpickling raises, and ProtocolError for a message that is none."""
     values = message.values
     try:
@@ -235,7 +235,7 @@ def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
     return True
 
 
-def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
+def _pickle_all(values: list[object], positions: list[int], out: Outgoing) -> bytes:
     """One pickle of the values at these positions, or one tree."""
     opaque = tuple([values[position] for position in positions])
     if not out.safe and is_simple(opaque):
@@ -348,14 +348,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
 
     # Before cloudpickle's, which sends what is in an open file.
-    dispatch_table: ClassVar[Any] = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[object] = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(self, file: io.BytesIO, out: Outgoing) -> None:
         # Not a method of ours: a cycle would keep all that was pickled until the garbage collector comes by.
         super().__init__(file, protocol=5, buffer_callback=partial(_take_buffer, out))
         self._out = out
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, Tensor):
             if not is_dense(value, self._out.route):
                 apart = self._out.apart

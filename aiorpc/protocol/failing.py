@@ -17,7 +17,7 @@ _SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")  # a class that has 
 _KEY = 40  # letters of a key that are shown
 
 
-def find_failing(value: Any, write: Callable[[Any], object], error: Exception) -> tuple[str, Any]:
+def find_failing(value: object, write: Callable[[object], object], error: Exception) -> tuple[str, object]:
     """The path to the innermost part of a value that `write` raises for, such as ``['a'][3].lock``, and that part.
 
     error: what it raises for the value; a part for which it raises another one is not to blame. The path is empty if
@@ -39,7 +39,7 @@ def find_failing(value: Any, write: Callable[[Any], object], error: Exception) -
             return path, value
 
 
-def _fails(part: Any, write: Callable[[Any], object], error: Exception) -> bool:
+def _fails(part: object, write: Callable[[object], object], error: Exception) -> bool:
     try:
         write(part)
     except Exception as other:
@@ -49,7 +49,7 @@ def _fails(part: Any, write: Callable[[Any], object], error: Exception) -> bool:
     return False
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: object) -> Iterator[tuple[str, object]]:
     """The parts of a container, an object or a function, each with how it is reached from there."""
     if isinstance(value, dict):
         for key, part in list(value.items()):
@@ -72,7 +72,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                     yield f".{name}", getattr(value, name)
 
 
-def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
     """What a function that goes by value takes along."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:

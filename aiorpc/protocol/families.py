@@ -32,7 +32,7 @@ class Family(Generic[M]):
 
     def __init__(self, name: str, classes: Mapping[str, type[M]]) -> None:
         self.name = name
-        self.classes = dict(classes)
+        self.classes: dict[str, type[M]] = dict(classes)
         self._words = {declared: word for word, declared in classes.items()}
         self._readers = {word: reader_of(declared) for word, declared in classes.items()}
 

@@ -196,9 +196,9 @@ class FrameDecoder:
         self._end = 0
         self._large: _LargeFrame | None = None
         #: Whether a large buffer is under way.
-        self.filling = False
+        self.filling: bool = False
         #: Whether what came began as TLS does: the other side has it, and this one has not.
-        self.saw_tls = False
+        self.saw_tls: bool = False
 
     @property
     def empty(self) -> bool:

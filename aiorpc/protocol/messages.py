@@ -332,12 +332,12 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
     return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body] if len(body) <= limit else None
 
 
-def without_head(body: bytes, head: tuple[Any, ...]) -> bytes:
+def without_head(body: bytes, head: tuple[object, ...]) -> bytes:
     """The last field of a body that was written with that head, as bytes: what a call has for all of its receivers."""
     return body[len(pack(head)) :]  # an array of one item less begins with as many bytes
 
 
-def with_head(head: tuple[Any, ...], last: bytes) -> bytes:
+def with_head(head: tuple[object, ...], last: bytes) -> bytes:
     """The body of a message with that head, and with a last field that `without_head` gave."""
     return bytes((_FEW_ITEMS + len(head) + 1,)) + pack(head)[1:] + last
 

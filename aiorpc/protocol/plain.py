@@ -47,7 +47,7 @@ class _PlainPickle:
         self._frame = -1  # where the one that is read ends
         self._count = 0
         self._most = _MOST * len(data) + _ANYWAY
-        self._stack: list[Any] = []
+        self._stack: list[object] = []
         self._begun: list[int] = []
         self._marks: list[int] = []
         self._memo: list[tuple[Any, int]] = []  # each with its place on the stack
@@ -72,7 +72,7 @@ class _PlainPickle:
 
     # --- what is read -------------------------------------------------------------------------------------------------
 
-    def _push(self, value: Any, weight: int = 1) -> None:
+    def _push(self, value: object, weight: int = 1) -> None:
         self._begun.append(self._count)
         self._stack.append(value)
         self._count += weight
@@ -104,13 +104,13 @@ class _PlainPickle:
     def mark(self) -> None:
         self._marks.append(len(self._stack))
 
-    def container(self, made: Any) -> None:
+    def container(self, made: object) -> None:
         """An empty one is on the stack."""
         self._weights.pop(id(made), None)  # of another one that is gone
         self._depths[id(made)] = 1
         self._push(made)
 
-    def joined(self, make: Callable[[list[Any]], Any], count: int | None = None) -> None:
+    def joined(self, make: Callable[[list[object]], object], count: int | None = None) -> None:
         """In place of its items there is a container that is made of them: of those behind the mark, or of so many."""
         first = self._marks.pop() if count is None else len(self._stack) - count
         if first < (self._marks[-1] if self._marks else 0):
@@ -142,7 +142,7 @@ class _PlainPickle:
         else:
             self._tables.update(target, [*zip(items[::2], items[1::2], strict=True)])
 
-    def frozen(self, items: list[Any]) -> Any:
+    def frozen(self, items: list[object]) -> Any:
         return frozenset(self._tables.members(items))
 
     def _settle(self, first: int) -> int:
@@ -202,7 +202,7 @@ _U1, _U2, _I4, _U4, _U8, _F8 = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q",
 _STOP = ord(".")
 
 
-def _pushes(value: Any) -> Callable[[_PlainPickle], None]:
+def _pushes(value: object) -> Callable[[_PlainPickle], None]:
     return lambda reader: reader._push(value)
 
 

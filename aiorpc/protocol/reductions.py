@@ -82,7 +82,7 @@ def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
     )
 
 
-def reduce_tensor(tensor: Tensor, route: Any = None) -> Any:
+def reduce_tensor(tensor: Tensor, route: object = None) -> Any:
     """How a tensor that is not dense is pickled, as ``__reduce_ex__`` would say it; NotImplemented: as torch does.
 
     Raises SerializationError for one that cannot travel.
@@ -134,13 +134,13 @@ def _reduce_plain(tensor: Tensor) -> Any:
     return with_state(reduced, tensor)
 
 
-def with_state(reduced: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
+def with_state(reduced: tuple[object, ...], tensor: Tensor) -> tuple[object, ...]:
     """The same, and the attributes of the tensor."""
     state = tensor.__getstate__()
     return reduced if not state else (*reduced, state, None, None, restore_state)
 
 
-def restore_state(tensor: Tensor, state: Any) -> None:
+def restore_state(tensor: Tensor, state: object) -> None:
     """Used in pickles: what ``__getstate__`` said about a tensor, attributes in its dictionary and in slots."""
     if type(tensor).__setstate__ is not Tensor.__setstate__:
         tensor.__setstate__(state)
@@ -159,7 +159,7 @@ def has_sparse_past(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.requires_grad and tensor.layout in _SPARSE
 
 
-def _reduce_sparse(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce_sparse(tensor: Tensor) -> tuple[object, ...]:
     grad = tensor.requires_grad
     tensor = tensor.detach()
     parts: tuple[Tensor, ...]
@@ -219,9 +219,9 @@ def _check_compressed(compressed: Tensor, plain: Tensor) -> None:
 # --- quantised --------------------------------------------------------------------------------------------------------
 
 
-def _reduce_quantised(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce_quantised(tensor: Tensor) -> tuple[object, ...]:
     if tensor.qscheme() is torch.per_tensor_affine:
-        scale: tuple[Any, ...] = (tensor.q_scale(), tensor.q_zero_point())
+        scale: tuple[object, ...] = (tensor.q_scale(), tensor.q_zero_point())
     else:
         scale = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
     kind = STORED.get(tensor.dtype)
@@ -249,7 +249,7 @@ def load_quantised(dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale:
 # --- nested -----------------------------------------------------------------------------------------------------------
 
 
-def _reduce_nested(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce_nested(tensor: Tensor) -> tuple[object, ...]:
     grad = tensor.requires_grad
     tensor = tensor.detach()
     sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
@@ -307,7 +307,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.data_ptr() != 0
 
 
-def _reduce_uninitialized(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce_uninitialized(tensor: Tensor) -> tuple[object, ...]:
     data = tensor.data  # what may be asked of one before it has a shape
     return with_state((type(tensor), (tensor.requires_grad, data.device, data.dtype)), tensor)
 
@@ -346,7 +346,7 @@ def load_storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _reduce_typed_storage(storage: torch.TypedStorage, route: Any) -> tuple[Any, ...]:
+def _reduce_typed_storage(storage: torch.TypedStorage, route: object) -> tuple[object, ...]:
     return load_typed_storage, (storage._untyped_storage, storage.dtype)
 
 
@@ -355,7 +355,7 @@ def load_typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> tor
     return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
-def _reduce_array(array: numpy.ndarray[Any, Any], route: Any) -> Any:
+def _reduce_array(array: numpy.ndarray[Any, Any], route: object) -> Any:
     """One that has gaps would be written into the pickle: numpy lends only memory that is all its own."""
     if array.nbytes <= _SMALL or array.flags.forc or array.dtype.hasobject:
         return NotImplemented

@@ -44,10 +44,10 @@ class Registered:
     """A registry. It is read by any thread, and entries are only added."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Any] = {}
+        self._by_name: dict[str, object] = {}
         self._names: dict[Any, str] = {}
 
-    def add(self, thing: Any) -> None:
+    def add(self, thing: object) -> None:
         """Enter a class or a function; again, it changes nothing.
 
         RpcUsageError for what is neither, for what would let a sender name anything, for what was defined inside of a
@@ -101,7 +101,7 @@ class Registered:
         return found
 
 
-def name_of(thing: Any) -> str | None:
+def name_of(thing: object) -> str | None:
     """The name of a class or a function in messages; None if it has none."""
     module, qualname = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str):
@@ -109,7 +109,7 @@ def name_of(thing: Any) -> str | None:
     return f"{MAIN_NAMES[0] if module in MAIN_NAMES else module}:{qualname}"
 
 
-def _stands(name: str, thing: Any) -> bool:
+def _stands(name: str, thing: object) -> bool:
     """Whether the module that defined it still has it under its name."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module) if module != MAIN_NAMES[0] else sys.modules.get(thing.__module__)
@@ -119,11 +119,11 @@ def _stands(name: str, thing: Any) -> bool:
 
 
 #: What the programs of this process have registered; as with the pickle registry of Python, all workers in it share it.
-registered = Registered()
+registered: Registered = Registered()
 registered.add(Counter)
 
 
-def register_safe(thing: T, *others: Callable[..., Any]) -> T:
+def register_safe(thing: T, *others: Callable[..., object]) -> T:
     """Allow that messages name these classes and functions, in a group with ``serialization="safe"``.
 
     Returns the first, so that it may stand above a class as a decorator. All workers that receive such objects have to

@@ -54,8 +54,8 @@ class Tries:
     """
 
     def __init__(self, retries: int, backoff: Backoff, deadline: float | None, random: Random) -> None:
-        self.state = RETRIED.initial
-        self.made = 1
+        self.state: RetriedState = RETRIED.initial
+        self.made: int = 1
         self.deadline = deadline
         self._retries = retries
         self._backoff = backoff

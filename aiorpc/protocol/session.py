@@ -39,16 +39,16 @@ class Session:
     """
 
     def __init__(self, limit: int) -> None:
-        self.state = SESSION.initial
+        self.state: SessionState = SESSION.initial
         self.limit = limit
         self.kept: deque[Sequence[Buffer]] = deque()
-        self.size = 0
-        self.received = 0
-        self.due = False
+        self.size: int = 0
+        self.received: int = 0
+        self.due: bool = False
         self._acknowledged = 0  # how many frames came before those that are kept
         self._heard = 0  # how many the other end has said that it has
         self._said = 0  # how many the other end was told that we have
-        self.said_at = 0
+        self.said_at: int = 0
         self._acks = 0  # ACKs that have come since
 
     def enter(self, event: SessionEvent) -> None:

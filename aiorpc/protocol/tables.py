@@ -35,7 +35,7 @@ class Tables:
         """size: bytes of the message."""
         self._left = _ONCE + _PER_BYTE * size
 
-    def mapping(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    def mapping(self, pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         """A dict of these pairs. Raises as `update` does."""
         made: dict[Any, Any] = {}
         self.update(made, pairs)

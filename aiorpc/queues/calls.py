@@ -68,7 +68,7 @@ class Calls:
 
         self._begin(call, then, number)
 
-    def ask(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> Future[Any]:
+    def ask(self, method: str, args: Sequence[object], timeout: float, site: CallSite) -> Future[Any]:
         """Call a method of the queue for whoever has called that of the handle, as part of the call that it is in.
 
         timeout: seconds, 0 for no limit. site: where that was. Any thread. Raises what `Peer.call` raises.
@@ -120,7 +120,7 @@ class Calls:
             self.tell("withdraw", number)
         return False
 
-    def tell(self, method: str, *args: Any) -> None:
+    def tell(self, method: str, *args: object) -> None:
         """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue.
 
         An owner that takes no further calls now is told again: items would be lost by that, too.
@@ -131,13 +131,13 @@ class Calls:
             # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
             return peer.call(ObjectMethod(self._queue, method), args, None, 0.0, system=True)
 
-        def told(_: Any, error: BaseException | None) -> None:
+        def told(_: object, error: BaseException | None) -> None:
             if isinstance(error, Overloaded):
                 self._node.engine.loop.call_later(_PAUSE, self.tell, method, *args)
 
         self._begin(call, told)
 
-    def fetch(self, worker: int, named: Sequence[Any], then: Then) -> None:
+    def fetch(self, worker: int, named: Sequence[object], then: Then) -> None:
         """Have items that the worker of that id has kept. named: as `items.to_named` gives them."""
 
         def call() -> Future[Any]:

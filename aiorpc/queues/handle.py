@@ -6,8 +6,9 @@ Each method returns a Future: ``await`` it, or ``wait()`` for it where blocking 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Generic, Self
 
+from .._typing import T
 from ..errors import RpcUsageError
 from ..futures import Future
 from ..options import seconds
@@ -21,7 +22,7 @@ from .served import MOST, ServedQueue, end, watch
 
 
 @register_safe
-class QueueHandle:
+class QueueHandle(Generic[T]):
     """A queue of some worker: see `aiorpc.queue`. All methods may be called from any thread, and return at once.
 
     What they return is a Future, awaited or waited for; its truth is no answer, so ``if await q.empty()``. It raises
@@ -35,8 +36,8 @@ class QueueHandle:
 
         0 is no limit, for `put`, `get`, `get_many` and `join`; what the owner answers at once has ``rpc_timeout`` then.
         """
-        self.name = check_object_name(name)
-        self.owner = check_name(owner)
+        self.name: str = check_object_name(name)
+        self.owner: str = check_name(owner)
         self._timeout = None if timeout is None else seconds(timeout, "timeout")
         self._made: Client | None = None
 
@@ -58,7 +59,7 @@ class QueueHandle:
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
-    def put(self, item: Any, *, copy: bool = True, timeout: float | None = None) -> Future[None]:
+    def put(self, item: T, *, copy: bool = True, timeout: float | None = None) -> Future[None]:
         """Put an item, as it is now; the Future settles when it is in the queue, and waits while that is full.
 
         timeout: seconds that it waits for room, 0 for no limit; None for that of the handle. Past it RpcTimeout is
@@ -72,7 +73,7 @@ class QueueHandle:
         client = self._client()
         return client.put(item, copy, self._seconds(client, timeout))
 
-    def put_nowait(self, item: Any, *, copy: bool = True) -> Future[None]:
+    def put_nowait(self, item: T, *, copy: bool = True) -> Future[None]:
         """Put an item if there is room now, as `put` does; QueueFull if there is none.
 
         RpcTimeout if the owner does not say within the time of the handle; when it goes on the item may be put.
@@ -82,7 +83,7 @@ class QueueHandle:
 
     # --- getting ------------------------------------------------------------------------------------------------------
 
-    def get(self, *, timeout: float | None = None) -> Future[Any]:
+    def get(self, *, timeout: float | None = None) -> Future[T]:
         """The next item; the Future waits while there is none. Each item is given to one `get` of one worker.
 
         timeout: seconds, 0 for no limit; None for that of the handle. Past it RpcTimeout is raised; what comes after
@@ -95,7 +96,7 @@ class QueueHandle:
         client = self._client()
         return client.get(1, False, self._seconds(client, timeout))
 
-    def get_many(self, count: int, *, timeout: float | None = None) -> Future[list[Any]]:
+    def get_many(self, count: int, *, timeout: float | None = None) -> Future[list[T]]:
         """A list of the next items: as many as there are, up to `count`, and one at least. Otherwise as `get`.
 
         No more than 1024, and of items that are at the owner no more than first come to 256 KiB: there may be others.
@@ -106,7 +107,7 @@ class QueueHandle:
         client = self._client()
         return client.get(min(count, MOST), True, self._seconds(client, timeout))
 
-    def get_nowait(self) -> Future[Any]:
+    def get_nowait(self) -> Future[T]:
         """The next item if there is one now; QueueEmpty if there is none. Otherwise as `get`.
 
         RpcTimeout if the owner does not say within the time of the handle; the item stays in the queue then.
@@ -164,24 +165,24 @@ class QueueHandle:
         """
         return self._ask("shut_down", bool(immediate))
 
-    def _ask(self, method: str, *args: Any) -> Future[Any]:
+    def _ask(self, method: str, *args: object) -> Future[Any]:
         client = self._client()
         return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
-    def _bind(self, node: Node) -> QueueHandle:
+    def _bind(self, node: Node) -> Self:
         """Act for that worker from now on, and not for the one that is current at the first use."""
         self._made = Client(node, self.name, self.owner)
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return QueueHandle, (self.name, self.owner, self._timeout)
 
-    def _take_apart(self) -> dict[str, Any]:
+    def _take_apart(self) -> dict[str, object]:
         """The same without pickle (`protocol.trees`)."""
         return {"name": self.name, "owner": self.owner, "timeout": self._timeout}
 
     @classmethod
-    def _put_together(cls, parts: dict[str, Any]) -> QueueHandle:
+    def _put_together(cls, parts: dict[str, Any]) -> QueueHandle[Any]:
         """What `_take_apart` was asked of, as a handle. Raises RpcUsageError for what cannot be one."""
         return QueueHandle(parts.get("name", ""), parts.get("owner", ""), parts.get("timeout"))
 
@@ -190,7 +191,7 @@ class QueueHandle:
 
 
 @register_safe
-class Queue(QueueHandle):
+class Queue(QueueHandle[T]):
     """A queue of this worker, with the methods and manners of ``asyncio.Queue``; others find it by `aiorpc.queue`.
 
     The class makes a queue here, and this worker keeps its items; the function `aiorpc.queue` finds one that is there.
@@ -248,7 +249,7 @@ class Queue(QueueHandle):
         end(self._served)
         self._node.engine.tasks.spawn(self._news.aclose())
 
-    def __enter__(self) -> Queue:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -30,9 +30,9 @@ class KeptItem:
     __slots__ = ("packed", "size", "value")
 
     def __init__(self, packed: torch.Tensor | None, value: Any = None, size: int = KEPT_BYTES) -> None:
-        self.packed = packed
-        self.value = value
-        self.size = size
+        self.packed: torch.Tensor | None = packed
+        self.value: Any = value
+        self.size: int = size
 
 
 class KeptItems(tuple[KeptItem, ...]):

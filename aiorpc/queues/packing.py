@@ -93,7 +93,7 @@ def pack(
 
 def _in_two_forms(
     item: Any, body: bytes, buffers: Sequence[Any], here: Peer, owner: Peer
-) -> tuple[bytes, Sequence[Any]] | None:
+) -> tuple[bytes, Sequence[object]] | None:
     """Body and buffers of an item that names what our main module defines, with its form for those that run another.
 
     body, buffers: of the form for those that run ours. None if the other one has references or tensors on devices, as
@@ -215,7 +215,7 @@ def _memory(packed: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
+def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
     raise ProtocolError("an item of a queue that was packed with references")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from ..callbacks import Executor
 from ..errors import ItemLost, RpcCancelled, RpcTimeout
 from ..futures import ERROR, Future
 from ..locks import RLock
@@ -44,16 +45,20 @@ class WaitingFuture(Unawaited, Future[Any]):
     ``time.monotonic``. nested: whether it is part of a call that is served here.
     """
 
+    executor: Executor | None
+    home_thread: int | None
+    loop: asyncio.AbstractEventLoop | None
+
     timer: asyncio.TimerHandle | None = None
     number = 0
-    began = 0.0
+    began: float = 0.0
 
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
         super().__init__()
         engine = client.node.engine
-        self._subject = f"{verb}() on {client.describe()}"
+        self._subject: str = f"{verb}() on {client.describe()}"
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
-        self.nested = is_nested(client.node)
+        self.nested: bool = is_nested(client.node)
         self._client = client
 
     def begin_on_loop(self, begin: Callable[[Any], object]) -> None:
@@ -70,7 +75,7 @@ class WaitingFuture(Unawaited, Future[Any]):
             self.timer.cancel()
             self.timer = None
 
-    def finish(self, value: Any, error: BaseException | None = None) -> bool:
+    def finish(self, value: object, error: BaseException | None = None) -> bool:
         """Settle it, unless somebody has. On the loop."""
         self.stop_waiting()
         return self._settle(value, error)
@@ -89,7 +94,7 @@ class PutFuture(WaitingFuture):
 
     def __init__(self, client: ClientForWaiting, item: Item) -> None:
         super().__init__(client, "put")
-        self.item = item
+        self.item: Item = item
 
     def finish(self, value: Any, error: BaseException | None = None) -> bool:
         """As of all; and the item is not kept any longer for its sake."""

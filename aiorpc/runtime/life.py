@@ -65,6 +65,8 @@ class Life:
     node: its parts, from when it has joined; None before. loop: where it joins and runs; None before it was started.
     """
 
+    lifetime: Lifetime
+
     def __init__(self, plan: Plan) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._plan = plan

@@ -24,12 +24,14 @@ from typing import Any, cast
 from torch.distributed import Store
 
 from .. import foreign
+from .._typing import Args, Kwargs
 from ..channels.accelerator import Accelerator
 from ..devices import DeviceClaims
 from ..errors import RpcError, WorkerClosed
 from ..logs import logger
 from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord, legible
+from ..protocol.messages import Method
 from ..protocol.states import WorkerEvent, WorkerState
 from ..transport.certificates import Credentials
 from .callee.objects import Objects
@@ -58,6 +60,7 @@ from .hooks import Hooks
 from .links.accelerators import Accelerators
 from .links.link import Link
 from .links.links import Links
+from .links.memory import Memory
 from .meeting.rendezvous import Rendezvous
 from .publication.publications import Publications
 from .references.references import References
@@ -109,6 +112,8 @@ class Node:
     not ask whether a part is there.
     """
 
+    engine: Engine
+
     def __init__(self, meeting: Meeting, plan: Plan, lifetime: Lifetime, steps: Steps, stack: AsyncExitStack) -> None:
         """To be called on the loop.
 
@@ -117,11 +122,11 @@ class Node:
         where it is made after them: so the devices, the connections and the engine are entered first, and end last.
         """
         options, hooks = plan.options, plan.hooks
-        self.worker = plan.worker
-        self.news = plan.news
-        self.rendezvous = meeting.rendezvous
-        self.listeners = meeting.listeners
-        self.read_error = hooks.read_error
+        self.worker: Any = plan.worker
+        self.news: Events = plan.news
+        self.rendezvous: Rendezvous = meeting.rendezvous
+        self.listeners: Listeners = meeting.listeners
+        self.read_error: Callable[[str, BaseException], BaseException] = hooks.read_error
         self.patient = False  # whether handlers that still run are waited for; set when the worker leaves in good order
         lifetime.may_begin = partial(is_nested, self)
         self.engine = engine = Engine(
@@ -133,40 +138,40 @@ class Node:
             credentials=meeting.credentials,
             on_handler_error=hooks.on_handler_error,
         )
-        self.accelerators = Accelerators(engine, plan.accelerator, plan.claims, as_torch=hooks.as_torch)
+        self.accelerators: Accelerators = Accelerators(engine, plan.accelerator, plan.claims, as_torch=hooks.as_torch)
         stack.push_async_callback(self._end_devices)
         stack.push_async_callback(self._end_connections)
         stack.push_async_callback(self._end_engine)
 
-        self.connector = Connector(self, meeting.secret)
-        self.mender = Mender(self, self.connector.reopen)
-        self.links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
-        self.memory = self.links.memory
+        self.connector: Connector = Connector(self, meeting.secret)
+        self.mender: Mender = Mender(self, self.connector.reopen)
+        self.links: Links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
+        self.memory: Memory = self.links.memory
         stack.callback(self.memory.close)
-        self.gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
+        self.gradients: Gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
         stack.callback(self.gradients.close)
         ids = None if meeting.rendezvous.dynamic else {record.id for record in meeting.records}
-        self.objects = plan.objects
-        self.references = References(self, self.accelerators, hooks.handle_class, members=ids)
+        self.objects: Objects = plan.objects
+        self.references: References = References(self, self.accelerators, hooks.handle_class, members=ids)
         stack.callback(self.references.close)
-        self.peers = Peers(self)
-        self.retries = Retries(self)
-        self.barriers = Barriers(self)
+        self.peers: Peers = Peers(self)
+        self.retries: Retries = Retries(self)
+        self.barriers: Barriers = Barriers(self)
         self.services: set[Service] = set()
         self.orphaned: list[Service] = []  # whose callers are gone, and whose calls go on
-        self.group = Group(self, list(meeting.records))
+        self.group: Group = Group(self, list(meeting.records))
         stack.callback(self.group.close)
         stack.callback(self.peers.close)
         stack.callback(self.retries.close)
         stack.callback(self._leave_callers)
-        self.publications = Publications(self)
+        self.publications: Publications = Publications(self)
         stack.callback(self.publications.close)
         for record in meeting.records:
             self.peers.add(record)
         stack.push_async_callback(self._let_go_of_devices)
-        self.acceptor = Acceptor(self, meeting.listeners, meeting.secret)
+        self.acceptor: Acceptor = Acceptor(self, meeting.listeners, meeting.secret)
         stack.callback(self.acceptor.close)
-        self.monitor = LoopMonitor(
+        self.monitor: LoopMonitor = LoopMonitor(
             engine.loop,
             warn_after=options.lag_warning,
             describe=self.describe_running,
@@ -175,7 +180,7 @@ class Node:
             on_closed=partial(self.loop_closed, wait=False),  # a loop that others take down ends this thread, too
         )
         stack.callback(self.monitor.stop)
-        self.lines = LineWatch(engine.loop, engine.connections)
+        self.lines: LineWatch = LineWatch(engine.loop, engine.connections)
         stack.callback(self.lines.stop)
 
     async def start(self) -> None:
@@ -264,14 +269,14 @@ class Node:
     def open_stream(
         self,
         peer: Peer,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Method,
+        args: Args,
+        kwargs: Kwargs,
         timeout: float,
         *,
         depth: int,
-        keeps: Any = None,
-    ) -> Stream:
+        keeps: object = None,
+    ) -> Stream[Any]:
         """A stream of what that call yields, see `stream.open_stream`. Any thread."""
         return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1, keeps=keeps)
 
@@ -409,7 +414,7 @@ def _without_loop(step: Callable[[], object]) -> None:
 
 
 #: The nodes of this process; the registry of `calls.current`, which all of them are entered in.
-registry = cast("Registry[Node]", current.registry)
+registry: Registry[Node] = cast("Registry[Node]", current.registry)
 
 
 def serving() -> tuple[Node, ServedCall]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import ProtocolError
-from ..protocol.frames import FrameDecoder
+from ..protocol.frames import Frame, FrameDecoder
 from ..protocol.handshake import MOST
 from ..protocol.seal import Seal
 from .lingering import Lingering
@@ -30,6 +30,13 @@ class Connection(FrameReader):
 
     on_closed: called once on the loop with the cause, None when `close` was called here.
     """
+
+    on_drained: Callable[[], None] | None
+    on_frames: Callable[[list[Frame]], None] | None
+    on_heard: Callable[[], None] | None
+    on_open: Callable[[], None] | None
+    on_stood: Callable[[list[Frame]], bool] | None
+    takes: Callable[[Frame], object] | None
 
     def __init__(
         self,

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..protocol.frames import Buffer, Frame
+from ..protocol.frames import Buffer, Frame, FrameDecoder
 from ..protocol.session import Session
 from ..protocol.states import SessionEvent
 from ..turns import SocketTurn
 from .connection import Connection
 from .silence import Silence
+from .tls import TlsLayer
 
 
 class LastingConnection(Connection):
@@ -27,8 +28,15 @@ class LastingConnection(Connection):
     had received all.
     """
 
+    bytes_sent: int
+    bytes_received: int
+    decoder: FrameDecoder
+    tls: TlsLayer | None
+    lasting: Session | None
+    on_suspended: Callable[[OSError], None] | None
+    on_cut: Callable[[int, int], None] | None
     on_resumed: Callable[[], None] | None = None
-    silent_for = 0.0
+    silent_for: float = 0.0
     lacking: tuple[int, bytes] | None = None
     _full = False  # nothing is written until something has come
     _awaiting = False  # it goes on, and the opener has not spoken yet; an ACK is due all that time, so writers ask here
@@ -221,7 +229,8 @@ class LastingConnection(Connection):
                 self.on_cut(*unfinished)
             other._forget_socket()
             self._sock, self._fd, self._epoll, self._sharing = other._sock, other._fd, None, False
-            self.decoder, self.tls = other.decoder, other.tls
+            self.decoder = other.decoder
+            self.tls = other.tls
             self._unsealer, self._source = other._unsealer, other._source
             self.decoder.place = place
             self._turn = other._turn

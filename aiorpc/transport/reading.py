@@ -98,7 +98,7 @@ class FrameReader(FrameWriter):
         self.on_stood: Callable[[list[Frame]], bool] | None = None
         self.on_heard: Callable[[], None] | None = None
         self.on_open: Callable[[], None] | None = None
-        self.bytes_received = 0
+        self.bytes_received: int = 0
         self._paused = False
         self._reading = RLock()  # the loop may close the connection while it reads
         self._unread: deque[bytes] = deque()

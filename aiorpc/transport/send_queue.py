@@ -77,8 +77,8 @@ class SendQueue:
     def __init__(self) -> None:
         self.frames: deque[Sequence[Buffer]] = deque()
         self.begun: deque[Sequence[Buffer]] = deque()
-        self.size = 0
-        self.miscounted = False
+        self.size: int = 0
+        self.miscounted: bool = False
         self._sent: deque[int] = deque()
         self._session: Session | None = None
         self._seal: Seal | None = None

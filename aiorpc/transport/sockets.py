@@ -161,7 +161,7 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
     raise OSError(f"no port to listen on at {host}{within}: {failure}") from failure
 
 
-def _own_addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
+def _own_addresses(host: str) -> list[tuple[int, tuple[object, ...]]]:
     """The addresses that a host name or an address stands for, with their families, those of IPv4 first. OSError."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -171,7 +171,7 @@ def _own_addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
     return sorted(addresses, key=lambda each: each[0] != socket.AF_INET)
 
 
-def _listen_at(family: int, address: tuple[Any, ...], *, reuse: bool) -> socket.socket:
+def _listen_at(family: int, address: tuple[object, ...], *, reuse: bool) -> socket.socket:
     """A listening TCP socket. reuse: also where connections of a listener before are still winding up. OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -74,11 +74,13 @@ class TlsLayer:
     filling = False  # whatever is under way: it is read in records
 
     def __init__(self, context: ssl.SSLContext, decoder: FrameDecoder, *, opener: bool, own: bytes = b"") -> None:
-        self.state = TLS.initial
-        self.open = False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
+        self.state: TlsState = TLS.initial
+        self.open: bool = (
+            False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
+        )
         self.peer: Certificate | None = None
-        self.lock = RLock()  # reentrant as it knows its owner
-        self.outgoing = ssl.MemoryBIO()
+        self.lock: RLock = RLock()  # reentrant as it knows its owner
+        self.outgoing: ssl.MemoryBIO = ssl.MemoryBIO()
         self._incoming = ssl.MemoryBIO()
         self._opener = opener
         self._own = own

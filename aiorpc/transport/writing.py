@@ -64,8 +64,8 @@ class FrameWriter:
         self.tls = tls
         self.lasting: Session | None = None
         self.on_drained: Callable[[], None] | None = None
-        self.bytes_sent = 0
-        self.queue = SendQueue()
+        self.bytes_sent: int = 0
+        self.queue: SendQueue = SendQueue()
         if tls is not None:
             self.queue.use_tls(tls)
         self._loop = loop

@@ -203,7 +203,7 @@ async def run_spread(program: Program, leaves: Sequence[Tensor], worker: Worker)
             values += await worker.call(f"worker{(node.where + 1) % WORKERS}", through, f"worker{node.where}", *args)
         elif node.how.startswith("stream"):
             items: Any = serve_items_async if node.how == "stream_async" else serve_items
-            values += [each async for each in worker.stream(f"worker{node.where}", items, *args)]
+            values += [each async for each in worker.stream(f"worker{node.where}", items, *args)]  # type: ignore[arg-type]
         elif node.how == "group":
             (given,) = (await worker.group([f"worker{node.where}"]).call(handler, *args)).values()
             values += given

@@ -1274,7 +1274,7 @@ async def test_views(workers: list[Worker]) -> None:
 
     async with autograd.context() as ctx:
         results = await workers[0].call("worker1", work, views(x))
-        await ctx.backward([sum(((n + 1) * result.pow(2)).sum() for n, result in enumerate(results))])
+        await ctx.backward([sum(((n + 1) * result.pow(2)).sum() for n, result in enumerate(results))])  # type: ignore[list-item]
         loss: Any = sum(((n + 1) * result.pow(2)).sum() for n, result in enumerate(work(views(x))))
         check(ctx.gradients(), [(x, expected(loss, [x])[0])])
 

@@ -310,7 +310,7 @@ async def _train(worker: Worker, seed: int, workers: list[Worker]) -> None:
     async with autograd.context() as ctx:
         y = await worker.call("worker1", parts.via_async if seed % 2 else parts.via, x, "worker2")
         await asyncio.sleep(0)
-        await ctx.backward([(y * seed).sum()])
+        await ctx.backward([(y * seed).sum()])  # type: ignore[attr-defined, operator]
         of_x, of_w1, of_w2 = expected((step(step(step(x, w1), w2), w1) * seed).sum(), [x, w1, w2])
         check(gradients_of(worker, ctx), [(x, of_x)])
         check(gradients_of(workers[1], ctx), [(w1, of_w1)])
@@ -473,7 +473,7 @@ async def test_one_caller_may_bring_so_many_contexts() -> None:
             async with autograd.context() as further:
                 for function in (parts.context_here, parts.layer):
                     with pytest.raises(aiorpc.Overloaded, match=r"3 autograd contexts.*max_contexts"):
-                        await workers[0].call("worker1", function, *[vector()][: function is parts.layer])
+                        await workers[0].call("worker1", function, *[vector()][: function is parts.layer])  # type: ignore[call-overload]
                 assert await workers[2].call("worker1", len, "abc") == 3
                 token = current_node.set(workers[2]._node)
                 async with autograd.context():

@@ -70,8 +70,8 @@ def test_a_shard_is_the_same_wherever_it_is_made() -> None:
     before = torch.get_rng_state()
     settings = Settings(size=8)
     first, again, other = (Shard(number, settings, "cpu", staged=False) for number in (1, 1, 0))
-    assert torch.equal(first.linear.weight, again.linear.weight)
-    assert not torch.equal(first.linear.weight, other.linear.weight)
+    assert torch.equal(first.linear.weight, again.linear.weight)  # type: ignore[arg-type]
+    assert not torch.equal(first.linear.weight, other.linear.weight)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
 
 

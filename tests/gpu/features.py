@@ -97,7 +97,7 @@ async def give(name: str, size: int) -> None:
 
 async def through_a_queue(size: int) -> None:
     """Put here and got there, and the other way round."""
-    queue = rpc.Queue("samples", maxsize=4)
+    queue: rpc.Queue[Any] = rpc.Queue("samples", maxsize=4)
     for number in range(5):
         await queue.put(torch.full((size,), float(number), device=HERE))
         assert await rpc.call("w1", take, "samples") == (HERE, float(number) * size)

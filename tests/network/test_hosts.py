@@ -75,7 +75,7 @@ async def call_and_wait(worker: rpc.Worker, link: Link) -> Any:
     calls = [rpc.call("w1", bodies.ablock), rpc.call("w1", length, pattern(32 * MIB))]
     link.tell("sent")
     async with asyncio.timeout(30):
-        errors = await asyncio.gather(*calls, return_exceptions=True)
+        errors = await asyncio.gather(*calls, return_exceptions=True)  # type: ignore[call-overload]
         errors += await asyncio.gather(rpc.call("w1", bodies.add, 1, 2), return_exceptions=True)
     link.tell([(type(error).__name__, getattr(error, "worker", "")) for error in errors])
 
@@ -262,7 +262,7 @@ async def call_the_busy(worker: rpc.Worker, link: Link) -> None:
     await asyncio.sleep(0.1)
     link.tell("blocked")
     await asyncio.to_thread(link.hear)
-    calls += [rpc.call("w1", length, pattern(60 * MIB)) for _ in range(2)]
+    calls += [rpc.call("w1", length, pattern(60 * MIB)) for _ in range(2)]  # type: ignore[call-overload]
     link.tell([type(error).__name__ for error in await asyncio.gather(*calls, return_exceptions=True)])
 
 

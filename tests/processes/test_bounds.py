@@ -277,7 +277,7 @@ def ask_too_much(place: Place, link: Link, function: Any, size: int, window: int
     return error
 
 
-async def first_of(stream: rpc.types.Stream) -> None:
+async def first_of(stream: rpc.types.Stream[Any]) -> None:
     async with stream:
         async for _ in stream:
             return
@@ -365,7 +365,7 @@ async def own_a_queue() -> None:
     _queues.append(rpc.Queue("samples", maxsize=1))
 
 
-_queues: list[rpc.Queue] = []
+_queues: list[rpc.Queue[Any]] = []
 
 
 async def test_a_get_finds_room_beside_puts_that_wait_for_it() -> None:
@@ -448,11 +448,11 @@ async def test_a_message_that_is_longer_than_the_other_end_takes_is_not_sent(
         with pytest.raises(
             rpc.errors.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"
         ):
-            await workers[0].call("worker1", give_some, *tensors)
+            await workers[0].call("worker1", give_some, *tensors)  # type: ignore[call-overload]
         with pytest.raises(
             rpc.errors.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"
         ):
-            workers[0].remote("worker1", give_some, *tensors)  # at once, as there is a link
+            workers[0].remote("worker1", give_some, *tensors)  # type: ignore[call-overload]  # at once, as there is a link
         with pytest.raises(
             rpc.errors.SerializationError, match=rf"the result of .*give_some on worker 'worker1' has {said}"
         ):

@@ -42,7 +42,7 @@ def count(x: int) -> Iterator[int]:
 def be_stopped(place: Place, link: Link) -> None:
     """Body: serve, produce and read, until shutdown."""
     place.init_rpc()
-    queue, box = rpc.Queue("theirs"), rpc.serve("box", Box())
+    queue, box = rpc.Queue[Any]("theirs"), rpc.serve("box", Box())
     with rpc.subscribe("mine") as versions:
         next(versions)
         link.tell("reads")
@@ -55,10 +55,10 @@ def be_stopped(place: Place, link: Link) -> None:
 class Here(NamedTuple):
     """What is there before the other worker is stopped."""
 
-    queue: rpc.types.QueueHandle
-    mine: rpc.Queue
+    queue: rpc.types.QueueHandle[Any]
+    mine: rpc.Queue[Any]
     ref: rpc.RRef[Any]
-    refs: rpc.types.RRefGroup
+    refs: rpc.types.RRefGroup[Any]
     publication: rpc.types.Publication
     threads: ThreadPoolExecutor
 
@@ -195,7 +195,7 @@ async def test_every_verb_ends_when_its_time_is_up() -> None:
         worker = rpc.init("w1", rank=1, world_size=2, init_method=own.init_method, options=options)
         await worker
         try:
-            mine = rpc.Queue("mine", 1, timeout=TIME)
+            mine: rpc.Queue[Any] = rpc.Queue("mine", 1, timeout=TIME)
             publication = await rpc.publish("mine", torch.ones(1))
             await asyncio.to_thread(child.hear)
             ref, refs = rpc.remote("w0", Box), rpc.group(["w0"]).remote(Box)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import aiorpc
 import aiorpc as rpc
 from aiorpc.runtime.links.messages import DEVICE
 
@@ -197,7 +198,9 @@ async def test_a_handler_that_fails_after_it_gave_work(way: str) -> None:
 
     async def scenario(group: Group) -> None:
         for size in (100, 200_000, BOX + 9):
-            calls = [group.worker.call("w1", bodies.fail_after_work, on_device(size, mark)) for mark in range(4)]
+            calls: list[aiorpc.Future[Any]] = [
+                group.worker.call("w1", bodies.fail_after_work, on_device(size, mark)) for mark in range(4)
+            ]
             for call in calls:
                 with pytest.raises(ValueError, match="after work"):
                     await asyncio.wait_for(call, 30)

@@ -156,7 +156,7 @@ class Load:
             await kind()
             self.done[kind.__name__] += 1
 
-    def _check(self, outcomes: rpc.types.Outcomes, value: object) -> None:
+    def _check(self, outcomes: rpc.types.Outcomes[Any], value: object) -> None:
         assert set(outcomes.errors) == set(outcomes.lost) <= self.killed, outcomes.errors
         assert set(outcomes.answers.values()) == {value}
 

@@ -172,11 +172,11 @@ async def test_a_report_of_a_loss_is_looked_into(transport: str) -> None:
     async with group(3, transports=(transport,), rpc_timeout=20.0) as (worker, _):
         records = {record.name: record for record in worker._node.group.members.values()}
         for lie in (records["w2"], replace(records["w2"], pid=1), replace(records["w2"], host="h", tcp_port=1)):
-            report = worker.peer("w1", timeout=20).call(handlers.report_lost, pack(lie.to_wire()), "so they say")
+            report = worker.peer("w1", timeout=20).call(handlers.report_lost, pack(lie.to_wire()), "so they say")  # type: ignore[call-overload]
             await report
             assert await rpc.call("w1", reach, "w2") == 3
         stranger = replace(records["w2"], id=9, name="w9")
-        lies = worker.peer("w1", timeout=20).call(handlers.attend, pack(stranger.to_wire()))
+        lies = worker.peer("w1", timeout=20).call(handlers.attend, pack(stranger.to_wire()))  # type: ignore[call-overload]
         with pytest.raises(rpc.RpcError, match="for itself"):
             await lies
         assert await rpc.call("w1", lost_here) == []

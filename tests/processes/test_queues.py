@@ -133,7 +133,7 @@ async def test_a_death_at_a_random_moment_harms_nobody_else(victim: str, seed: i
             if victim == "owner":
                 assert await children.start(Place("owner", -1, None, init_method), own).ahear() == "there"
             else:
-                queue = rpc.Queue("q", 8)
+                queue: rpc.Queue[Any] = rpc.Queue("q", 8)
             for name in names:
                 body, args = (produce, ()) if name.startswith("producer") else (consume, (str(log),))
                 children.start(Place(name, -1, None, init_method), body, *args)

@@ -76,17 +76,17 @@ def acting(worker: Worker) -> Iterator[None]:
         current_node.reset(token)
 
 
-def make(worker: Worker, name: str = "q", maxsize: int = 0) -> rpc.Queue:
+def make(worker: Worker, name: str = "q", maxsize: int = 0) -> rpc.Queue[Any]:
     with acting(worker):
         return rpc.Queue(name, maxsize)
 
 
-def handle(worker: Worker, name: str = "q", owner: str = "worker0", timeout: float | None = LONG) -> QueueHandle:
+def handle(worker: Worker, name: str = "q", owner: str = "worker0", timeout: float | None = LONG) -> QueueHandle[Any]:
     with acting(worker):
         return rpc.queue(name, owner=owner, timeout=timeout)
 
 
-async def put_all(queue: QueueHandle, items: Sequence[Any]) -> None:
+async def put_all(queue: QueueHandle[Any], items: Sequence[Any]) -> None:
     await asyncio.gather(*(queue.put(item) for item in items))
 
 
@@ -640,7 +640,7 @@ async def test_large_items_for_an_owner_that_does_not_come_fail_as_small_ones() 
     options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=100 * LONG)
     async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
         ended, missing = handle(worker, "ended", "owner"), handle(worker, "missing", "owner")
-        expected: list[tuple[QueueHandle, type[Exception]]] = [
+        expected: list[tuple[QueueHandle[Any], type[Exception]]] = [
             (ended, QueueShutDown),
             (missing, rpc.errors.UnknownObject),
         ]
@@ -1220,7 +1220,7 @@ async def test_what_is_in_a_queue_goes_with_its_worker(way: str) -> None:
     """Whoever keeps the handle of the queue keeps neither its items nor the memory that these have."""
     async with cluster(2, dynamic=True) as (owner, other):
         with acting(owner):
-            queue = rpc.Queue("samples")
+            queue: rpc.Queue[Any] = rpc.Queue("samples")
             await queue.put(torch.ones(LARGE))
         item = weakref.ref(queue._served._items[0].reference)  # without which nobody has the value
         if way == "killed":
@@ -1292,11 +1292,11 @@ async def test_a_handle_travels_to_other_workers(trio: list[Worker]) -> None:
     assert type(pickle.loads(pickle.dumps(queue))) is QueueHandle
 
 
-async def produce(queue: QueueHandle, count: int) -> None:
+async def produce(queue: QueueHandle[Any], count: int) -> None:
     await put_all(queue, range(count))
 
 
-async def consume(queue: QueueHandle, count: int) -> list[Any]:
+async def consume(queue: QueueHandle[Any], count: int) -> list[Any]:
     return [await queue.get() for _ in range(count)]
 
 
@@ -1461,7 +1461,7 @@ async def test_one_worker_may_wait_so_often(verb: str) -> None:
         await asyncio.gather(*waiting, other)
 
 
-def begin(queue: QueueHandle, verb: str) -> asyncio.Future[Any]:
+def begin(queue: QueueHandle[Any], verb: str) -> asyncio.Future[Any]:
     return asyncio.ensure_future(queue.put("item") if verb == "put" else queue.get())
 
 
@@ -2145,10 +2145,10 @@ async def test_a_join_whose_answer_is_interrupted_ends(pair: list[Worker]) -> No
 async def test_a_queue_whose_worker_has_gone_is_none_of_the_next_one() -> None:
     """Who holds it still, and puts, hears so, also where a worker of the same name has a queue of that name."""
     first = await rpc.init("w", rank=0, world_size=1, store=HashStore())
-    old = rpc.Queue("q")
+    old: rpc.Queue[Any] = rpc.Queue("q")
     await first.shutdown()
     async with rpc.init("w", rank=0, world_size=1, store=HashStore()):
-        new = rpc.Queue("q")
+        new: rpc.Queue[Any] = rpc.Queue("q")
         for use in (lambda: old.put(1), lambda: old.put_nowait(1), lambda: old.get(), lambda: old.qsize()):
             with pytest.raises(WorkerClosed, match="'w' has shut down"):
                 await use()

@@ -209,7 +209,7 @@ async def test_what_a_member_says_of_a_loss_is_one_line_of_the_log(caplog: pytes
         record = lost._node.engine.record
         assert await reporter.call("worker2", double, 1) == 2  # so it sees for itself that this one dies
         words = "it died\nERROR all is \x1b[31mlost\n" + 9999 * "x"
-        report = reporter.call("worker1", report_lost, pack(record.to_wire()), words)
+        report = reporter.call("worker1", report_lost, pack(record.to_wire()), words)  # type: ignore[call-overload]
         await asyncio.gather(report, lost._drop())
         await until(lambda: believer._node.group.is_gone(record))
     said = [each.getMessage() for each in caplog.records if "was lost: " in each.getMessage()]

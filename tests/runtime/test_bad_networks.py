@@ -53,7 +53,7 @@ begun: defaultdict[int, list[int]] = defaultdict(list)
 put: set[int] = set()
 perhaps_put: set[int] = set()
 got: Counter[int] = Counter()
-queues: dict[str, rpc.Queue] = {}
+queues: dict[str, rpc.Queue[Any]] = {}
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiorpc.errors import RpcCancelled, RpcUsageError, WorkerClosed
-from aiorpc.runtime.calls.batching import Batch, Batcher, batched, get_batcher
+from aiorpc.runtime.calls.batched import batched
+from aiorpc.runtime.calls.batching import Batch, Batcher, get_batcher
 
 
 class Caller:
@@ -84,13 +85,13 @@ def scope_of_test() -> Iterator[None]:
     scopes.clear()
 
 
-def batcher_of(function: Any, scope: Any = None) -> Batcher:
+def batcher_of(function: Any, scope: Any = None) -> Batcher[Any]:
     batcher = get_batcher(function, scopes[-1] if scope is None else scope)
     assert batcher is not None
     return batcher
 
 
-def arrive(batcher: Batcher, *args: Any, **kwargs: Any) -> tuple[Caller, Batch | None]:
+def arrive(batcher: Batcher[Any], *args: Any, **kwargs: Any) -> tuple[Caller, Batch | None]:
     caller = Caller()
     return caller, batcher.add(args, kwargs, caller)
 
@@ -601,7 +602,7 @@ def test_as_many_run_at_once_as_concurrency_says() -> None:
         def all(self, xs: list[int]) -> list[int]:
             return xs
 
-    def begun(batcher: Batcher) -> list[bool]:
+    def begun(batcher: Batcher[Any]) -> list[bool]:
         batches = [arrive(batcher, 1)[1] for _ in range(3)]
         return [batch.begin() for batch in batches if batch is not None]
 
@@ -830,7 +831,7 @@ async def test_called_locally_the_function_is_what_it_was() -> None:
     assert tripled([1, 2]) == [3, 6]
     assert await doubled([4]) == [8]
     assert Model(5).scale([1]) == [5]
-    assert tripled.__name__ == "tripled"
+    assert tripled.__name__ == "tripled"  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(tripled)) is tripled
 
 
@@ -841,9 +842,9 @@ def test_generators_are_refused() -> None:
         yield from xs
 
     with pytest.raises(RpcUsageError, match="plain is a generator"):
-        batched(max_size=2)(plain)
+        batched(max_size=2)(plain)  # type: ignore[arg-type]
     with pytest.raises(RpcUsageError, match="decorates a function"):
-        batched(max_size=2)(7)  # type: ignore[type-var]  # misuse
+        batched(max_size=2)(7)  # type: ignore[call-overload]  # misuse
 
 
 # All together.

@@ -162,7 +162,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
         try:
             return [
                 aiorpc.rpc_sync("worker1", add, (1,)),
-                aiorpc.rpc_sync("worker1", add, args=[1, 2]),
+                aiorpc.rpc_sync("worker1", add, args=[1, 2]),  # type: ignore[call-overload]
                 aiorpc.rpc_async("worker1", add, args=(1,), kwargs={"c": 5}).wait(),
                 aiorpc.rpc_sync("worker1", add, kwargs={"a": 1, "b": 1}, timeout=0),
             ]
@@ -277,7 +277,7 @@ async def test_a_function_that_cannot_travel_is_named(pair: list[Worker]) -> Non
 async def test_what_cannot_be_called_is_refused(pair: list[Worker]) -> None:
     """Calling 7 is an error of the caller."""
     with pytest.raises(RpcUsageError, match="not callable"):
-        await pair[0].call("worker1", 7)  # type: ignore[arg-type]  # misuse
+        await pair[0].call("worker1", 7)  # type: ignore[call-overload]  # misuse
 
 
 async def test_a_function_the_callee_lacks_is_named(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(
     assert functions == [ByName(number, f"{__name__}:add")] * 3 + [number]
     del functions[:]
     with pytest.raises(TypeError):
-        await pair[0].call("worker1", where, "an argument too many")
+        await pair[0].call("worker1", where, "an argument too many")  # type: ignore[call-overload]
     assert await pair[0].call("worker1", where) == "worker1"
     assert await pair[0].call("worker1", where) == "worker1"
     named = ByName(number + 1, f"{__name__}:where")
@@ -338,7 +338,7 @@ async def test_positional_and_keyword_arguments(pair: list[Worker]) -> None:
     assert await call("worker1", named, 1, 2, timeout=3, to=4, args=5) == ((1, 2), {"timeout": 3, "to": 4, "args": 5})
     assert await call("worker1", named) == ((), {})
     with pytest.raises(TypeError, match="unexpected keyword argument 'd'"):
-        await call("worker1", add, 1, d=2)
+        await call("worker1", add, 1, d=2)  # type: ignore[arg-type, call-arg]
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,7 @@ async def test_wait_for_timeout_shield_and_task_group(pair: list[Worker], flags:
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as group:
             group.create_task(_wait(pair[0].call("worker1", coroutine)))
-            group.create_task(_wait(pair[0].call("worker1", int, "x")))
+            group.create_task(_wait(pair[0].call("worker1", int, "x")))  # type: ignore[call-overload]
     assert [type(error) for error in caught.value.exceptions] == [ValueError]
     await until(flags.cancelled.is_set)
 

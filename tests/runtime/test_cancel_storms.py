@@ -44,7 +44,7 @@ class Storm:
     put: set[tuple[str, int]] = field(default_factory=set)  # items whose put has returned
     begun: set[tuple[str, int]] = field(default_factory=set)  # those that were to be put
     got: list[tuple[str, int]] = field(default_factory=list)
-    queues: dict[str, rpc.Queue] = field(default_factory=dict)
+    queues: dict[str, rpc.Queue[Any]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 60)))
     cut: int = 0
     whole: int = 0
@@ -555,7 +555,7 @@ async def join_a_queue(do: Doing) -> None:
 
 async def have_a_queue_of_its_own(do: Doing) -> None:
     """It is shut down, or closed, while somebody waits."""
-    with rpc.Queue(f"own-{next(STORMS[-1].numbers)}", maxsize=1) as queue:
+    with rpc.Queue[Any](f"own-{next(STORMS[-1].numbers)}", maxsize=1) as queue:
         await queue.put(1)
         waits = asyncio.ensure_future(_drain(queue))
         try:
@@ -568,11 +568,11 @@ async def have_a_queue_of_its_own(do: Doing) -> None:
             await asyncio.wait((waits,))
 
 
-async def _put(queue: rpc.Queue, item: Any) -> None:
+async def _put(queue: rpc.Queue[Any], item: Any) -> None:
     await queue.put(item)  # here: a Future of its own that nobody has begun to await would not be given up
 
 
-async def _drain(queue: rpc.Queue) -> None:
+async def _drain(queue: rpc.Queue[Any]) -> None:
     with contextlib.suppress(rpc.QueueShutDown):
         while True:
             await queue.get()

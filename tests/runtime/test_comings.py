@@ -72,7 +72,7 @@ class Life:
     way: str = ""
     ended: float = NEVER
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    queue: rpc.Queue | None = None
+    queue: rpc.Queue[Any] | None = None
     id: int = -1
 
     def __str__(self) -> str:
@@ -723,7 +723,7 @@ async def work_until(life: Life, gone: asyncio.Future[str], chance: random.Rando
     """As the current worker: do all that until it is to go, and go."""
     world, worker = WORLD[0], life.worker
     life.id = worker.id
-    quiet = rpc.Queue(f"quiet-{life.name}")
+    quiet: rpc.Queue[Any] = rpc.Queue(f"quiet-{life.name}")
     await quiet.put(None)  # which is never finished
     with contextlib.suppress(rpc.QueueEmpty):  # somebody waits for it already
         await quiet.get_nowait()

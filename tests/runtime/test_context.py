@@ -9,7 +9,7 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
@@ -256,7 +256,12 @@ async def test_the_context_of_who_calls_is_none_of_what_arrives_meanwhile() -> N
 
 async def test_several_workers_and_no_context_raise(pair: list[Worker]) -> None:
     """The module's verbs say which workers there are, and what to use instead."""
-    for verb in (lambda: aiorpc.call("worker1", len, "a"), lambda: aiorpc.remote("worker1", list), aiorpc.current):
+    verbs: list[Callable[[], object]] = [
+        lambda: aiorpc.call("worker1", len, "a"),
+        lambda: aiorpc.remote("worker1", list),
+        aiorpc.current,
+    ]
+    for verb in verbs:
         with pytest.raises(NotInitialized, match=r"worker0, worker1.*worker\.call"):
             verb()
     with pytest.raises(NotInitialized):
@@ -312,12 +317,13 @@ async def verbs_in_a_task() -> None:
 
 
 def try_verbs() -> None:
-    for verb in (
+    verbs: list[Callable[[], object]] = [
         lambda: aiorpc.call("second", len, "abc"),
         lambda: aiorpc.remote("second", list),
         lambda: aiorpc.serve("late", []),
         aiorpc.get_worker_info,
-    ):
+    ]
+    for verb in verbs:
         try:
             Late.said.append(verb())
         except WorkerClosed as error:

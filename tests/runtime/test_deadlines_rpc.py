@@ -132,7 +132,7 @@ async def test_a_peer_handle_has_its_own_timeout(pair: list[Worker]) -> None:
     peer = pair[0].peer("worker1", timeout=300.0)
     for handler in (left, left_async):
         seconds = await peer.call(handler)
-        assert seconds is not None and 200 < seconds <= 300
+        assert seconds is not None and 200 < seconds <= 300  # type: ignore[operator]
     with pytest.raises(RpcTimeout):
         await pair[0].peer("worker1", timeout=0.01).call(for_ever)
 
@@ -360,7 +360,7 @@ async def awaited(future: aiorpc.Future[Any]) -> Any:
     return await future
 
 
-async def first(outcomes: AsyncIterable[tuple[str, aiorpc.types.Outcome]]) -> Any:
+async def first(outcomes: AsyncIterable[tuple[str, aiorpc.types.Outcome[Any]]]) -> Any:
     """The first value of a group's call."""
     async for _, outcome in outcomes:
         return outcome.result()

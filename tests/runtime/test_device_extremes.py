@@ -415,7 +415,7 @@ async def call_a_group(do: Doing) -> None:
             if not isinstance(outcome.error, rpc.Overloaded):
                 must_be_told(outcome.error)
             continue
-        check(outcome.value, index, value + 1, size)
+        check(outcome.value, index, value + 1, size)  # type: ignore[arg-type]
 
 
 async def go_on_with_results(do: Doing) -> None:
@@ -543,7 +543,7 @@ async def do_all(name: str, seed: int, breaking: bool, rounds: int) -> None:
 
 
 READY: set[str] = set()
-QUEUES: dict[str, rpc.Queue] = {}
+QUEUES: dict[str, rpc.Queue[Any]] = {}
 LEFT: dict[str, int] = {}
 
 

@@ -371,10 +371,10 @@ def index_of(x: Tensor) -> int | None:
     return x.device.index
 
 
-async def queue_of(owner: Worker, other: Worker) -> tuple[Queue, QueueHandle]:
+async def queue_of(owner: Worker, other: Worker) -> tuple[Queue[Any], QueueHandle[Any]]:
     """A queue of that worker, and the handle of another one."""
     async with acting_as(owner):
-        queue = aiorpc.Queue("items")
+        queue: aiorpc.Queue[Any] = aiorpc.Queue("items")
     async with acting_as(other):
         return queue, aiorpc.queue("items", owner=owner.name)
 
@@ -975,8 +975,8 @@ async def test_value_of_a_reference_is_right_on_other_streams(
         x = late(fake, 0, 10)
         futures = [worker0.call("worker1", handler, rref) for handler in (local_total, local_total_async)]
         more = [worker0.call("worker1", handler, rref, x) for handler in (with_argument, awaited_with_argument)]
-        assert [is_all(each, value + 2) for each in await asyncio.gather(*futures)] == [True] * 2
-        assert [is_all(each, value + 11) for each in await asyncio.gather(*more)] == [True] * 2
+        assert [is_all(each, value + 2) for each in await asyncio.gather(*futures)] == [True] * 2  # type: ignore[arg-type]
+        assert [is_all(each, value + 11) for each in await asyncio.gather(*more)] == [True] * 2  # type: ignore[arg-type]
         fetched = await rref
         assert fetched.device.index == 0
         assert is_all(fetched, value + 1)

@@ -135,7 +135,7 @@ async def party(kind: str) -> AsyncIterator[Party]:
         leaver._node.engine.bounds = Bounds(grace=0.05)
         token = current_node.set(other._node)
         try:
-            queues = [aiorpc.Queue("empty"), aiorpc.Queue("full", maxsize=1), aiorpc.Queue("endless")]
+            queues = [aiorpc.Queue[Any]("empty"), aiorpc.Queue("full", maxsize=1), aiorpc.Queue("endless")]
             await queues[1].put(0)
             await other.publish("theirs", 1)
         finally:
@@ -392,7 +392,7 @@ async def test_waits_in_threads_end_when_the_main_program_raises() -> None:
     store = HashStore()
     async with cluster(1, dynamic=True, store=store, options=NO_LIMIT) as (owner,):
         token = current_node.set(owner._node)
-        queue = aiorpc.Queue("empty")
+        queue: aiorpc.Queue[Any] = aiorpc.Queue("empty")
         current_node.reset(token)
         with pytest.raises(KeyError):
             async with aiorpc.init("leaver", store=store, options=NO_LIMIT) as leaver:

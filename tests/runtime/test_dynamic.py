@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,7 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
     """By all verbs, with who it was; a newcomer of that name is reached as soon as it came."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
         old = await aiorpc.init("phoenix", store=store)
-        ref = worker.remote("phoenix", dict)
+        ref: aiorpc.RRef[dict[str, int]] = worker.remote("phoenix", dict)
         assert await ref == {}
         await old._drop()
         await until(lambda: names(worker) == ["worker0"])
@@ -240,7 +240,8 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
             await asyncio.wait_for(anext(worker.peer("phoenix", timeout=0).stream(pair)), LIMIT)
         with pytest.raises(PeerLost, match="phoenix"):
             worker.remote("phoenix", where)
-        for argument in (ref, [ref], worker.remote("worker0", dict)):
+        arguments: list[Any] = [ref, [ref], worker.remote("worker0", dict)]
+        for argument in arguments:
             call = worker.call("phoenix", len, argument)  # a reference needs the id of whom it is for
             with pytest.raises(PeerLost, match=r"phoenix \(rank 1.* was lost.*Nothing was sent.*call of builtins:len"):
                 await asyncio.wait_for(call, LIMIT)
@@ -615,12 +616,13 @@ async def test_a_call_with_a_reference_is_refused_for_who_has_not_joined(store: 
         reference = worker.remote("here", list, [1])
         assert await reference == [1]
         await until(lambda: worker.statistics().calls_pending == 0)  # its owner has the value before it has the answer
-        for call in (
-            lambda: worker.call("there", len, reference),
+        calls: list[Callable[[], object]] = [
+            lambda: worker.call("there", len, reference),  # type: ignore[call-overload]
             lambda: worker.peer("there", wait=True).call(len, [reference]),
-            lambda: worker.peer("there", wait=True, retries=3, timeout=LIMIT).call(len, reference),
+            lambda: worker.peer("there", wait=True, retries=3, timeout=LIMIT).call(len, reference),  # type: ignore[call-overload]
             lambda: worker.remote("there", list),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(UnknownWorker, match=r"'there' has not joined yet.*Nothing was sent; wait first"):
                 call()
         assert worker.statistics().calls_pending == 0

@@ -212,7 +212,7 @@ async def call_a_group(do: Doing) -> None:
     for outcome in await rpc.group(list(NAMES)).call(one_more, full(size, x)):
         if isinstance(outcome.error, rpc.Overloaded):
             continue
-        assert is_full(outcome.value, size, x + 1), outcome
+        assert is_full(outcome.value, size, x + 1), outcome  # type: ignore[arg-type]
 
 
 async def fill_batches(do: Doing) -> None:
@@ -308,7 +308,7 @@ async def do_all(name: str, seed: int, breaking: bool) -> None:
 
 
 READY: set[str] = set()
-QUEUES: dict[str, rpc.Queue] = {}
+QUEUES: dict[str, rpc.Queue[Any]] = {}
 
 
 async def run(options: dict[str, Any], seed: int, *, breaking: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+import aiorpc
 from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RpcError
 from aiorpc.runtime.engine.bounds import Bounds
@@ -144,13 +145,13 @@ async def test_a_connection_that_ends_without_a_goodbye_is_no_loss_if_its_worker
 async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
     """Also while calls to it are not over, as their answers may be on their way."""
     async with cluster(3, options=options("unix")) as (caller, leaver, third):
-        reference = caller.remote("worker1", dict)
+        reference: aiorpc.RRef[dict[str, int]] = caller.remote("worker1", dict)
         await reference
         waiting = caller.call("worker1", asyncio.sleep, LONG)
         await until(lambda: leaver.statistics().calls_running)
         caller._node.group.on_goodbye(leaver._node.engine.record)  # which came over another connection than they will
         assert not waiting.done()
-        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerLeft)
+        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerLeft)  # type: ignore[call-overload]
         await leaver.shutdown(graceful=False)
         assert isinstance(await error_of(waiting), PeerLeft)
 

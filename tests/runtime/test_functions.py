@@ -20,7 +20,7 @@ import torch
 import aiorpc as rpc
 from aiorpc import Worker
 from aiorpc.errors import RpcUsageError
-from aiorpc.runtime.calls.batching import batched
+from aiorpc.runtime.calls.batched import batched
 from aiorpc.runtime.calls.functions import (
     Mode,
     async_execution,

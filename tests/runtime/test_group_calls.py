@@ -191,7 +191,7 @@ async def test_cancelling_calls_off_all_members(four: list[Worker]) -> None:
     await until(lambda: sorted(_stopped) == sorted(names))
 
 
-async def _awaited(make: Callable[[], aiorpc.types.GroupCall]) -> aiorpc.types.Outcomes:
+async def _awaited(make: Callable[[], aiorpc.types.GroupCall[Any]]) -> aiorpc.types.Outcomes[Any]:
     return await make()
 
 
@@ -359,7 +359,7 @@ async def test_what_was_answered_goes_with_the_outcomes(four: list[Worker], retr
     """And not when the garbage collector comes by: large tensors are in memory that others lend."""
     call = four[0].group("worker*", retries=retries).call(with_name, torch.ones(600_000))
     outcomes = await call
-    kept = weakref.ref(outcomes[1].value[1])
+    kept = weakref.ref(outcomes[1].value[1])  # type: ignore[index]
     gone = weakref.ref(call)
     quorum = four[0].group("worker*", quorum=2).call(hang_at, "worker1")
     await quorum
@@ -425,7 +425,7 @@ async def test_an_error_that_nobody_looks_at_is_logged(
     assert not logged or ("test_group_calls.py" in logged[0] and "'worker1': ValueError" in logged[0])
 
 
-async def pass_on(pattern: str) -> aiorpc.types.Outcomes:
+async def pass_on(pattern: str) -> aiorpc.types.Outcomes[Any]:
     return await aiorpc.group(pattern).call(fail_at, "worker2")
 
 
@@ -564,7 +564,7 @@ class Three:
     def __init__(self, quorum: int | None) -> None:
         engine: Any = SimpleNamespace(loop=asyncio.get_running_loop(), thread=threading.get_ident(), pool=None)
         self.peer = _Peer()
-        self.call = call = GroupCall(engine, "function", ["a", "b", "c"], quorum, call_site(sys._getframe()))
+        self.call = call = GroupCall[Any](engine, "function", ["a", "b", "c"], quorum, call_site(sys._getframe()))
         self.members = [
             MemberCall(call, place, self.peer, FunctionEntry("f"), place, 0.0, None, None) for place in range(3)
         ]

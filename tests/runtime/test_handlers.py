@@ -132,7 +132,7 @@ def deferred_by_a_call(to: str) -> Future[Any]:
     return _waiting[0]
 
 
-@async_execution
+@async_execution  # type: ignore[type-var]
 def not_deferred() -> int:
     return 3
 
@@ -413,7 +413,7 @@ async def test_a_deferred_tensor_is_taken_when_the_future_completes(pair: list[W
         shared.fill_(-1)
 
     await asyncio.to_thread(settle)
-    assert [int(result[0]) for result in await asyncio.gather(*calls)] == list(range(5))
+    assert [int(result[0]) for result in await asyncio.gather(*calls)] == list(range(5))  # type: ignore[index]
     _parked.clear()
 
 

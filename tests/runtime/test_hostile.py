@@ -134,7 +134,7 @@ GIVING = dict(
 )
 
 
-async def drain(stream: aiorpc.types.Stream) -> None:
+async def drain(stream: aiorpc.types.Stream[Any]) -> None:
     async for _ in stream:
         pass
 
@@ -241,7 +241,7 @@ async def test_results_whose_pickling_exits(
     error = await error_of(start(own[0], way, function, hostile.Bomb, raised, place))
     assert isinstance(error, SerializationError)
     assert raised.__name__ in str(error) and "from pickling" in str(error)
-    assert ("to_here" if way == "remote" else function.__name__) in str(error)
+    assert ("to_here" if way == "remote" else function.__name__) in str(error)  # type: ignore[attr-defined]
     await works_on(own)
 
 
@@ -260,7 +260,7 @@ async def test_handlers_that_exit(own: list[Worker], way: str, raised: type[Base
     """A handler that raises what ends programs is answered; the loop of its worker goes on."""
     error = await error_of(start(own[0], way, FAILING[way], raised, "why"))
     assert isinstance(error, aiorpc.RemoteError) and error.type_name == raised.__name__
-    assert FAILING[way].__name__ in str(error)
+    assert FAILING[way].__name__ in str(error)  # type: ignore[attr-defined]
     await works_on(own)
 
 
@@ -271,9 +271,9 @@ async def test_arguments_whose_pickling_exits(own: list[Worker], raised: type[Ba
     def body() -> None:
         for _ in range(2):
             with pytest.raises(raised):
-                own[0].call("worker1", len, hostile.Bomb(raised))
+                own[0].call("worker1", len, hostile.Bomb(raised))  # type: ignore[call-overload]
             with pytest.raises(raised):
-                own[0].remote("worker1", len, hostile.Bomb(raised))
+                own[0].remote("worker1", len, hostile.Bomb(raised))  # type: ignore[call-overload]
             assert own[0].call("worker1", len, "abc").wait(LIMIT) == 3
 
     await asyncio.to_thread(body)

@@ -554,7 +554,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
 
     async def stay() -> None:
         async with aiorpc.init("second", init_method=place, options=options):
-            queue = aiorpc.Queue("q")
+            queue: aiorpc.Queue[Any] = aiorpc.Queue("q")
             ready.set()
             await asyncio.to_thread(end.wait, LIMIT)
             del queue

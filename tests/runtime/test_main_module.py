@@ -108,7 +108,7 @@ async def test_they_go_by_value_if_it_runs_another_main_module(
         early = [worker.call("late", bump, 2), worker.call("late", total, np.ones(3), torch.ones(100_000))]
         what, stuck = worker.call("late", kind, Point()), worker.call("late", locked)
         async with join_with_other_main("late"):
-            assert await asyncio.gather(*early) == [2, 100_003.0] and STATE == {"n": 0}
+            assert await asyncio.gather(*early) == [2, 100_003.0] and STATE == {"n": 0}  # type: ignore[call-overload]
             assert (await what).__name__ == "Point"
             error = await raised(stuck)
             assert isinstance(error, SerializationError) and "locked" in str(error) and "another main" in str(error)

@@ -67,7 +67,7 @@ async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Call
         with pytest.raises(PeerLost, match=r"gone .* was lost.*is not known: the store.*Nothing was sent"):
             a.remote("gone", dict)
         with pytest.raises(PeerLost, match=r"gone .* was lost.*is not known: the store.*Nothing was sent"):
-            await asyncio.wait_for(a.call("gone", len, a.remote("b", dict)), LIMIT)
+            await asyncio.wait_for(a.call("gone", len, a.remote("b", dict)), LIMIT)  # type: ignore[call-overload]
         with pytest.raises(RendezvousError, match=r"cannot find 'nobody'.*Nothing was sent"):
             a.remote("nobody", dict)
         quick_founding(60.0)

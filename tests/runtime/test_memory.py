@@ -830,7 +830,7 @@ async def test_functions_that_do_not_exist_give_their_memory_back(warmed: list[W
     with pytest.raises(AttributeError):
         await reference.rpc_async().no_such_method(large())
     with pytest.raises(RpcError, match="generator function"):
-        await warmed[0].call("worker1", count_up, large())
+        await warmed[0].call("worker1", count_up, large())  # type: ignore[call-overload]
     await until_all_back(*warmed)
 
 

@@ -110,7 +110,7 @@ async def test_functions_that_take_them_get_them(pair: list[Worker]) -> None:
     assert await call("worker1", patient, 1, timeout=5, retries=2) == (1, 5, {"retries": 2})
     assert await call("worker1", any_of, args=1, timeout=2) == {"args": 1, "timeout": 2}
     with pytest.raises(TypeError, match="timeout"):
-        await call("worker1", torch.add, torch.ones(1), torch.ones(1), timeout=5)
+        await call("worker1", torch.add, torch.ones(1), torch.ones(1), timeout=5)  # type: ignore[arg-type]
 
 
 def forms_of_timeout(worker: Worker) -> list[Callable[[Any], Any]]:
@@ -195,11 +195,11 @@ async def test_values_that_have_to_be_awaited_first(pair: list[Worker]) -> None:
     """A Future or a coroutine as an argument, a Future as a result."""
     coroutine = later(1)
     with pytest.raises(SerializationError, match=r"argument 0 of .*coroutine.*await it"):
-        pair[0].call("worker1", add, coroutine)
+        pair[0].call("worker1", add, coroutine)  # type: ignore[call-overload]
     coroutine.close()
     call = pair[0].call("worker1", add, 1)
     with pytest.raises(SerializationError, match=r"argument 1 of .*\(a Future\).*await it"):
-        pair[0].call("worker1", add, 1, call)
+        pair[0].call("worker1", add, 1, call)  # type: ignore[call-overload]
     assert await call == 2
     with pytest.raises(SerializationError, match=r"gives_future.*Future.*@rpc.async_execution"):
         await pair[0].call("worker1", gives_future)
@@ -255,7 +255,7 @@ async def test_what_is_deep_inside_of_much_is_found_in_bounded_time(pair: list[W
     with pytest.raises(
         SerializationError, match=r"argument 0 of .*add .*\(a list\) cannot be serialised.*_thread.lock"
     ):
-        pair[0].call("worker1", add, value)
+        pair[0].call("worker1", add, value)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("how", [lambda file: file, lambda file: {"files": [file]}, lambda file: lambda: file.name])
@@ -516,15 +516,15 @@ async def test_a_creation_that_failed_and_that_nobody_looked_at_is_logged(
         gc.collect()
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
-    ref = pair[0].remote("worker1", Model)
+    ref = pair[0].remote("worker1", Model)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="width"):
         await ref
-    sent = pair[0].remote("worker1", Model)
+    sent = pair[0].remote("worker1", Model)  # type: ignore[call-overload]
     await pair[0].call("worker1", isinstance, sent, aiorpc.RRef)
     await until(sent.confirmed_by_owner)
     del ref, sent
     assert errors() == []
-    pair[0].remote("worker1", Model)
+    pair[0].remote("worker1", Model)  # type: ignore[call-overload]
     await until(errors)
     (line,) = errors()
     assert "failed and nobody looked" in line and "Model" in line and "test_misuse.py" in line

@@ -94,7 +94,7 @@ async def test_the_manners_of_references_are_those_of_objects(pair: list[Worker]
     """Futures, blocking, references of results, and a method whose name the handle has itself."""
     pair[1].serve("buffer", Buffer(1, 2))
     buffer = pair[0].peer("worker1").object("buffer")
-    assert await asyncio.to_thread(buffer.rpc_sync().put, 3) == 3
+    assert await asyncio.to_thread(buffer.rpc_sync().put, 3) == 3  # type: ignore[arg-type]
     with pytest.raises(rpc.errors.WouldBlockLoop, match="put"):
         buffer.rpc_sync().put(3)
     assert await buffer.rpc_async(timeout=20).size() == 3

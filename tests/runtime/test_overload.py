@@ -80,7 +80,7 @@ async def test_remote_and_stream_are_refused_alike(gate: Gate) -> None:
         call = workers[0].call("worker1", wait_async, 1)
         for verb in (workers[0].remote, workers[0].stream):
             with pytest.raises(Overloaded):
-                verb("worker1", wait, 1)
+                verb("worker1", wait, 1)  # type: ignore[arg-type]
         await until(lambda: not workers[0]._node.references.counts().users)
         gate.open.set()
         assert await call == 1
@@ -497,7 +497,7 @@ async def test_functions_of_one_caller_have_a_limit(pair: list[Worker], monkeypa
     monkeypatch.setattr(resolver, "MOST_FUNCTIONS", 10)
     for function in (len, str, int, float, abs, min, max, sum, repr, hash):
         with contextlib.suppress(TypeError, Overloaded):
-            await pair[1].call("worker0", function, 5)
+            await pair[1].call("worker0", function, 5)  # type: ignore[call-overload]
     with pytest.raises(Overloaded, match="'worker1' has named 10 functions"):
         await pair[1].call("worker0", bool, 1)
     assert await pair[1].call("worker0", len, "abc") == 3

@@ -418,7 +418,7 @@ async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[A
     with pytest.raises(rpc.RpcUsageError, match="subscription to 'policy' cannot be copied"):
         use(versions)
     with pytest.raises(rpc.errors.SerializationError, match=r"argument 0 of .*subscription to 'policy'"):
-        pair[1].call("worker0", len, versions)
+        pair[1].call("worker0", len, versions)  # type: ignore[call-overload]
     gc.collect()
     await pair[0].publish("policy", weights(1))
     assert number_of((await anext(versions)).value) == 1
@@ -491,7 +491,7 @@ async def test_a_turn_in_which_a_signal_handler_raises_loses_no_version(pair: li
     assert at > 5, "it was not interrupted"
 
 
-async def comes_once(version: int, got: list[int], versions: Subscription, place: str | None) -> None:
+async def comes_once(version: int, got: list[int], versions: Subscription[Any], place: str | None) -> None:
     """That a turn which was interrupted at a place has got the version, or that the next one does. Clears `got`."""
     if not got:
         got.append((await anext(versions)).version)
@@ -569,7 +569,7 @@ async def test_a_version_that_is_too_long_for_its_reader_is_told_in_a_turn() -> 
         versions.close()
 
 
-async def told_and_then(versions: Subscription) -> rpc.types.PublishedVersion:
+async def told_and_then(versions: Subscription[Any]) -> rpc.types.PublishedVersion[Any]:
     """The next version, behind what was told of the one before."""
     while True:
         with contextlib.suppress(rpc.RpcError):

@@ -50,16 +50,16 @@ def sent(worker: Worker) -> int:
     return worker.statistics().bytes_sent
 
 
-async def turn(subscriptions: list[Subscription], version: int) -> None:
+async def turn(subscriptions: list[Subscription[Any]], version: int) -> None:
     """All get that version."""
     for got in await asyncio.gather(*map(anext, subscriptions)):
         assert (got.version, number_of(got.value), got.publisher.name) == (version, version, "learner")
 
 
-async def read_first(learner: Worker, *readers: Worker) -> list[Subscription]:
+async def read_first(learner: Worker, *readers: Worker) -> list[Subscription[Any]]:
     """Subscriptions of these, one after the other, that have got version 1; the first one's worker leads its host."""
     await learner.publish("policy", weights(1, SIZE))
-    subscriptions: list[Subscription] = []
+    subscriptions: list[Subscription[Any]] = []
     for reader in readers:
         subscriptions.append(reader.subscribe("policy"))
         await turn(subscriptions[-1:], 1)

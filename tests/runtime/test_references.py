@@ -181,7 +181,7 @@ async def test_both_forms_of_remote(workers: list[Worker]) -> None:
     """remote(to, func, *args) and torch's remote(to, func, args=(...)); a lone tuple or list is torch's args."""
     token = current_node.set(workers[0]._node)
     one, two = aiorpc.remote("worker1", divmod, 7, 2), aiorpc.remote("worker1", divmod, (7, 2))
-    three = aiorpc.remote("worker1", divmod, args=[7, 2])
+    three = aiorpc.remote("worker1", divmod, args=[7, 2])  # type: ignore[call-overload]
     four = aiorpc.remote("worker1", dict, args=(), kwargs={"a": 1}, timeout=5)
     five = aiorpc.peer("worker1").remote(sum, (1, 2))
     assert [await rref for rref in (one, two, three, four, five)] == [(3, 1), (3, 1), (3, 1), {"a": 1}, 3]
@@ -982,9 +982,9 @@ async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Wor
     rref = workers[0].remote("worker2", Thing, 1)
     for call in (
         workers[0].call("worker1", generator, rref),
-        workers[0].call("worker1", read, rref, Explodes()),
+        workers[0].call("worker1", read, rref, Explodes()),  # type: ignore[call-overload]
         workers[0].call("worker1", BecomesFive(), rref),
-        workers[0].call("worker1", read_async, rref, Explodes()),
+        workers[0].call("worker1", read_async, rref, Explodes()),  # type: ignore[call-overload]
     ):
         with pytest.raises((RpcError, TypeError, ZeroDivisionError)):
             await call

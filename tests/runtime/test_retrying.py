@@ -287,7 +287,7 @@ async def test_streams_and_references_are_not_tried_again(pair: list[Worker]) ->
     peer = pair[0].peer("worker1", retries=2)
     for verb in (peer.stream, peer.remote):
         with pytest.raises(RpcUsageError, match=rf"{verb.__name__}\(\) is not tried again.*without retries"):
-            verb(ran, "a")
+            verb(ran, "a")  # type: ignore[arg-type]
 
 
 async def test_no_retries_in_a_context_of_autograd(pair: list[Worker]) -> None:
@@ -548,9 +548,9 @@ async def test_a_result_that_was_dropped_is_given_again(pair: list[Worker], monk
     await until(lambda: pair[0].statistics().calls_retried >= 6)
     assert RUNS["once"] == RUNS["raises"] == 1
     make_room()
-    assert (await calls[0]).tolist() == [1.0] * 10 and await calls[2] == 2
+    assert (await calls[0]).tolist() == [1.0] * 10 and await calls[2] == 2  # type: ignore[misc]
     with pytest.raises(ValueError, match="first"):
-        await calls[1]
+        await calls[1]  # type: ignore[misc]
     assert RUNS["once"] == RUNS["raises"] == 1 and RUNS["plain"] == 2
 
 

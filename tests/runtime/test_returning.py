@@ -111,7 +111,7 @@ async def test_no_peer_is_left_of_a_worker_that_was_replaced(caplog: pytest.LogC
             with pytest.raises(PeerLost, match=r"worker2 \(rank 2, pid \d+ .* was lost"):
                 await each._node.peers.by_id(2).call(abs, (-3,), None, LONG)
         with pytest.raises(PeerLost, match=r"worker2 \(rank 2, pid \d+ .* was lost"):
-            await ref.to_here()
+            await ref.to_here()  # type: ignore[misc]
         assert ref.owner() == first.info
         del ref
     assert "worker worker0 shut down; lost on the way: worker2 (3 times)" in caplog.text
@@ -453,7 +453,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         b._node.engine.bounds = Bounds(vouch=0.1)
         liar = replace(a._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
-            await c.call("worker1", handlers.introduce, pack(liar.to_wire()))
+            await c.call("worker1", handlers.introduce, pack(liar.to_wire()))  # type: ignore[call-overload]
         looked, look = list[int](), Newcomers._look_whether_it_leads
 
         async def seen(newcomers: Newcomers, leader: int) -> None:
@@ -462,15 +462,15 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Newcomers, "_look_whether_it_leads", seen)
-            flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]
+            flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]  # type: ignore[call-overload]
             refused = await asyncio.gather(*flood, return_exceptions=True)
         assert {*map(type, refused)} == {RpcUsageError} and looked == [c._node.engine.id]  # one task for all of them
         b._node.engine.bounds = Bounds()
         taken = replace(c._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
-            await a.call("worker1", handlers.introduce, pack(taken.to_wire()))
+            await a.call("worker1", handlers.introduce, pack(taken.to_wire()))  # type: ignore[call-overload]
         with pytest.raises(RpcUsageError, match="it was not admitted"):
-            await c.call("worker0", handlers.arrive, pack(c._node.engine.record.to_wire()))
+            await c.call("worker0", handlers.arrive, pack(c._node.engine.record.to_wire()))  # type: ignore[call-overload]
         for each in workers:
             assert await each.call("worker2", abs, -3) == 3 and each._node.group.lost == {}
 

@@ -494,7 +494,7 @@ async def test_a_refused_creation_keeps_nothing_but_its_error() -> None:
         ways: list[Callable[[Any], rpc.RRef[Any]]] = [
             lambda given: worker.remote("worker1", served.add, given, 1),
             box.remote().put,
-            there.put,
+            there.put,  # type: ignore[list-item]
         ]
         del box
         kept, size = [], 1 << 22

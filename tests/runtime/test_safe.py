@@ -106,7 +106,7 @@ async def value_of(reference: RRef[Any]) -> Any:
     return await reference
 
 
-async def consume(stream: rpc.types.Stream) -> list[Any]:
+async def consume(stream: rpc.types.Stream[Any]) -> list[Any]:
     return [item async for item in stream]
 
 
@@ -338,7 +338,7 @@ def shown(*values: Any) -> str:
 
 async def pass_on() -> list[str]:
     """Handler: what travels of a queue, its handle, and a context, by itself and inside of a value."""
-    with rpc.Queue("queue", timeout=3) as queue:
+    with rpc.Queue[Any]("queue", timeout=3) as queue:
         handle = rpc.queue("queue", owner="worker0")
         async with rpc.autograd.context() as context:
             return [await rpc.call("worker1", shown, value, [value]) for value in (queue, handle, context)]
@@ -351,7 +351,7 @@ async def test_handles_of_queues_and_contexts_travel() -> None:
         options = rpc.RpcBackendOptions(serialization=serialization, allow="*")
         async with cluster(2, options=options) as workers:
             said.append(await workers[0].call("worker0", pass_on))
-    handle = rpc.types.QueueHandle("queue", "worker0")
+    handle: rpc.types.QueueHandle[Any] = rpc.types.QueueHandle("queue", "worker0")
     for queue, named, context in said:
         assert queue == named == repr((handle, [handle]))
         assert re.fullmatch(r"\((\d+), \[\1\]\)", context)

@@ -106,7 +106,7 @@ async def test_what_goes_with_a_frame_is_counted_at_both_ends(transport: str) ->
 
 async def test_a_value_that_is_fetched_counts_at_both_ends(pair: list[Worker]) -> None:
     """As made by whoever fetches it, and as served by its owner."""
-    reference = pair[0].remote("worker1", list)
+    reference: aiorpc.RRef[list[int]] = pair[0].remote("worker1", list)
     for _ in range(3):
         assert await reference == []
     made, served = pair[0].statistics(), pair[1].statistics()
@@ -172,7 +172,7 @@ def block_for(to: str) -> Any:
 
 async def test_references_are_counted(pair: list[Worker]) -> None:
     """Values owned, and handles held."""
-    rrefs = [pair[0].remote("worker1", list) for _ in range(3)]
+    rrefs: list[aiorpc.RRef[list[int]]] = [pair[0].remote("worker1", list) for _ in range(3)]
     for rref in rrefs:
         await rref
     assert pair[0].statistics().references_held == 3 and pair[1].statistics().references_owned == 3

@@ -269,7 +269,7 @@ async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(p
 async def test_arguments_that_cannot_be_serialised_raise_at_once(pair: list[Worker]) -> None:
     """The stream is not opened."""
     with pytest.raises(aiorpc.errors.SerializationError, match="argument 0"):
-        pair[0].stream("worker1", plain, threading.Lock())
+        pair[0].stream("worker1", plain, threading.Lock())  # type: ignore[arg-type]
 
 
 async def test_items_are_snapshots_of_their_tensors(pair: list[Worker]) -> None:
@@ -608,7 +608,7 @@ async def test_a_stream_is_not_copied(pair: list[Worker], producer: Producer, us
     with pytest.raises(RpcUsageError, match=r"stream of .*asynchronous.* from worker 'worker1' has one consumer"):
         use(stream)
     with pytest.raises(aiorpc.errors.SerializationError, match=r"argument 0 of .*has one consumer"):
-        pair[0].call("worker1", len, stream)
+        pair[0].call("worker1", len, stream)  # type: ignore[call-overload]
     gc.collect()
     assert [await anext(stream) for _ in range(100)] == [*range(100)]
     assert not producer.closed.is_set()

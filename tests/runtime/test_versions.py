@@ -46,7 +46,7 @@ async def test_what_depends_on_the_version_of_python_is_refused_before_it_is_sen
             ours = mixed[0]._node.engine.record.minor  # the process is what it is
         for function, argument in ((lambda value: value, 1), (len, [lambda: 1]), (repr, local())):
             with pytest.raises(SerializationError, match=rf"here it is {ours}, there {theirs}"):
-                await caller.call(callee.name, function, argument)
+                await caller.call(callee.name, function, argument)  # type: ignore[call-overload]
 
 
 async def test_other_versions_are_told_once_at_joining(

@@ -241,7 +241,7 @@ async def test_unpickling_an_answer_may_call_where_a_thread_waits(awake: list[Wo
 
     def call() -> None:
         try:
-            assert rpc_sync("worker1", make_asking, timeout=LIMIT) == "asked"
+            assert rpc_sync("worker1", make_asking, timeout=LIMIT) == "asked"  # type: ignore[comparison-overlap]
         except RpcError as error:
             assert isinstance(error.__cause__, WouldBlockLoop), error
 
@@ -345,7 +345,7 @@ def test_a_loop_that_another_thread_has_taken_over_is_told_of_all_that_the_first
             assert [future.wait() for future in [rpc_async("alone", echo, (n,)) for n in range(100)]] == [*range(100)]
             stream = worker.stream("alone", count, 100)
             assert [*stream] == [*range(100)]
-            queue = Queue("numbers")
+            queue: Queue[Any] = Queue("numbers")
             queue.put(7).wait()
             assert queue.get().wait() == 7
             queue.close()

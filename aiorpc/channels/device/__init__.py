@@ -23,7 +23,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import ProtocolError
@@ -41,6 +42,7 @@ from .messages import (
     Got,
     Opened,
     Piece,
+    Slot,
     Slots,
     Stop,
 )
@@ -75,8 +77,8 @@ class Devices:
         limit: int,
         piece_size: int = PIECE_SIZE,
     ) -> None:
-        self.traffic = Traffic()
-        self.ways = {DIRECT: Traffic(), IPC: Traffic(), STAGING: Traffic()}
+        self.traffic: Traffic = Traffic()
+        self.ways: dict[str, Traffic] = {DIRECT: Traffic(), IPC: Traffic(), STAGING: Traffic()}
         self._sender = Sender(
             accelerator, surroundings, self.ways, way=way, forced=forced, box_size=box_size, piece_size=piece_size
         )
@@ -84,8 +86,8 @@ class Devices:
         self._around = surroundings
         self._closed = False
         self._let_go = self._gone = False
-        self.released = self._receiver.released  # what `flush` would send
-        self.is_here = self._receiver.is_here
+        self.released: deque[Slot] = self._receiver.released  # what `flush` would send
+        self.is_here: Callable[[Wire], bool] = self._receiver.is_here
 
     def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""

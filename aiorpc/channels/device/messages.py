@@ -5,7 +5,8 @@ A transfer is one buffer on its way; a box is the outbox of one of the sender's 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ...protocol.families import Family, reader_of
 
@@ -134,4 +135,4 @@ MESSAGES: Family[Message] = Family(
     },
 )
 #: Makes a DeviceTransfer of what a message says; raises TypeError.
-read_transfer = reader_of(DeviceTransfer)
+read_transfer: Callable[[Any], DeviceTransfer] = reader_of(DeviceTransfer)

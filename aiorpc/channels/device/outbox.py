@@ -64,7 +64,7 @@ class BoxEnd:
     def __init__(self, driver: Interprocess, index: int, let_go: Callable[[int, int], None]) -> None:
         """let_go: what the driver does with its memory at the end, by device and address; it waits for the device."""
         self.index = index
-        self.gone = False
+        self.gone: bool = False
         self._driver = driver
         self._let_go = let_go
         self._closed = False
@@ -94,14 +94,14 @@ class Outbox(BoxEnd):
     def __init__(self, driver: Interprocess, index: int, size: int) -> None:
         """Allocate it on device `index`. Raises what the driver raises, with nothing left behind."""
         super().__init__(driver, index, driver.free)
-        self.size = -(-size // GRANULE) * GRANULE
-        self.slots = cut(self.size)
+        self.size: int = -(-size // GRANULE) * GRANULE
+        self.slots: list[tuple[int, int]] = cut(self.size)
         self._address = driver.allocate(index, self.size)
         self._events = []
         try:
-            self.handle = driver.export(index, self._address)
+            self.handle: bytes = driver.export(index, self._address)
             self._events = driver.events(index, len(self.slots))
-            self.event_handles = [driver.export_event(event) for event in self._events]
+            self.event_handles: list[bytes] = [driver.export_event(event) for event in self._events]
         except BaseException:
             driver.free(index, self._address)
             driver.close_events(self._events)

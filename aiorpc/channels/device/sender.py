@@ -90,7 +90,7 @@ class Sender:
         box_size: int,
         piece_size: int,
     ) -> None:
-        self.way = way
+        self.way: str = way
         self.ways = ways
         self._driver = accelerator
         self._around = surroundings

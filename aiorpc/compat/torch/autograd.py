@@ -82,7 +82,7 @@ def _rank_of(error: Exception) -> int:
     return node.engine.info.id
 
 
-def backward_from_value(value: Any, context_id: int, retain_graph: bool) -> None:
+def backward_from_value(value: object, context_id: int, retain_graph: bool) -> None:
     """A pass from one tensor; without a context (-1) the gradients go to ``.grad``, as of a local ``backward()``."""
     if not isinstance(value, Tensor):
         raise RpcUsageError("RRef should contain a tensor for .backward()")
@@ -99,7 +99,7 @@ class SendFunction:
     """What a message that left within a context has in the graph: the edges that its tensors came out of."""
 
     def __init__(self, edges: Sequence[Any]) -> None:
-        self.next_functions = tuple((edge.node, edge.output_nr) for edge in edges)
+        self.next_functions: tuple[tuple[Any, Any], ...] = tuple((edge.node, edge.output_nr) for edge in edges)
 
     def name(self) -> str:
         """As torch names it."""
@@ -122,14 +122,14 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, SendFunction]:
         """What has left, by the number of its message."""
-        by_message: dict[int, list[Any]] = {}
+        by_message: dict[int, list[object]] = {}
         for name, edge in list(self._context.sent.items()):
             by_message.setdefault(name.message, []).append(edge)
         return {number: SendFunction(edges) for number, edges in by_message.items()}
 
-    def _recv_functions(self) -> dict[int, Any]:
+    def _recv_functions(self) -> dict[int, object]:
         """What has come: a node that its tensors came out of, by a number of its own."""
-        by_message: dict[tuple[int, int], Any] = {}
+        by_message: dict[tuple[int, int], object] = {}
         for node, received in list(self._context.received.items()):
             by_message.setdefault((received.sender, received.name.message), node)
         return dict(enumerate(by_message.values()))

@@ -23,7 +23,7 @@ SITE = str(Path(__file__).parent / "site")
 class _Install:
     """Unpickled in a process that begins, whose path is not set yet: waits there for torch, as ``sitecustomize``."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return runpy.run_path, (os.path.join(SITE, "sitecustomize.py"),)
 
 
@@ -31,7 +31,7 @@ def follow(replaced: Replacements) -> None:
     """From now on children that ``multiprocessing`` spawns install aiorpc, too."""
     prepare: Callable[..., dict[str, Any]] = multiprocessing.spawn.get_preparation_data
 
-    def get_preparation_data(name: str) -> dict[str, Any]:
+    def get_preparation_data(name: str) -> dict[str, object]:
         return {"aiorpc": _Install(), **prepare(name)}
 
     replaced.attribute(multiprocessing.spawn, "get_preparation_data", get_preparation_data)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -40,7 +39,7 @@ class Averaging:
         parameters, modules = self._parameters, self._modules
 
         @functools.wraps(make)
-        def init(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        def init(module: DistributedDataParallel, *args: object, **kwargs: object) -> None:
             make(module, *args, **kwargs)
             mine = {id(each): each for each in module.parameters() if each.requires_grad}
             parameters.update(mine)
@@ -81,4 +80,4 @@ class Averaging:
         return taken
 
 
-averaging = Averaging()
+averaging: Averaging = Averaging()

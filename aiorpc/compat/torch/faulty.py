@@ -101,7 +101,7 @@ class _Types:
         return f"{'SCRIPT' if scripted else 'PYTHON'}_{_CALLS[message.kind]}"
 
 
-def _is_script(function: Any) -> bool:
+def _is_script(function: object) -> bool:
     if function in (script.run, script.run_async):  # which carry a script function
         return True
     return torch.jit._builtins._find_builtin(function) is not None

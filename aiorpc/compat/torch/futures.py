@@ -46,12 +46,12 @@ def error_of(future: AnyFuture) -> BaseException | None:
     return None if isinstance(future, Future) and future._error is None else outcome(future)[1]
 
 
-def wait_all(futures: Sequence[AnyFuture]) -> list[Any]:
+def wait_all(futures: Sequence[AnyFuture]) -> list[object]:
     """Block until all are complete; their values in order. Raises the first error as soon as it is there."""
     return [future.wait() for future in collect_all(futures).wait()]
 
 
-def torch_then(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+def torch_then(future: Future[Any], callback: Callable[[Future[Any]], object]) -> Future[Any]:
     """``then`` as torch has it: whatever the callback raises is a RuntimeError; here it is also what it was."""
 
     def call(done: Future[Any]) -> Any:

@@ -56,7 +56,7 @@ _AUTOGRAD = (
 class _Native(ModuleType):
     """A module with some names of ours; for all others it asks torch's."""
 
-    def __init__(self, real: ModuleType, ours: dict[str, Any]) -> None:
+    def __init__(self, real: ModuleType, ours: dict[str, object]) -> None:
         super().__init__(real.__name__, real.__doc__)
         self.__dict__.update(ours, _real=real)
 

@@ -33,7 +33,7 @@ class _RemoteModule(BaseModule):
     """A module on another worker; see `aiorpc.nn.RemoteModule`. It travels without attributes of a subclass."""
 
     is_scriptable = False
-    generated_methods: tuple[Callable[..., Any], ...] = (BaseModule.forward_async, BaseModule.forward)
+    generated_methods: tuple[Callable[..., object], ...] = (BaseModule.forward_async, BaseModule.forward)
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class _RemoteModule(BaseModule):
         module_cls: Callable[..., torch.nn.Module],
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
-        _module_interface_cls: Any = None,
+        _module_interface_cls: object = None,
     ) -> None:
         if _module_interface_cls is not None:
             raise RpcUsageError("a RemoteModule of aiorpc is no part of TorchScript: leave _module_interface_cls out")
@@ -49,7 +49,7 @@ class _RemoteModule(BaseModule):
 
     @classmethod
     def init_from_module_rref(
-        cls, remote_device: str, module_rref: RRef[torch.nn.Module], _module_interface_cls: Any = None
+        cls, remote_device: str, module_rref: RRef[torch.nn.Module], _module_interface_cls: object = None
     ) -> Any:
         """A RemoteModule of a module that exists. As with torch, `remote_device` need not name its owner."""
         made = cls.__new__(cls)
@@ -66,7 +66,7 @@ class _RemoteModule(BaseModule):
         return _load, (type(self), self.on, self.device, self.module_rref)
 
 
-def _load(kind: type[_RemoteModule], on: Any, device: str, module_rref: RRef[torch.nn.Module]) -> _RemoteModule:
+def _load(kind: type[_RemoteModule], on: object, device: str, module_rref: RRef[torch.nn.Module]) -> _RemoteModule:
     """Has the attributes that torch's has then, in that order, and not those of a local module."""
     made = kind.__new__(kind)
     made.__dict__.update(on=on, device=device)

@@ -28,7 +28,7 @@ class DistributedOptimizer(BaseOptimizer):
         if not isinstance(params_rref, RRef | torch.Tensor):  # which are no lists, as the base says
             params_rref = list(params_rref)
             if not params_rref:
-                self.remote_optimizers = []
+                self.remote_optimizers: list[RRef[Any]] = []
                 return
         if not args and "lr" not in kwargs:
             kwargs |= _default_lr(optimizer_class)

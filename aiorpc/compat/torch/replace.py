@@ -14,7 +14,7 @@ class Replacements:
     """What was replaced, in order; `undo` puts all of it back, the latest first."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[object, str, object]] = []
 
     def __bool__(self) -> bool:
         return bool(self._undo)

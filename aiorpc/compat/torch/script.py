@@ -43,7 +43,7 @@ def by_name(
 
 
 @keeps_past
-def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Handler: a script function of that name. RuntimeError if there is none here; NotAllowed if it may not be run."""
     rights = permits()
     if rights is not None:
@@ -59,7 +59,7 @@ def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @keeps_past
 @async_execution
-def run_async(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_async(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Handler: a script function that returns a Future, whose value is the answer."""
     result = run(name, args, kwargs)
     if not is_future(result):
@@ -70,7 +70,7 @@ def run_async(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def follow(replaced: Replacements) -> None:
     """From now on script modules travel."""
 
-    def reduce(module: Any, protocol: Any) -> Any:
+    def reduce(module: object, protocol: object) -> Any:
         if codec.outgoing.get() is None:
             return _reduce_module(module, protocol)
         file = io.BytesIO()

@@ -173,7 +173,7 @@ def _replace(replaced: Replacements) -> None:
 def _objects_of_torch() -> _Objects:
     """What modules of torch may have taken from those that are replaced, and ours: by the identity of torch's."""
     real = torch.distributed.rpc
-    pairs: list[tuple[Any, Any]] = [
+    pairs: list[tuple[object, object]] = [
         (sys.modules[name], module) for name, module in _MODULES.items() if name in sys.modules
     ]
     pairs += [(getattr(real, name), getattr(rpc, name)) for name in ("RRef", "PyRRef") if hasattr(real, name)]

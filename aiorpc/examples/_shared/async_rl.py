@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -74,7 +73,7 @@ async def train(agent: AsyncAgent, observers: Sequence[rpc.RRef[AsyncObserver]],
             progress.done(record.add(reward, agent.learner.running_reward, time.perf_counter() - started))
 
 
-async def run_agent(place: Place, settings: Settings) -> dict[str, Any]:
+async def run_agent(place: Place, settings: Settings) -> dict[str, object]:
     """Make the observers, train, and return the result."""
     agent = AsyncAgent(place.world_size - 1, settings.seed)
     observers = [
@@ -86,12 +85,12 @@ async def run_agent(place: Place, settings: Settings) -> dict[str, Any]:
     return record.result()
 
 
-async def _main(place: Place, settings: Settings) -> dict[str, Any] | None:
+async def _main(place: Place, settings: Settings) -> dict[str, object] | None:
     async with rpc.init(worker_name(place.rank), rank=place.rank, world_size=place.world_size):
         # Observers have nothing to start: leaving serves until the agent is done.
         return await run_agent(place, settings) if place.rank == 0 else None
 
 
-def async_role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def async_role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 is the agent, the others serve until it is done."""
     return asyncio.run(_main(place, settings))

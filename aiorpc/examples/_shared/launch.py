@@ -275,7 +275,7 @@ class _Supervisor:
 
 
 def _child(
-    role: Callable[[Place, Settings], Any],
+    role: Callable[[Place, Settings], object],
     place: Place,
     settings: Settings,
     meeting: _Meeting,

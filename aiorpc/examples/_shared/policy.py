@@ -21,9 +21,9 @@ class Policy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = nn.Linear(4, 128)
-        self.dropout = nn.Dropout(p=0.6)
-        self.actions = nn.Linear(128, 2)
+        self.hidden: nn.Linear = nn.Linear(4, 128)
+        self.dropout: nn.Dropout = nn.Dropout(p=0.6)
+        self.actions: nn.Linear = nn.Linear(128, 2)
 
     def forward(self, states: Tensor) -> Tensor:
         """states: (N, 4) float32. Returns (N, 2), each row summing to 1."""
@@ -36,9 +36,9 @@ class Learner:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.policy = Policy()
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=LEARNING_RATE)
-        self.running_reward = 10.0
+        self.policy: Policy = Policy()
+        self.optimizer: torch.optim.Adam = torch.optim.Adam(self.policy.parameters(), lr=LEARNING_RATE)
+        self.running_reward: float = 10.0
 
     def choose(self, states: Tensor) -> tuple[list[int], Tensor]:
         """Draw an action for each row of ``states`` (N, 4); returns them and their log-probabilities (N,)."""

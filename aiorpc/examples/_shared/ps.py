@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from .launch import Place
@@ -58,7 +58,7 @@ class ServerBase:
     def __init__(self, trainers: int, settings: Settings, progress: Steps) -> None:
         torch.manual_seed(settings.seed)
         self._model = resnet(settings.model)
-        self.parameters = list(self._model.parameters())
+        self.parameters: list[nn.Parameter] = list(self._model.parameters())
         self._optimizer = torch.optim.SGD(self.parameters, lr=settings.lr, momentum=MOMENTUM)
         self._trainers = trainers
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ def run_server(backend: Any, place: Place, settings: Settings) -> dict[str, Any]
     }
 
 
-def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 is the server, the others work as it tells them."""
     backend = importlib.import_module(settings.backend_module)
     backend.rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)

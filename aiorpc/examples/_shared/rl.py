@@ -53,7 +53,7 @@ class AgentCore:
     """
 
     def __init__(self, observers: int, seed: int) -> None:
-        self.learner = Learner(seed)
+        self.learner: Learner = Learner(seed)
         self.observers = observers
         # Log-probabilities: a list for each observer when they ask alone, a row for each step when they ask together.
         self._alone: list[list[Tensor]] = [[] for _ in range(observers)]
@@ -202,7 +202,7 @@ def run_agent(backend: Any, place: Place, settings: Settings) -> dict[str, Any]:
     return record.result()
 
 
-def blocking_role(place: Place, settings: Settings) -> dict[str, Any] | None:
+def blocking_role(place: Place, settings: Settings) -> dict[str, object] | None:
     """One process of the run: rank 0 is the agent, the others serve until it is done."""
     backend = importlib.import_module(settings.backend_module)
     backend.rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)

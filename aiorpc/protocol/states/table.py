@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 
 class Label(Enum):
@@ -19,7 +19,8 @@ class Label(Enum):
     Python, and some tables are looked into several times for each message.
     """
 
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # for a checker it is that of Enum
+        __hash__ = object.__hash__
 
 
 S = TypeVar("S", bound=Enum)
@@ -76,9 +77,9 @@ class Table(Generic[S, E]):
         self.name = name
         self.about = about
         self.initial = initial
-        self.meanings = dict(meanings)
-        self.transitions = tuple(transitions)
-        self.final = frozenset(final)
+        self.meanings: dict[S, str] = dict(meanings)
+        self.transitions: tuple[Transition[S, E], ...] = tuple(transitions)
+        self.final: frozenset[S] = frozenset(final)
         self._targets = {(row.source, row.event): row.target for row in self.transitions}
         self._pairs = frozenset((row.source, row.target) for row in self.transitions)
         problems = list(self._problems())

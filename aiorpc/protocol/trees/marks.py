@@ -15,7 +15,7 @@ from ..reductions import Past, TensorRoute
 from ..reference_messages import PassedReference
 
 Tensor = torch.Tensor
-strided = torch.strided
+strided: torch.layout = torch.strided
 ExtType = msgpack.ExtType
 
 DTYPE = re.compile(

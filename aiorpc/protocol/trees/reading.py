@@ -108,7 +108,7 @@ class _Reader:
         self.tables = Tables(size)
         self._buffers = buffers
         self._made: list[Any] = []  # of the classes of programs, whose code runs once
-        self._remade: Iterator[Any] = iter(())
+        self._remade: Iterator[object] = iter(())
         self._parts = -1
 
     def again(self) -> None:
@@ -343,7 +343,7 @@ def _jagged(reader: _Reader, values: Tensor, offsets: Any, lengths: Any, dim: in
     return reductions.load_jagged(values, offsets, lengths, dim, _flag(grad))
 
 
-def _meta(_: _Reader, dtype: Any, size: list[int], strides: list[int], grad: bool) -> Tensor:
+def _meta(_: _Reader, dtype: object, size: list[int], strides: list[int], grad: bool) -> Tensor:
     _number_of_elements(torch.Size(_sizes(size)))
     _count(strides)
     made = torch.empty_strided(size, strides, dtype=_exact(dtype, torch.dtype), device="meta")
@@ -371,14 +371,14 @@ def _storage(_: _Reader, tensor: Tensor) -> torch.UntypedStorage:
     return reductions.load_storage(tensor)
 
 
-def _attributes(_: _Reader, tensor: Any, attributes: dict[str, Any]) -> Any:
+def _attributes(_: _Reader, tensor: object, attributes: dict[str, object]) -> Any:
     if not isinstance(tensor, Tensor):
         raise TypeError("attributes of something that is no tensor")
     fill(tensor, _exact(attributes, dict))
     return tensor
 
 
-def _ordered_dict(_: _Reader, items: dict[Any, Any], attributes: dict[str, Any]) -> OrderedDict[Any, Any]:
+def _ordered_dict(_: _Reader, items: dict[object, object], attributes: dict[str, object]) -> OrderedDict[Any, Any]:
     made = OrderedDict(_exact(items, dict))
     fill(made, _exact(attributes, dict))
     return made
@@ -393,7 +393,7 @@ def _error(_: _Reader, type_name: str, message: str, traceback: str) -> RemoteEr
     return RemoteError(f"{said[0]}: {said[1]}", type_name=said[0], remote_message=said[1], remote_traceback=said[2])
 
 
-def _parts(_: _Reader, name: str, parts: Any) -> Any:
+def _parts(_: _Reader, name: str, parts: object) -> Any:
     kind = registered.find_class(name)
     put_together = getattr(kind, "_put_together", None)
     if put_together is None:
@@ -431,7 +431,7 @@ def _object(
     return made
 
 
-def _check_making(kind: type, name: str, calls: bool, args: list[Any], names: dict[Any, Any]) -> None:
+def _check_making(kind: type, name: str, calls: bool, args: list[object], names: dict[object, object]) -> None:
     """See that the class itself is called only where it asks for that, and that Python's own get what they ask for."""
     anything, plain = cast(Any, kind), cast(Any, object)
     made_by = anything.__reduce__ if calls else anything.__new__
@@ -449,7 +449,7 @@ def _check_making(kind: type, name: str, calls: bool, args: list[Any], names: di
         _exact(args[0] if args else given(), given)
 
 
-def fill(made: Any, attributes: dict[str, Any]) -> None:
+def fill(made: object, attributes: dict[str, object]) -> None:
     """Give an object attributes, in its dictionary or in its slots; never one that would replace a method.
 
     Nor one with a name like ``__array_interface__`` that the class does not have: such names tell others what to do

@@ -73,10 +73,10 @@ class Answers:
         backlog: Backlog,
     ) -> None:
         self.calls: dict[int, ServedCall] = {}
-        self.queued = 0
-        self.streams = 0
+        self.queued: int = 0
+        self.streams: int = 0
         # How many of `calls` are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
-        self.system = 0
+        self.system: int = 0
         self._engine = engine
         self._link = link
         self._connection = connection
@@ -85,7 +85,7 @@ class Answers:
         self._references = references
         self._accelerators = accelerators
         self._backlog = backlog
-        self.remembered = Remembered(engine.options)
+        self.remembered: Remembered = Remembered(engine.options)
 
     def take(self, call: ServedCall) -> bool:
         """Take a call out of `calls`, which ends it; False if somebody else has ended it before. Any thread."""

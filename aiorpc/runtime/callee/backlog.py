@@ -39,6 +39,7 @@ from typing import Protocol
 from ...channels.bulk import Bulk
 from ...errors import Overloaded, ProtocolError
 from ...transport.connection import Connection
+from ...transport.send_queue import SendQueue
 from ..calls.current import ServedCall
 from ..engine.engine import Engine
 
@@ -66,11 +67,11 @@ class Backlog:
     """
 
     def __init__(self, engine: Engine, link: LinkForBacklog, connection: Connection) -> None:
-        self.limit = engine.options.max_unsent_bytes
-        self.half = self.limit // 2
-        self.most = 2 * self.limit
-        self.queue = connection.queue
-        self.bulk = link.bulk
+        self.limit: int = engine.options.max_unsent_bytes
+        self.half: int = self.limit // 2
+        self.most: int = 2 * self.limit
+        self.queue: SendQueue = connection.queue
+        self.bulk: Bulk = link.bulk
         self.held = 0
         self.parked: deque[ServedCall] = deque()
         self._engine = engine

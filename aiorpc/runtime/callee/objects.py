@@ -21,7 +21,7 @@ class ServedObject:
     name: the one that callers use.
     """
 
-    def __init__(self, objects: Objects, name: str, value: Any) -> None:
+    def __init__(self, objects: Objects, name: str, value: object) -> None:
         self.name = name
         self._objects = objects
         self._value = value
@@ -63,7 +63,7 @@ class Objects:
         self.by_name: dict[str, ServedObject] = {}
         self._lock = Lock()
 
-    def serve(self, name: str, value: Any, lifetime: Lifetime, *, replace: bool = False) -> ServedObject:
+    def serve(self, name: str, value: object, lifetime: Lifetime, *, replace: bool = False) -> ServedObject:
         """See `aiorpc.serve`. lifetime: of the worker."""
         check_object_name(name)
         if value is None:

@@ -37,7 +37,7 @@ class AsyncCredits:
     """How many items an async generator may still send. On the loop. count: as far as the consumer is concerned."""
 
     def __init__(self, count: int, room: Room) -> None:
-        self.count = count
+        self.count: int = count
         self._room = room
         self._stopped = False
         self._more = asyncio.Event()
@@ -67,7 +67,7 @@ class ThreadCredits:
     """How many items a generator in a thread may still send. count: as far as the consumer is concerned."""
 
     def __init__(self, count: int, room: Room) -> None:
-        self.count = count
+        self.count: int = count
         self._room = room
         self._stopped = False
         self._changed = threading.Condition()

@@ -44,6 +44,7 @@ from ..calls.functions import Handler, Mode
 from ..calls.values import LARGE_PICKLE, GradientLoader, ReferenceLoader, decode
 from ..engine.engine import Engine
 from ..engine.pool import NoThread
+from ..engine.shares import Share
 from ..gradients.contexts import current_autograd
 from ..links.accelerators import Accelerators
 from .answers import Answers, pass_on
@@ -80,8 +81,8 @@ class Runner:
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
-        self.share = node.engine.shares.of(caller)
-        self.submitted = 0  # calls, to the pool
+        self.share: Share = node.engine.shares.of(caller)
+        self.submitted: int = 0  # calls, to the pool
         self.standing: Standing | None = None  # what threads stand by for
         self._tasks = node.engine.tasks.alive
         backlog.start(self.resume)
@@ -174,7 +175,7 @@ class Runner:
             raise ProtocolError(f"{declared.name} of the runtime makes no value of a reference, and is not tried again")
         call.arguments = declared.read(call.arguments, call.names)
 
-    def decode(self, call: ServedCall, *, entered: bool = False) -> list[Any]:
+    def decode(self, call: ServedCall, *, entered: bool = False) -> list[object]:
         """The values of a call. In the thread that will use them. entered: whether that is on the landing's streams.
 
         SerializationError for what unpickling raises: the function has not run, so it cannot have raised that.
@@ -207,7 +208,7 @@ class Runner:
             f"{what} cannot be read on worker {self._engine.name!r}: {foreign.said(error)}; nothing was run{advice}"
         )
 
-    def _take_arguments(self, call: ServedCall, *, entered: bool = False) -> tuple[list[Any], dict[str, Any]]:
+    def _take_arguments(self, call: ServedCall, *, entered: bool = False) -> tuple[list[object], dict[str, object]]:
         values, _, _, pickled, _, table, references, _ = call.arguments
         if pickled or references or self._devices or call.landing is not None:
             values = self.decode(call, entered=entered)
@@ -400,7 +401,7 @@ class Runner:
             return
         self._answers.answer_future(call, True, future)
 
-    def _join_batch(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _join_batch(self, call: ServedCall, args: list[object], kwargs: dict[str, object]) -> None:
         batcher = get_batcher(_function_of(call), self._node)
         assert batcher is not None, "the function was classified as batched"
 
@@ -486,7 +487,7 @@ class Runner:
                 current_autograd.reset(within)
 
     def _serve_coroutine(
-        self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any], existing: Any = None
+        self, call: ServedCall, function: object, args: list[object], kwargs: dict[str, object], existing: object = None
     ) -> None:
         """Run what the function gives as a task. Nothing of it exists before the task begins: where a loop ends before
         that, no coroutine is left that was never awaited. existing: one that a function has given already.
@@ -506,7 +507,9 @@ class Runner:
                 existing.close()
         task.cancel()
 
-    async def _run_steps(self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def _run_steps(
+        self, call: ServedCall, function: object, args: list[object], kwargs: dict[str, object]
+    ) -> None:
         """As a task: run a coroutine, each of its steps on the streams on which its arguments arrive."""
         coroutine = self._run_coroutine(call, function, args, kwargs)
         try:
@@ -553,12 +556,12 @@ class Runner:
         self._answers.answer(call, result.pop())
 
 
-def _function_of(call: ServedCall) -> Callable[..., Any]:
+def _function_of(call: ServedCall) -> Callable[..., object]:
     assert call.handler is not None, "it was found before the call was started"
     return call.handler.function
 
 
-def _itself(coroutine: Any) -> Any:
+def _itself(coroutine: object) -> Any:
     """A function for a coroutine that another function has given."""
     return coroutine
 

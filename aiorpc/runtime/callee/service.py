@@ -8,7 +8,7 @@ What a call names is found by `resolver`; `running` has it run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ... import foreign
@@ -17,7 +17,7 @@ from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Call, Goodbye, read_call, read_cancel, read_credit, read_goodbye, write
+from ...protocol.messages import Call, Function, Goodbye, read_call, read_cancel, read_credit, read_goodbye, write
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
@@ -25,7 +25,7 @@ from ..calls.current import CommonHome, ServedCall
 from ..calls.pending import PendingCall
 from ..calls.permits import permits_of
 from ..gradients.contexts import Gradients
-from ..links.link import KindMethod
+from ..links.link import KindMethod, Link
 from ..links.links import Links
 from ..links.reassembly import Message
 from . import answers
@@ -50,7 +50,7 @@ LEAST_CALLS, LEAST_RATE = 1024, 1000.0
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
     """The references of the worker, as far as serving calls needs them."""
 
-    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
+    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[object]:
         """Handles of the references in a message from `sender`."""
 
     def on_message(self, sender: int, message: reference_messages.Message) -> None:
@@ -130,7 +130,7 @@ class Service:
         self._engine = home.engine
         self._info = record.info
         self._caller = home.peer_of(record)
-        self.link = home.links.make(connection, record, self, number=link_number, opener=False)
+        self.link: Link = home.links.make(connection, record, self, number=link_number, opener=False)
         accelerators = home.links.accelerators
         self._backlog = Backlog(home.engine, self.link, connection)
         self._answers = Answers(
@@ -143,7 +143,7 @@ class Service:
             accelerators,
             self._backlog,
         )
-        self.calls = self._answers.calls
+        self.calls: dict[int, ServedCall] = self._answers.calls
         self._runner = Runner(
             home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog, record.id
         )
@@ -152,7 +152,7 @@ class Service:
             home.engine, self._answers, self._runner, home.references, home.objects, record, self._permits
         )
         self._functions = self._resolver.functions
-        self.for_threads = self._resolver.for_threads
+        self.for_threads: Callable[[Function], Found | None] = self._resolver.for_threads
         self.ahead: tuple[int, Call, Found] | None = None
         if connection.threads_may_read:
             self._runner.standing = Standing(self, self._runner, connection)

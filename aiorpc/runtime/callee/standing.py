@@ -19,6 +19,7 @@ Invariants
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -72,11 +73,11 @@ class Standing:
     """
 
     def __init__(self, service: ServiceForStanding, runner: RunnerForStanding, connection: Connection) -> None:
-        self.pause = 0
-        self.attach = connection.attach
-        self.bring = connection.read_once
-        self.leave = connection.leave_to_loop
-        self.back_off = BackOff()
+        self.pause: int = 0
+        self.attach: Callable[[select.epoll], bool] = connection.attach
+        self.bring: Callable[[], None] = connection.read_once
+        self.leave: Callable[[], None] = connection.leave_to_loop
+        self.back_off: BackOff = BackOff()
         self.running: int | None = None
         self._taken: int | None = None  # the call that a thread took last
         self._read = 0  # bytes that had come by then

@@ -24,6 +24,7 @@ import torch
 from ... import foreign
 from ...channels.shm import Copies
 from ...errors import PeerLeft, RpcError, SerializationError, WorkerClosed
+from ...futures import Marks
 from ...locks import RLock
 from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
@@ -33,13 +34,15 @@ from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
 from ..engine.deadlines import Deadlines
+from ..engine.engine import Engine
 from ..engine.observing import Passage, ask, frame_passage
 from ..gradients.contexts import Gradients
+from ..links.accelerators import Accelerators
 from ..links.link import FEW, KindMethod, Link
 from .future import CallFuture
 from .known import KnownFunctions
 from .owed import Home as OwedHome
-from .owed import OwedCalls
+from .owed import OwedCall, OwedCalls
 from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
 
 
@@ -48,7 +51,7 @@ class ReferencesForPeer(Protocol):
 
     def load(
         self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         """Handles of the references in a message from `sender`. left: the same, without those that were taken."""
 
 
@@ -83,29 +86,29 @@ class Addressee:
     def __init__(
         self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None, former: Self | None = None
     ) -> None:
-        self.engine = home.engine
-        self.accelerators = home.links.accelerators
-        self.devices = self.accelerators.accelerator is not None
-        self.marks = self.accelerators.arrival
-        self.name = name
+        self.engine: Engine = home.engine
+        self.accelerators: Accelerators = home.links.accelerators
+        self.devices: bool = self.accelerators.accelerator is not None
+        self.marks: Marks = self.accelerators.arrival
+        self.name: str = name
         self.route = self.accelerators.route_to(name)
         self.record: WorkerRecord | None = None
-        self.same_main = True
-        self.other_python = ""
-        self.known = KnownFunctions(self)
+        self.same_main: bool = True
+        self.other_python: str = ""
+        self.known: KnownFunctions = KnownFunctions(self)
         if record is not None:
             self.identify(record)
-        self.state = PEER.initial
-        self.safe = self.engine.safe
-        self.max_body = self.engine.options.max_frame_bytes
-        self.max_segment = self.engine.options.max_tensor_bytes
-        self.owed = OwedCalls(home, deadlines, self)
+        self.state: PeerState = PEER.initial
+        self.safe: bool = self.engine.safe
+        self.max_body: int = self.engine.options.max_frame_bytes
+        self.max_segment: int = self.engine.options.max_tensor_bytes
+        self.owed: OwedCalls = OwedCalls(home, deadlines, self)
         self.gone: RpcError | None = None
         self.parting: RpcError | None = None
-        self.ended = 0.0
+        self.ended: float = 0.0
         self.trouble = ""
         self.former = former
-        self.made = time.monotonic()
+        self.made: float = time.monotonic()
         self.connection: Connection | None = None
         self.link: Link | None = None
         self.methods: dict[int, KindMethod] = {
@@ -114,8 +117,8 @@ class Addressee:
             ITEM: self.owed.on_item,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self.on_failed = self.owed.on_failed
-        self.call_of = self.owed.pending.get
+        self.on_failed: Callable[[Frame, Exception], None] = self.owed.on_failed
+        self.call_of: Callable[[int], OwedCall | None] = self.owed.pending.get
         self._home = home
         self._lifetime = home.engine.lifetime
         self._waiting = WaitingMessages()

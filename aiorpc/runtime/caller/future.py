@@ -14,6 +14,7 @@ from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
 from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
+from ...sites import CallSite
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..links.link import Link
@@ -30,7 +31,7 @@ class CallForFuture(Protocol):
     call_id: int
     streamed: bool
 
-    def _settle(self, value: Any, error: BaseException | None = None) -> bool: ...
+    def _settle(self, value: object, error: BaseException | None = None) -> bool: ...
 
     def _describe(self) -> str: ...
 
@@ -120,16 +121,16 @@ class CallFuture(Unawaited, Future[Any]):
         self._callbacks = [UNCLAIMED]
         self._error = None
         self._value = None
-        self._site = None
-        self.peer = peer
-        self.entry = entry
-        self.started = started
-        self._deadline = deadline
-        self.system = system
+        self._site: CallSite | None = None
+        self.peer: PeerForFuture = peer
+        self.entry: FunctionEntry = entry
+        self.started: float = started
+        self._deadline: float | None = deadline
+        self.system: bool = system
         self.again: bool | None = None
-        self.streamed = False
-        self.patient = False
-        self.call_id = call_id
+        self.streamed: bool = False
+        self.patient: bool = False
+        self.call_id: int = call_id
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, overload
 
+from ..._typing import Arg, Function, Items, Later, P, T
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo
 from ...protocol.retries import check_backoff, check_retries
 from ...sites import call_site
+from ..calls.batched import Batched
 from ..references.rref import RRef
 from .misuse import stays_here
 from .objects import Home, ObjectHandle, not_tried_again
@@ -28,16 +30,34 @@ class PeerHandle:
         self._timeout = timeout
         self._wait = wait
 
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    @overload
+    def call(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> Future[T]: ...
+
+    @overload
+    def call(self, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    @overload
+    def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """As `aiorpc.call`, with this handle's options."""
         return self._home.peers.find(self._to).call(function, args, kwargs, self._timeout, wait=self._wait)
 
-    def remote(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    @overload
+    def remote(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> RRef[T]: ...
+
+    @overload
+    def remote(self, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+
+    @overload
+    def remote(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+
+    def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> RRef[Any]:
         """An RRef of the function's result on that worker, with this handle's timeout; it waits for nobody to join."""
         home = self._home
         return home.references.create(home.peers.find(self._to), function, args, kwargs, self._timeout, depth=2)
 
-    def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:
+    def stream(self, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:
         """As `aiorpc.stream`, with this handle's options."""
         peer = self._home.peers.find(self._to)
         return open_stream(peer, function, args, kwargs, self._timeout, wait=self._wait)
@@ -70,16 +90,25 @@ class RetryingHandle(PeerHandle):
         super().__init__(home, to, timeout, wait=options.wait)
         self._options = options
 
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    @overload
+    def call(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> Future[T]: ...
+
+    @overload
+    def call(self, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    @overload
+    def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """As `aiorpc.call`, tried again as this handle says. The arguments must not change until it has ended."""
         site = call_site(sys._getframe(1))
         return self._home.retries.call(self._to, function, args, kwargs, self._timeout, self._options, site)
 
-    def remote(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NoReturn:
+    def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> NoReturn:
         """Refused: the value of a reference is made once."""
         raise self._refusal("remote")
 
-    def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NoReturn:
+    def stream(self, function: Function, /, *args: Arg, **kwargs: Arg) -> NoReturn:
         """Refused: what has come of a stream cannot be taken back."""
         raise self._refusal("stream")
 
@@ -94,7 +123,7 @@ class RetryingHandle(PeerHandle):
         return f"{super().__repr__()[:-1]}, {self._options.retries} retries>"
 
 
-def retry_options(wait: bool, retries: int, backoff: Any, idempotent: bool) -> RetryOptions:
+def retry_options(wait: bool, retries: int, backoff: object, idempotent: bool) -> RetryOptions:
     """These options, looked through. RpcUsageError for those that cannot be."""
     retries, backoff = check_retries(retries), check_backoff(backoff)
     if not isinstance(idempotent, bool):
@@ -105,7 +134,7 @@ def retry_options(wait: bool, retries: int, backoff: Any, idempotent: bool) -> R
 
 
 def make_handle(
-    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: Any, idempotent: bool
+    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: object, idempotent: bool
 ) -> PeerHandle:
     """The handle for these options. RpcUsageError for those that cannot be."""
     options = retry_options(wait, retries, backoff, idempotent)

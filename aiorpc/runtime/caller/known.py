@@ -25,9 +25,9 @@ class FunctionEntry:
     __slots__ = ("_function", "confirmed", "declaration", "name", "number")
 
     def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
-        self.number = number
-        self.name = name
-        self.confirmed = False
+        self.number: int = number
+        self.name: str = name
+        self.confirmed: bool = False
         self.declaration: Declaration | None = None
         self._function: Callable[[], Any] | None = None
         if function is not None:
@@ -44,7 +44,7 @@ class FunctionEntry:
         return None if self._function is None else self._function()
 
 
-class KnownFunctions(dict[Any, FunctionEntry]):
+class KnownFunctions(dict[object, FunctionEntry]):
     """The entries of the functions that can go by name; such functions live as long as their module anyway.
 
     To look a function up is to enter it: it gets a number, unless it has no name. Any thread.

@@ -37,6 +37,10 @@ class MemberCall:
     Its fields are those of a CallFuture. place: of the member in the group.
     """
 
+    patient: bool
+    streamed: bool
+    system: bool
+
     allowed: float | None = None  # it is not tried again
     parked = False
 
@@ -72,14 +76,14 @@ class MemberCall:
     ) -> None:
         self._group = group
         self._error: BaseException | None = None
-        self.place = place
-        self.peer = peer
-        self.entry = entry
-        self.call_id = call_id
-        self.started = started
-        self._deadline = deadline
-        self._site = site
-        self.nested = nested
+        self.place: int = place
+        self.peer: PeerForMember = peer
+        self.entry: FunctionEntry = entry
+        self.call_id: int = call_id
+        self.started: float = started
+        self._deadline: float | None = deadline
+        self._site: CallSite | None = site
+        self.nested: bool = nested
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None
         self._arrival: Arrival | None = None
@@ -98,7 +102,7 @@ class MemberCall:
         """The same: where it was made is told with the call of the group."""
         return self._subject
 
-    def _settle(self, value: Any, error: BaseException | None = None) -> bool:
+    def _settle(self, value: object, error: BaseException | None = None) -> bool:
         """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
         self._error = error
         self._group._take(self.place, value, error)

@@ -63,7 +63,7 @@ def stays_here(handle: object, there: str) -> RpcUsageError:
     )
 
 
-def check_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+def check_arguments(args: object, kwargs: object) -> tuple[tuple[object, ...], dict[str, object] | None]:
     """The arguments that were given to a verb with ``args=`` and ``kwargs=``. RpcUsageError for what can be none."""
     if args is None:
         args = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
+from ..._typing import Args, Kwargs
 from ...collecting import wait_alone
 from ...errors import RpcUsageError
 from ...futures import Future
@@ -13,10 +14,13 @@ from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import call_site
 from ..references.references import References
+from ..references.rref import RRef
 from .misuse import stays_here
 from .peers import Peers, To
 from .retrying import Retries, RetryOptions
-from .stream import open_stream
+from .stream import Stream, open_stream
+
+R = TypeVar("R")
 
 
 class Home(Protocol):
@@ -49,40 +53,41 @@ class ObjectHandle:
         self._wait = wait
         self._retried = retried
 
-    def rpc_sync(self, timeout: float = -1.0) -> Any:
+    def rpc_sync(self, timeout: float = -1.0) -> ObjectMethods[Any]:
         """A proxy whose methods run there and block until they have a result.
 
         timeout: seconds for each call; negative for that of the worker's handle, 0 for no limit. Not for the loop that
         runs the worker, where the methods raise WouldBlockLoop: ``await handle.method()`` there.
         """
-        return _ProxyOfObject(self, "rpc_sync", timeout)
+        return ObjectMethods(self, "rpc_sync", timeout)
 
-    def rpc_async(self, timeout: float = -1.0) -> Any:
+    def rpc_async(self, timeout: float = -1.0) -> ObjectMethods[Future[Any]]:
         """A proxy whose methods run there and return a Future at once. timeout: as in `rpc_sync`."""
-        return _ProxyOfObject(self, "rpc_async", timeout)
+        return ObjectMethods(self, "rpc_async", timeout)
 
-    def remote(self, timeout: float = -1.0) -> Any:
+    def remote(self, timeout: float = -1.0) -> ObjectMethods[RRef[Any]]:
         """A proxy whose methods run there and return an RRef of their result at once. timeout: as in `rpc_sync`.
 
         Its methods raise RpcUsageError where calls are tried again: the value of a reference is made once.
         """
-        return _ProxyOfObject(self, "remote", timeout)
+        return ObjectMethods(self, "remote", timeout)
 
-    def stream(self, timeout: float = -1.0) -> Any:
+    def stream(self, timeout: float = -1.0) -> ObjectMethods[Stream[Any]]:
         """A proxy whose methods are generators: ``async for item in handle.stream().method()`` takes what they yield.
 
         timeout: seconds for each item, otherwise as in `rpc_sync`. See `aiorpc.stream`. Its methods raise RpcUsageError
         where calls are tried again: what has come of a stream cannot be taken back.
         """
-        return _ProxyOfObject(self, "stream", timeout)
+        return ObjectMethods(self, "stream", timeout)
 
-    def __getattr__(self, name: str) -> _MethodOfObject:
+    def __getattr__(self, name: str) -> _MethodOfObject[Future[Any]]:
         if name in self.__slots__:  # not set yet: a copy is being made
             raise AttributeError(name)
         return _MethodOfObject(self, "rpc_async", -1.0, _checked(self, name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = _invoke(_MethodOfObject(self, "rpc_async", -1.0, "__call__"), args, kwargs)
+    def __call__(self, *args: object, **kwargs: object) -> Future[Any]:
+        method: _MethodOfObject[Future[Any]] = _MethodOfObject(self, "rpc_async", -1.0, "__call__")
+        future: Future[Any] = _invoke(method, args, kwargs)
         return future
 
     def __copy__(self) -> ObjectHandle:
@@ -97,7 +102,7 @@ class ObjectHandle:
         return f"<aiorpc.peer {self._to!r}, object {self._name!r}>"
 
 
-class _ProxyOfObject:
+class ObjectMethods(Generic[R]):
     """Methods of an object, to be called in one manner."""
 
     __slots__ = ("_handle", "_timeout", "_verb")
@@ -107,16 +112,17 @@ class _ProxyOfObject:
         self._verb = verb
         self._timeout = timeout
 
-    def __getattr__(self, name: str) -> _MethodOfObject:
+    def __getattr__(self, name: str) -> _MethodOfObject[R]:
         if name in self.__slots__:  # not set yet: a copy is being made
             raise AttributeError(name)
         return _MethodOfObject(self._handle, self._verb, self._timeout, _checked(self._handle, name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _invoke(_MethodOfObject(self._handle, self._verb, self._timeout, "__call__"), args, kwargs)
+    def __call__(self, *args: object, **kwargs: object) -> R:
+        result: R = _invoke(_MethodOfObject(self._handle, self._verb, self._timeout, "__call__"), args, kwargs)
+        return result
 
 
-class _MethodOfObject(NamedTuple):
+class _MethodOfObject(NamedTuple, Generic[R]):
     """A method of an object, to be called in one manner. timeout: seconds, negative for that of the handle."""
 
     handle: ObjectHandle
@@ -124,8 +130,9 @@ class _MethodOfObject(NamedTuple):
     timeout: float
     name: str
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _invoke(self, args, kwargs)
+    def __call__(self, *args: object, **kwargs: object) -> R:
+        result: R = _invoke(self, args, kwargs)
+        return result
 
     def __await__(self) -> NoReturn:
         raise RpcUsageError(
@@ -140,7 +147,7 @@ def _checked(handle: ObjectHandle, name: str) -> str:
     return name
 
 
-def _invoke(method: _MethodOfObject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _invoke(method: _MethodOfObject[R], args: Args, kwargs: Kwargs) -> Any:
     handle, verb, timeout, name = method
     home, to, retried = handle._home, handle._to, handle._retried
     function = ObjectMethod(handle._name, name)

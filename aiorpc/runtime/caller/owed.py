@@ -44,7 +44,7 @@ from .member_call import MemberCall
 OwedCall = CallFuture | MemberCall
 
 
-def _is_lone(result: Values, segments: Sequence[Any]) -> bool:
+def _is_lone(result: Values, segments: Sequence[object]) -> bool:
     """Whether a result is one tensor that has arrived on a device: to read it is no work for any stream."""
     _, _, opaque_at, pickled, _, table, references, said = result
     return (
@@ -116,12 +116,12 @@ class OwedCalls:
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
-        self.ids = itertools.count(1)
+        self.ids: itertools.count[int] = itertools.count(1)
         self.pending: dict[int, OwedCall] = {}
         # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
         self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
         self.lent: dict[int, list[Any]] = {}
-        self.system = 0
+        self.system: int = 0
         self.decoding: set[int] = set()
         self._given_up: dict[int, float] = {}
         self.interruption: tuple[BaseException, BaseException] | None = None

@@ -9,16 +9,17 @@ sent again.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from ... import foreign
-from ...callbacks import Again, current_autograd
+from ...callbacks import Again, Executor, current_autograd
 from ...errors import (
     Overloaded,
     PeerLeft,
@@ -30,7 +31,7 @@ from ...errors import (
     UnknownWorker,
     WorkerClosed,
 )
-from ...futures import GRACE, Future
+from ...futures import GRACE, ArrivalForFuture, Future
 from ...locks import Lock
 from ...protocol.identity import WorkerInfo
 from ...protocol.messages import ObjectMethod
@@ -81,7 +82,7 @@ class Retries:
     """
 
     def __init__(self, home: Home) -> None:
-        self.random = Random()
+        self.random: Random = Random()
         self.calls: set[RetriedFuture] = set()
         self.paused: set[RetriedFuture] = set()
         self._home = home
@@ -180,8 +181,18 @@ class RetriedFuture(Unawaited, Future[Any]):
     tried: between two tries, whom the last one was made to, for people; "" while one is under way.
     """
 
+    allowed: float | None
+    deadline: float | None
+    function: str
+    to: To | None
+    executor: Executor | None
+    home_thread: int | None
+    loop: asyncio.AbstractEventLoop | None
+    sources: Sequence[Future[Any]]
+    arrival: ArrivalForFuture | None
+
     _apart = True
-    tried = ""
+    tried: str = ""
     nested = False  # whether a handler has made it
 
     def __init__(
@@ -197,8 +208,8 @@ class RetriedFuture(Unawaited, Future[Any]):
         super().__init__()
         self._deadline, self.allowed = tries.deadline, allowed
         self.function, self.to = function, to
-        self._subject = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
-        self._site = site
+        self._subject: str = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
+        self._site: CallSite | None = site
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self.reached: list[Peer] = []
         self._retries = retries
@@ -310,7 +321,7 @@ class RetriedFuture(Unawaited, Future[Any]):
         else:
             self._follow(call)
 
-    def _end(self, event: RetriedEvent, value: Any, error: BaseException | None) -> None:
+    def _end(self, event: RetriedEvent, value: object, error: BaseException | None) -> None:
         with self._lock:
             make, self._make = self._make, None  # kept to the end: letting go of arguments runs code of users
             if make is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...callbacks import Again
-from ...futures import Future
+from ...callbacks import Again, Executor
+from ...futures import ArrivalForFuture, Future
+from ...sites import CallSite
 from .future import CallFuture
 from .unawaited import Unawaited
 
@@ -17,13 +19,18 @@ Words = Callable[[BaseException | None], BaseException | None]
 class RewordedFuture(Unawaited, Future[Any]):
     """It settles as a call does, but for the words of its error; to cancel it is to cancel the call."""
 
+    home_thread: int | None
+    loop: asyncio.AbstractEventLoop | None
+    site: CallSite | None
+    arrival: ArrivalForFuture | None
+
     _apart = True
 
     def __init__(self, call: CallFuture, words: Words) -> None:
         super().__init__()
         self._site, self._loop, self._home_thread = call._site, call._loop, call._home_thread
-        self._executor = call._executor
-        self._sources = (call,)
+        self._executor: Executor | None = call._executor
+        self._sources: Sequence[Future[Any]] = (call,)
         self._call = call
         self._words = words
         call._when_settled(Again(self._on_settled))

@@ -13,10 +13,11 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ... import foreign
+from ..._typing import Args, Function, Kwargs, T_co
 from ...callbacks import Again
 from ...channels.landing import Landing
 from ...errors import ProtocolError, RpcError, RpcTimeout, RpcUsageError
@@ -32,7 +33,7 @@ _Item = tuple[Values, Sequence[Buffer], Landing | None]
 _Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
-class Stream(BlockingIterator[Any]):
+class Stream(BlockingIterator[T_co]):
     """``async for item in stream``, or ``for`` in a thread that may block. Leaving the loop early stops the producer.
 
     One consumer at a time, on any running loop, or in a thread. `aclose` ends it, or `close` in a thread; so does
@@ -84,7 +85,7 @@ class Stream(BlockingIterator[Any]):
         else:
             loop.call_soon_threadsafe(_finish, future)
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T_co:
         """The next item. Raises the producer's error in its place, RpcTimeout when none came in time.
 
         Cancellation takes no item: the next call returns it.
@@ -107,13 +108,14 @@ class Stream(BlockingIterator[Any]):
                 raise
             raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
-    def _decode(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> Any:
+    def _decode(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> T_co:
         peer = self._peer
         landing = landing or (peer.devices and peer.accelerators.landing()) or None
         if landing is None:
-            return decode(item, segments, peer.load_references, peer.track, None, peer.safe)[0]
+            here: T_co = decode(item, segments, peer.load_references, peer.track, None, peer.safe)[0]
+            return here
         with landing.entered():
-            value = decode(item, segments, peer.load_references, peer.track, landing, peer.safe)[0]
+            value: T_co = decode(item, segments, peer.load_references, peer.track, landing, peer.safe)[0]
             arrival = landing.arrival()
         if arrival is not None:
             arrival.join()
@@ -178,7 +180,7 @@ class Stream(BlockingIterator[Any]):
             seconds=self._timeout,
         )
 
-    def _conclude(self) -> Any:
+    def _conclude(self) -> NoReturn:
         if not self._finished:
             self._finished = True
             # Let go of it: the traceback of its error gets frames that have this stream, and would never be freed.
@@ -240,22 +242,22 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 def open_stream(
     peer: Peer,
-    function: Callable[..., Any] | Method | ObjectMethod,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Function | Method | ObjectMethod,
+    args: Args,
+    kwargs: Kwargs,
     timeout: float,
     *,
     wait: bool = False,
     depth: int = 2,
-    keeps: Any = None,
-) -> Stream:
+    keeps: object = None,
+) -> Stream[Any]:
     """Open a stream from a peer. timeout: seconds for each item, 0 for no limit. wait: for the worker to join.
 
     function, keeps: as of `Peer.call`. depth: how many stack frames up the user's code is; a verb calls this, if it is
     2.
     """
     window = peer.engine.options.stream_window
-    stream = Stream(peer, window, timeout)
+    stream: Stream[Any] = Stream(peer, window, timeout)
     end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
     try:
         stream._start(end)

@@ -18,13 +18,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from types import MethodType
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, cast
 
 import torch
 
 from ... import foreign
+from ..._typing import Args, Function, T_co
 from ...errors import RpcCancelled, RpcUsageError
 from ...locks import Lock
 from ...logs import logger
@@ -34,7 +34,6 @@ MARK = "__aiorpc_batched__"
 _BY_VALUE = (int, str, MethodType)
 Done = Callable[[object | None, BaseException | None], None]
 Arm = Callable[[float, Callable[[], "Batch | None"]], object]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Entry(NamedTuple):
@@ -44,8 +43,8 @@ class _Entry(NamedTuple):
     is called before its arguments are used, in the thread that uses them.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: Args
+    kwargs: Mapping[str, object]
     done: Done
     token: object
     join: Callable[[], None] | None
@@ -59,7 +58,7 @@ class Batch:
     ``end`` it is one of those that run at once.
     """
 
-    def __init__(self, batcher: Batcher, target: Callable[..., Any], deadline: float | None) -> None:
+    def __init__(self, batcher: Batcher[object], target: Function, deadline: float | None) -> None:
         self._batcher = batcher
         self._target = target
         self._entries: list[_Entry] = []
@@ -127,7 +126,7 @@ class Batch:
         for entry in self._batcher._start(self):
             _tell(entry.done, None, error)
 
-    def _call(self, entries: Sequence[_Entry]) -> Any:
+    def _call(self, entries: Sequence[_Entry]) -> object:
         for entry in entries:
             if entry.join is not None:
                 entry.join()
@@ -135,7 +134,7 @@ class Batch:
         named = {key: [entry.kwargs[key] for entry in entries] for key in entries[0].kwargs}
         return self._target(*columns, **named)
 
-    def _share(self, entries: Sequence[_Entry], result: Any) -> None:
+    def _share(self, entries: Sequence[_Entry], result: object) -> None:
         try:
             rows = _rows(self._batcher.name, result, len(entries))
         except BaseException as error:
@@ -164,26 +163,26 @@ class Batch:
         return told
 
 
-class Batcher:
+class Batcher(Generic[T_co]):
     """Gathers the callers of one function, or of one method of one instance, into batches. Thread-safe.
 
-    Made by ``batched``; found with ``get_batcher``.
+    Made by ``batched``; found with ``get_batcher``. For checkers it says what each caller gets.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         max_size: int | Callable[[], int],
         max_wait: float | None,
         concurrency: int | None,
-        owner: weakref.ref[Any] | None = None,
+        owner: weakref.ref[object] | None = None,
     ) -> None:
         """owner: the instance of a method; None for a function."""
         self.function = function
         self.max_wait = max_wait
         self.concurrency = concurrency
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
-        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+        self.is_async: bool = inspect.iscoroutinefunction(inspect.unwrap(function))
         self._max_size = max_size
         self._signature, self._plain_count = _signature(function, owner is not None)
         self._owner = owner
@@ -216,8 +215,8 @@ class Batcher:
 
     def add(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Mapping[str, object],
         done: Done,
         arm: Arm | None = None,
         token: object = None,
@@ -263,7 +262,7 @@ class Batcher:
 
     # What an arrival passes through.
 
-    def _normalise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def _normalise(self, args: Args, kwargs: Mapping[str, object]) -> tuple[Args, Mapping[str, object]]:
         """The arguments in the one form all callers share: by position where possible, defaults filled in."""
         if self._signature is None or (not kwargs and len(args) == self._plain_count):
             return args, kwargs
@@ -281,16 +280,16 @@ class Batcher:
         # A group that has become empty has nobody to wait for.
         return max(1, size)
 
-    def _target(self) -> Callable[..., Any]:
+    def _target(self) -> Function:
         if self._owner is None:
             return self.function
         owner = self._owner()
         if owner is None:
             raise RpcUsageError(f"the object whose method {self.name} was called no longer exists")
         # Bound by hand: what the instance's attribute of that name is today may be something else.
-        return cast("Callable[..., Any]", self.function.__get__(owner))
+        return cast("Function", self.function.__get__(owner))
 
-    def _accept(self, entry: _Entry, target: Callable[..., Any]) -> bool:
+    def _accept(self, entry: _Entry, target: Function) -> bool:
         batch = self._open
         if batch is None:
             deadline = None if self.max_wait is None else time.monotonic() + self.max_wait
@@ -382,7 +381,7 @@ class Batcher:
 
     # Methods: a queue for each instance. Workers: a queue for each.
 
-    def of(self, owner: Any) -> Batcher:
+    def of(self, owner: object) -> Batcher[object]:
         """The batcher of this method for one instance (or class, for a class method), which it holds weakly."""
         try:
             return self._instances.get(owner, lambda: self._like(self.function, weakref.ref(owner)))
@@ -392,11 +391,11 @@ class Batcher:
                 "referenced: add '__weakref__' to its __slots__"
             ) from None
 
-    def within(self, scope: Any) -> Batcher:
+    def within(self, scope: object) -> Batcher[object]:
         """A batcher of the same function for one scope, held weakly: callers of two workers do not share a batch."""
         return self._scopes.get(scope, lambda: self._like(self.function, self._owner))
 
-    def _like(self, function: Callable[..., Any], owner: weakref.ref[Any] | None) -> Batcher:
+    def _like(self, function: Function, owner: weakref.ref[object] | None) -> Batcher[object]:
         return Batcher(function, self._max_size, self.max_wait, self.concurrency, owner)
 
 
@@ -405,9 +404,9 @@ class _Siblings:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._known: dict[int, tuple[weakref.ref[Any], Batcher]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], Batcher[object]]] = {}
 
-    def get(self, key: Any, make: Callable[[], Batcher]) -> Batcher:
+    def get(self, key: object, make: Callable[[], Batcher[object]]) -> Batcher[object]:
         """The batcher for this object, made on first use. TypeError if it cannot be weakly referenced."""
         with self._lock:
             known = self._known.get(id(key))
@@ -417,11 +416,11 @@ class _Siblings:
             self._known[id(key)] = (weakref.ref(key, self._forgetter(id(key))), batcher)
             return batcher
 
-    def _forgetter(self, number: int) -> Callable[[weakref.ref[Any]], None]:
+    def _forgetter(self, number: int) -> Callable[[weakref.ref[object]], None]:
         # Runs wherever the object dies, perhaps in a thread that holds the lock: single dictionary steps only.
         known = self._known
 
-        def forget(reference: weakref.ref[Any]) -> None:
+        def forget(reference: weakref.ref[object]) -> None:
             entry = known.get(number)
             if entry is not None and entry[0] is reference:
                 known.pop(number, None)
@@ -429,64 +428,7 @@ class _Siblings:
         return forget
 
 
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether it can be called without arguments; True where nobody can tell."""
-    try:
-        signature(function).bind()
-    except TypeError:
-        return False
-    except ValueError:  # of a function of C that does not say
-        pass
-    return True
-
-
-def batched(
-    max_size: int | Callable[[], int], max_wait: float | timedelta | None = None, *, concurrency: int | None = 1
-) -> Callable[[F], F]:
-    """One call of the decorated function serves many remote callers.
-
-    The function (``def`` or ``async def``, also a method, class method or static method) receives, in place of each
-    argument, a list of the callers' arguments, and returns one result per caller: a list or tuple of that length, or a
-    tensor whose row ``i`` goes to caller ``i``. An exception among the results is raised at that caller alone; if
-    the function raises, or the number of results is wrong (RpcUsageError), every caller of the batch gets the error.
-    Arguments may be passed by position or by name; a default stands in for callers that left it out. Each instance
-    gathers its own callers. Called locally, the function is what it was: it takes and returns lists. It goes to other
-    workers by name alone, so it stands at the top of a module: a copy of it would gather nobody.
-
-    max_size: callers that make a batch, or a function that says so, asked at every arrival ("all peers of the group").
-    max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full.
-    concurrency: how many batches of the function (of a method: for one instance) run at once on one worker; None for as
-    many as there are threads, and for coroutines without a limit. A batch that has to wait for its turn grows
-    meanwhile, up to `max_size`. The function must not wait for a call that needs a batch of its own, unless it may run
-    so often at once. RpcUsageError for values that cannot be.
-    """
-    if not callable(max_size) and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
-        raise RpcUsageError(f"max_size must be an integer >= 1 or a function that returns one, not {max_size!r}")
-    if callable(max_size) and not _takes_nothing(max_size):
-        raise RpcUsageError(
-            f"max_size must be an integer >= 1 or a function without arguments that returns one, not {max_size!r:.80}; "
-            "to decorate that function write @rpc.batched(max_size=..., max_wait=...) above it"
-        )
-    wait = _max_wait(max_wait)
-    if concurrency is not None and (isinstance(concurrency, bool) or not isinstance(concurrency, int)):
-        raise RpcUsageError(f"concurrency must be an integer >= 1, or None for no limit, not {concurrency!r:.80}")
-    if concurrency is not None and concurrency < 1:
-        raise RpcUsageError(f"concurrency must be >= 1, or None for no limit, not {concurrency}")
-
-    def decorate(function: F) -> F:
-        plain = getattr(function, "__func__", function)
-        if not callable(plain):
-            raise RpcUsageError(f"batched decorates a function, not {function!r}")
-        whole = inspect.unwrap(plain)
-        if inspect.isgeneratorfunction(whole) or inspect.isasyncgenfunction(whole):
-            raise RpcUsageError(f"{whole.__qualname__} is a generator: it can be streamed, not batched")
-        setattr(plain, MARK, Batcher(plain, max_size, wait, concurrency))
-        return function
-
-    return decorate
-
-
-def get_batcher(function: Any, scope: Any = None) -> Batcher | None:
+def get_batcher(function: Any, scope: object = None) -> Batcher[object] | None:
     """The batcher of a function, bound method or callable instance decorated with ``batched``; else None.
 
     scope: an object (the worker) whose callers form batches of their own; held weakly. A wrapper that took over the
@@ -506,28 +448,19 @@ def get_batcher(function: Any, scope: Any = None) -> Batcher | None:
     return batcher if scope is None else batcher.within(scope)
 
 
-def _of_wrapper(function: Any, batcher: Batcher) -> Batcher:
+def _of_wrapper(function: Function, batcher: Batcher[object]) -> Batcher[object]:
     """The function's own batcher: a wrapper got that of the function it wraps."""
     if batcher.function is function:
         return batcher
     with batcher._lock:
-        current: Batcher = getattr(function, MARK)
+        current: Batcher[object] = getattr(function, MARK)
         if current is batcher:
             current = batcher._like(function, None)
             setattr(function, MARK, current)
     return current
 
 
-def _max_wait(value: float | timedelta | None) -> float | None:
-    number = value.total_seconds() if isinstance(value, timedelta) else value
-    if number is None:
-        return None
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
-        raise RpcUsageError(f"max_wait must be a number of seconds >= 0 or None, not {value!r}")
-    return float(number)
-
-
-def _signature(function: Callable[..., Any], bound: bool) -> tuple[inspect.Signature | None, int]:
+def _signature(function: Function, bound: bool) -> tuple[inspect.Signature | None, int]:
     """The signature (None if unknown) and the number of arguments at which a call by position needs no binding."""
     try:
         known = signature(function)
@@ -544,7 +477,7 @@ def _shape(entry: _Entry) -> tuple[int, frozenset[str]]:
     return len(entry.args), frozenset(entry.kwargs)
 
 
-def _rows(name: str, result: Any, count: int) -> list[Any]:
+def _rows(name: str, result: object, count: int) -> list[object]:
     """One result per caller, or RpcUsageError naming function, expected and got."""
     expected = f"{name} is batched and was called for {count} callers: expected {count} results"
     if isinstance(result, torch.Tensor):

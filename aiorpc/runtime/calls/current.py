@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -21,7 +21,7 @@ from ...channels.landing import Arrival, Landing
 from ...errors import NotInitialized, RpcCancelled, RpcUsageError
 from ...locks import Lock
 from ...logs import logger
-from ...protocol.frames import Frame
+from ...protocol.frames import Buffer, Frame
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
@@ -98,6 +98,14 @@ class ServedCall:
     about to, as it was woken for that.
     """
 
+    autograd: int | None
+    credit: int | None
+    names: list[str] | None
+    once: Sequence[int] | None
+    woken: bool
+    told: bool
+    arguments: Values
+
     __slots__ = (
         "arguments",
         "arrival",
@@ -137,31 +145,31 @@ class ServedCall:
         self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call, permits: Permits | None = None
     ) -> None:
         _, self.names, remaining, trace, self.autograd, self.credit, _, self.once, self.arguments = message
-        self.node = node
-        self.caller = caller
-        self.caller_id = caller.id
+        self.node: CommonHome = node
+        self.caller: WorkerInfo = caller
+        self.caller_id: int = caller.id
         self.record: WorkerRecord | None = None
-        self.permits = permits
-        self.call_id = frame.call_id
-        self.segments = frame.segments
-        self.size = 0
-        self.started = time.monotonic()
-        self.deadline = None if remaining is None else self.started + remaining
-        self.trace = trace if trace is not None else trace_of(caller.id, frame.call_id)
-        self.function = "?"
+        self.permits: Permits | None = permits
+        self.call_id: int = frame.call_id
+        self.segments: Sequence[Buffer] = frame.segments
+        self.size: int = 0
+        self.started: float = time.monotonic()
+        self.deadline: float | None = None if remaining is None else self.started + remaining
+        self.trace: int = trace if trace is not None else trace_of(caller.id, frame.call_id)
+        self.function: str = "?"
         self.handler: Handler | None = None
-        self.begun = False
-        self.cancelled = False
-        self.unwaited = ""
-        self.replied = False
-        self.system = False
+        self.begun: bool = False
+        self.cancelled: bool = False
+        self.unwaited: str = ""
+        self.replied: bool = False
+        self.system: bool = False
         self.landing: Landing | None = None
         self.arrival: Arrival | None = None
         self.creates: ReferenceId | None = None
         self.on_cancel: Callable[[], object] | None = None
         self.credits: Cancellable | None = None
         self.task: asyncio.Task[None] | None = None
-        self.thread = 0
+        self.thread: int = 0
         self.told = self.woken = False
 
     @property
@@ -205,7 +213,7 @@ class ServedCall:
         self.segments = ()
 
 
-current_call = cast("ContextVar[ServedCall | None]", served)
+current_call: ContextVar[ServedCall | None] = cast("ContextVar[ServedCall | None]", served)
 current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=None)
 
 
@@ -278,7 +286,7 @@ class Registry(Generic[N]):
                 return None
             return self.hosted
 
-    def unhost(self, worker: Any) -> None:
+    def unhost(self, worker: object) -> None:
         """The thread of that worker has ended."""
         with self._lock:
             if self.hosted is worker:

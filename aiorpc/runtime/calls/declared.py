@@ -40,7 +40,7 @@ _CONTAINERS = frozenset((list, tuple, dict))
 _BUILTIN = (bytes,)  # so that a text is no way to write bytes
 
 #: MessagePack of an argument that is more than one number or text.
-pack = msgspec.msgpack.encode
+pack: Callable[[object], bytes] = msgspec.msgpack.encode
 
 
 class _Slot(NamedTuple):
@@ -60,9 +60,9 @@ class _Slot(NamedTuple):
 class Declaration:
     """The declared arguments of one handler. Any thread."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         """Raise TypeError for a handler whose annotations are incomplete, or have a type that is not read here."""
-        self.name = function.__qualname__
+        self.name: str = function.__qualname__
         hints = get_type_hints(function, include_extras=True)
         slots: list[_Slot] = []
         self._rest: _Slot | None = None
@@ -151,7 +151,7 @@ class Declaration:
         assert self._rest is not None, "there are no more values than are declared"
         return self._rest
 
-    def _convert(self, values: list[Any], declared: Any, first: int) -> Sequence[Any]:
+    def _convert(self, values: list[object], declared: object, first: int) -> Sequence[object]:
         try:
             read: Sequence[Any] = msgspec.convert(values, declared, strict=True, builtin_types=_BUILTIN)
         except msgspec.ValidationError as error:
@@ -191,7 +191,7 @@ class Declaration:
         return ProtocolError(f"{self.name} of the runtime was called with what it does not take: {what}")
 
 
-def _slot(function: str, name: str, annotation: Any) -> _Slot:
+def _slot(function: str, name: str, annotation: object) -> _Slot:
     options = list(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else [annotation]
     tensor = Tensor in options
     references = [each for each in options if hasattr(get_origin(each) or each, "_travel")]
@@ -211,7 +211,7 @@ def _slot(function: str, name: str, annotation: Any) -> _Slot:
     return _Slot(name, whole, None, tensor, bool(references), optional)
 
 
-def _kind(function: str, name: str, annotation: Any) -> Any:
+def _kind(function: str, name: str, annotation: object) -> Any:
     """The class that an annotation is about, for one that is not a union. TypeError if it is not read here."""
     inner = annotation
     while get_origin(inner) is Annotated:
@@ -233,13 +233,13 @@ def _kind(function: str, name: str, annotation: Any) -> Any:
     raise TypeError(f"argument {name!r} of {function} is declared as {annotation!r}, which is not read here")
 
 
-def _check_all(function: str, name: str, annotation: Any) -> None:
+def _check_all(function: str, name: str, annotation: object) -> None:
     union = get_origin(annotation) in (Union, types.UnionType)
     for each in get_args(annotation) if union else (annotation,):
         _kind(function, name, each)
 
 
-def _limited(annotation: Any) -> Any:
+def _limited(annotation: object) -> Any:
     """A text has a limit, whatever is declared."""
     return _Text if annotation is str else annotation
 

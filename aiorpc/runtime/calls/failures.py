@@ -242,7 +242,7 @@ class _Parts:
                 members[name] = slot.__get__(error)
         self.parts = (kind, foreign.field(error, "args"), state, reduced[1], members)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return rebuild, self.parts
 
 

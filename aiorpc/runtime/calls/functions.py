@@ -28,7 +28,13 @@ from .annotations import declared_in
 from .batching import get_batcher
 from .declared import Declaration, declaration_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+#: A function that returns a Future of torch, or one of aiorpc; also as it stands in a class.
+G = TypeVar(
+    "G",
+    bound="Callable[..., torch.futures.Future[Any]] | staticmethod[..., torch.futures.Future[Any]]"
+    " | classmethod[Any, ..., torch.futures.Future[Any]]",
+)
 T = TypeVar("T")
 
 _DEFERRED = "_aiorpc_async_execution"
@@ -81,7 +87,7 @@ class Handler(NamedTuple):
     method: str = ""
 
 
-def async_execution(fn: F) -> F:
+def async_execution(fn: G) -> G:
     """Mark a handler that returns a Future: its thread is free at once, the reply goes out when the Future completes.
 
     The function must return a ``torch.futures.Future`` of any kind. With ``@staticmethod`` and ``@classmethod`` it may
@@ -243,7 +249,7 @@ def _declared(function: Any) -> Declaration | None:
     return declaration_of(marked) if is_declared(marked) else None
 
 
-def _without_partials(function: Any) -> Any:
+def _without_partials(function: object) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -277,7 +283,7 @@ def describe(function: object) -> str:
     return str(name) if name else repr(function)
 
 
-def find_name(function: Any, same_main: bool) -> str | None:
+def find_name(function: object, same_main: bool) -> str | None:
     """The wire name, ``module:qualname``, under which the callee finds the same function; None if it travels by value.
 
     same_main: whether caller and callee run the same main module.
@@ -286,7 +292,7 @@ def find_name(function: Any, same_main: bool) -> str | None:
     return None if name is not None and not same_main and name.startswith("__main__:") else name
 
 
-def name_of(function: Any) -> str | None:
+def name_of(function: object) -> str | None:
     """The wire name under which this worker itself would name that function or class; None if it has none."""
     if type(function).__module__ == _OPERATORS:  # their own names are those of torch's inner workings
         path = f"ops.{function}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
 
 from ...errors import NotAllowed
 from ...logs import logger
@@ -75,7 +74,7 @@ class Permits:
         """A function that comes with the call itself runs for those alone that may have everything run."""
         raise self.refusal(what)
 
-    def check_callable(self, function: Any) -> None:
+    def check_callable(self, function: object) -> None:
         """For handlers of the runtime that call what they were given: it is allowed under its own name."""
         name = functions.name_of(function)
         if name is None:

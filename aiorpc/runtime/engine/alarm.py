@@ -35,12 +35,12 @@ class Alarm:
 
     def __init__(self) -> None:
         """Raises OSError if there can be no more descriptors."""
-        self.event = os.eventfd(0, os.EFD_CLOEXEC)
+        self.event: int = os.eventfd(0, os.EFD_CLOEXEC)
         self.watched: Callable[[], Any] = _nothing
         # Reentrant: a signal handler may ask for the same. It keeps the descriptor from being another's by then.
         self._lock = RLock()
         try:
-            self.epoll = self._make()
+            self.epoll: select.epoll = self._make()
         except OSError:
             os.close(self.event)
             raise

@@ -6,16 +6,15 @@ import contextlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from ..._typing import T_co
 from ...errors import WorkerClosed
 from .engine import Engine
 from .loops import Handed
 
-T = TypeVar("T")
 
-
-class BlockingIterator(AsyncIterator[T], Iterator[T]):
+class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
     """An asynchronous iterator that ``for`` and ``with`` take as well, in threads that may block.
 
     engine: of the worker, on whose loop a turn is waited for then.
@@ -23,7 +22,7 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._came: deque[T] = deque()  # for a thread that was interrupted, and has not taken it: the next turn's
+        self._came: deque[T_co] = deque()  # for a thread that was interrupted, and has not taken it: the next turn's
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -44,7 +43,7 @@ class BlockingIterator(AsyncIterator[T], Iterator[T]):
         self._refuse_on_loop()
         return self
 
-    def __next__(self) -> T:
+    def __next__(self) -> T_co:
         """As `__anext__`. Not on the worker's loop: WouldBlockLoop.
 
         Ctrl-C closes it. What another signal handler raises here loses no item: the next call returns it.

@@ -19,8 +19,8 @@ class Counters:
         self.timed_out = 0
         self.late_answers = 0
         self.retried = 0
-        self.bytes_sent = 0  # of connections that have ended
-        self.bytes_received = 0
+        self.bytes_sent: int = 0  # of connections that have ended
+        self.bytes_received: int = 0
         self.messages_sent = 0  # of links that have ended
         self.messages_received = 0
         self.refused = 0
@@ -28,7 +28,7 @@ class Counters:
         self.suspended = 0  # connections that broke, and might go on
         self.resumed = 0  # how many of them did
         self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
-        self.latencies = [0] * 64  # answers by the number of bits of their latency in microseconds
+        self.latencies: list[int] = [0] * 64  # answers by the number of bits of their latency in microseconds
 
     def add_connection(self, connection: Connection) -> None:
         """A connection has ended; its bytes still count."""

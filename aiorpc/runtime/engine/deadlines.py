@@ -42,7 +42,7 @@ class Deadlines:
         self._clock = clock
         # Not that of whoever adds a call: looks follow each other, and what he serves would be kept for as long.
         self._context = contextvars.Context()
-        self.next = float("inf")
+        self.next: float = float("inf")
         self._earliest = 0.0  # no look before this
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0

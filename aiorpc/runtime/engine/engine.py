@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
@@ -82,21 +82,21 @@ class Engine:
         sent as an answer, in any thread.
         """
         self.lifetime = lifetime
-        self.name = lifetime.name
+        self.name: str = lifetime.name
         self.options = options
-        self.safe = options.serialization == "safe"
+        self.safe: bool = options.serialization == "safe"
         # Where nothing is unpickled, nothing is run either that nobody has named.
-        self.rights = Rights(SAFE_RULE if self.safe and options.allow is None else options.allow)
+        self.rights: Rights = Rights(SAFE_RULE if self.safe and options.allow is None else options.allow)
         self.record = record
-        self.id = record.id  # its number in the group: the rank, if it is no replacement
+        self.id: int = record.id  # its number in the group: the rank, if it is no replacement
         self.credentials = credentials
         self.steps = steps
-        self.loop = asyncio.get_running_loop()
-        self.thread = threading.get_ident()
-        self.default_timeout = options.rpc_timeout
-        self.bounds = Bounds()
-        self.counters = Counters()
-        self.tasks = Tasks(self.loop)
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.thread: int = threading.get_ident()
+        self.default_timeout: float = options.rpc_timeout
+        self.bounds: Bounds = Bounds()
+        self.counters: Counters = Counters()
+        self.tasks: Tasks = Tasks(self.loop)
         self.kept: set[object] = set()
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
         self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
@@ -105,10 +105,10 @@ class Engine:
         # A lone core is left to whoever has to answer.
         busy = options.busy_wait if cores() >= 2 else 0.0
         threads = options.num_worker_threads
-        self.pool = ThreadPool(self.name, threads_in_all(threads), prepare=prepare, busy=busy)
-        self.shares = Shares(self.pool, threads)
-        self.poll = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
-        self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
+        self.pool: ThreadPool = ThreadPool(self.name, threads_in_all(threads), prepare=prepare, busy=busy)
+        self.shares: Shares = Shares(self.pool, threads)
+        self.poll: LoopPoll | None = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
+        self.background: ThreadPool = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
 
     @property
     def info(self) -> WorkerInfo:
@@ -178,7 +178,7 @@ class Engine:
 
     # --- handing work over, from any thread ---------------------------------------------------------------------------
 
-    def call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+    def call_on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop, in one of its next turns. Once the loop is closed, nothing happens.
 
         Not with the context variables of whoever asks: what arrives in that turn may be a call of somebody else.
@@ -192,7 +192,7 @@ class Engine:
             if not self.loop.is_closed():
                 raise
 
-    def run_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+    def run_on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop: at once if this thread runs it, or has made it and nobody runs it now; else in one
         of its next turns.
         """
@@ -203,7 +203,7 @@ class Engine:
         else:
             self.call_on_loop(function, *args)
 
-    def in_background(self, function: Callable[..., None], *args: Any) -> None:
+    def in_background(self, function: Callable[..., None], *args: object) -> None:
         """Run something that takes long in a background thread. Once the worker is closing, nothing happens."""
         try:
             self.background.submit(function, *args)
@@ -212,7 +212,7 @@ class Engine:
         except WorkerClosed:
             return
 
-    def apart_from_signals(self, function: Callable[..., None], *args: Any) -> None:
+    def apart_from_signals(self, function: Callable[..., None], *args: object) -> None:
         """Run something here, or in a thread of the pool where signal handlers may raise in the midst of it: a main
         thread that waits for a call has read an answer that is for somebody else. Whoever is interrupted as he hands it
         over does so again: it may run twice.

@@ -75,11 +75,11 @@ class LoopMonitor:
         self._loop_thread = 0
         self._cpu_clock: int | None = None
         self._seen: tuple[float, float | None] = time.monotonic(), None  # when the thread looked, and `_cpu_used` then
-        self.lag_max = 0.0
+        self.lag_max: float = 0.0
         """Seconds the timer was late at worst."""
-        self.lag_mean = 0.0
+        self.lag_mean: float = 0.0
         """Seconds the timer is late, a moving average over about ten intervals."""
-        self.blocked_count = 0
+        self.blocked_count: int = 0
         """Times the loop was blocked for more than ``warn_after`` (0 if that is 0)."""
 
     def start(self) -> None:

@@ -24,19 +24,21 @@ class Lifetime:
     may begin something although the door is closed, as in a call that is being served here.
     """
 
+    loop_ended: bool
+
     def __init__(self, name: str) -> None:
         self.name = name
-        self.state = WORKER.initial
-        self.closed = True
-        self.leaving = False
-        self.shut = True
-        self.parting = False
+        self.state: WorkerState = WORKER.initial
+        self.closed: bool = True
+        self.leaving: bool = False
+        self.shut: bool = True
+        self.parting: bool = False
         self.may_begin: Callable[[], bool] = bool
         self._door_closed = False
-        self.failed = ""
-        self.forked = False
+        self.failed: str = ""
+        self.forked: bool = False
         self.loop_ends = self.loop_ended = False
-        self.exits = False
+        self.exits: bool = False
 
     def enter(self, event: WorkerEvent) -> None:
         """Go to the state to which that event leads. On the thread that the table names for the event."""

@@ -32,8 +32,8 @@ class Looking:
         self._shortest = shortest
         self._begin_soon = Soon(engine.call_on_loop, self.begin)
         self._timer: asyncio.TimerHandle | None = None
-        self.near = False
-        self.pause = 0.0
+        self.near: bool = False
+        self.pause: float = 0.0
 
     def ask(self) -> None:
         """There may be something from now on. Any thread."""

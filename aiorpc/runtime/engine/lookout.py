@@ -61,12 +61,12 @@ class Lookout:
     """
 
     def __init__(self, moment: float, jobs: Sized) -> None:
-        self.stance = Stance()
+        self.stance: Stance = Stance()
         self._moment = moment
         self._jobs = jobs
         self._lock = threading.Lock()  # of the thread that looks, from `get_ready` on
         # Whether a thread looks without sleeping, or is about to. Any thread. Not in Python, as loops ask it often.
-        self.looks = self._lock.locked
+        self.looks: Callable[[], bool] = self._lock.locked
         self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
 
     def crowded(self) -> bool:

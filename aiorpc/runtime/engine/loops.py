@@ -64,8 +64,8 @@ class Handed(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> None:
-        self.ended = False
-        self.begun = False
+        self.ended: bool = False
+        self.begun: bool = False
         self._make = make
         self._loop = loop
         self._task: asyncio.Task[T] | None = None

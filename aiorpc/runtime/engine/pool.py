@@ -89,7 +89,7 @@ class _Local(threading.local):
     """
 
     depth = -1
-    typical_wait = 0.0
+    typical_wait: float = 0.0
     share: ShareForPool | None = None
 
 
@@ -121,14 +121,14 @@ class ThreadPool:
         self._linger = linger
         self._prepare = prepare
         self._most_busy = busy
-        self.may_stay_awake = bool(busy)
+        self.may_stay_awake: bool = bool(busy)
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
-        self.lookout = Lookout(min(busy, MOMENT), self._jobs)
+        self.lookout: Lookout = Lookout(min(busy, MOMENT), self._jobs)
         self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
         self._standing: list[Alarm] = []
         self._most_standing = _MOST_STANDING
-        self.local = _Local()
+        self.local: _Local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
         self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
         self._ending: list[threading.Thread] = []  # those that count no more, and may not be gone yet

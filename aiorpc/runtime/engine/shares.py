@@ -41,7 +41,7 @@ class Share:
     __slots__ = ("__weakref__", "_pool", "claims", "most", "waiting")
 
     def __init__(self, pool: ThreadPool, most: int) -> None:
-        self.most = most
+        self.most: int = most
         self.claims: list[None] = []
         self.waiting: deque[_Job] = deque()
         self._pool = pool
@@ -63,7 +63,7 @@ class Share:
             self.let_go()
             raise
 
-    def run(self, run: Callable[[Any], None], call: Any) -> None:
+    def run(self, run: Callable[[object], None], call: object) -> None:
         """In the pool: a job that has a claim, and those that wait for one while no other job waits for the thread."""
         pool = self._pool
         pool.local.share = self

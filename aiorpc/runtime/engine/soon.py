@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 
 class Soon:
@@ -15,10 +14,10 @@ class Soon:
 
     __slots__ = ("_function", "_post", "asked")
 
-    def __init__(self, post: Callable[[Callable[[], Any]], Any], function: Callable[[], Any]) -> None:
+    def __init__(self, post: Callable[[Callable[[], object]], object], function: Callable[[], object]) -> None:
         self._post = post
         self._function = function
-        self.asked = False
+        self.asked: bool = False
 
     def __call__(self) -> None:
         if self.asked:

@@ -21,7 +21,7 @@ class Steps:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
-        self.stop = threading.Event()
+        self.stop: threading.Event = threading.Event()
         self._loop = loop
         self._name = name
         self._running: set[asyncio.Task[Any]] = set()

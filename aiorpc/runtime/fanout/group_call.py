@@ -25,10 +25,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Generic
 
 from ... import foreign
-from ...callbacks import Again
+from ..._typing import T
+from ...callbacks import Again, Executor
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
@@ -44,12 +45,17 @@ _new: Any = tuple.__new__  # what Outcome(...) does, without its call into Pytho
 _OVER = -1
 
 
-class GroupCall(Unawaited, Future[Outcomes]):
+class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     """The Future of a call to several workers: its `Outcomes`, in the order of members.
 
     ``async for name, outcome in call`` gives them as they come; `Outcome.result` has the value or raises the error.
     Leaving the loop early, and cancelling the task that waits here, calls off what is under way.
     """
+
+    executor: Executor | None
+    home_thread: int | None
+    loop: asyncio.AbstractEventLoop | None
+    arrival: ArrivalForFuture | None
 
     _apart = True
     _twins = True
@@ -61,15 +67,15 @@ class GroupCall(Unawaited, Future[Outcomes]):
         members, entered by whoever sends them.
         """
         super().__init__()
-        self._subject = f"the call of {function} on {len(names)} workers"
-        self._site = site
+        self._subject: str = f"the call of {function} on {len(names)} workers"
+        self._site: CallSite | None = site
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self._function = function
         self._names = names
         self._quorum = quorum
-        self._over = False
+        self._over: bool = False
         self._calls: dict[int, Future[Any] | MemberCall] = {}
-        self._came: dict[int, Outcome | None] = {}
+        self._came: dict[int, Outcome[T] | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
@@ -127,9 +133,9 @@ class GroupCall(Unawaited, Future[Outcomes]):
         values = len([1 for outcome in counted.values() if outcome.error is None])
         return values >= quorum or len(counted) - values > members - quorum
 
-    def _counted(self) -> dict[int, Outcome]:
+    def _counted(self) -> dict[int, Outcome[T]]:
         """The outcomes that count, or do so far, by the places of the members, in the order in which they came."""
-        counted: dict[int, Outcome] = {}
+        counted: dict[int, Outcome[T]] = {}
         for place, outcome in self._came.copy().items():
             if outcome is None:
                 break
@@ -156,10 +162,10 @@ class GroupCall(Unawaited, Future[Outcomes]):
             if self._value is not outcomes:  # it is settled with others, or is about to be
                 outcomes._mark_seen()
 
-    def _twin(self, value: Outcomes) -> Outcomes:
+    def _twin(self, value: Outcomes[T]) -> Outcomes[T]:
         return value._twin()
 
-    def _call_off(self, why: str = "") -> list[Outcome]:
+    def _call_off(self, why: str = "") -> list[Outcome[T]]:
         """Cancel the calls that are under way, if any are, and let go of all. The outcomes, in the order of members.
 
         why: by default what the outcomes say, as there are values enough for the quorum or there will not be.
@@ -199,7 +205,7 @@ class GroupCall(Unawaited, Future[Outcomes]):
 
     # --- as they come -------------------------------------------------------------------------------------------------
 
-    async def __aiter__(self) -> AsyncGenerator[tuple[str, Outcome]]:
+    async def __aiter__(self) -> AsyncGenerator[tuple[str, Outcome[T]]]:
         """Name and outcome of each member, as they come; then what awaiting the call would raise. On any loop."""
         given = 0
         try:

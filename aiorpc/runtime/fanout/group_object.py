@@ -6,15 +6,20 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ..._typing import Args, Kwargs
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import CallSite, call_site
 from ..caller.misuse import stays_here
+from .group_call import GroupCall
+from .group_stream import GroupStream
+from .outcomes import Outcomes
 from .proxies import GroupProxy
+from .rref_group import RRefGroup
 
 #: Calls a method of all of them. It is given the verb, the seconds (negative for those of the group), the method, its
 #: arguments, and where the call was made.
-Caller = Callable[[str, float, ObjectMethod, tuple[Any, ...], dict[str, Any], CallSite], Any]
+Caller = Callable[[str, float, ObjectMethod, Args, Kwargs, CallSite], Any]
 
 
 class GroupObject:
@@ -30,34 +35,35 @@ class GroupObject:
         self._name = name
         self._call = call
 
-    def rpc_sync(self, timeout: float = -1.0) -> Any:
+    def rpc_sync(self, timeout: float = -1.0) -> GroupProxy[Outcomes[Any]]:
         """A proxy whose methods block for the `Outcomes`; not on the worker's loop.
 
         timeout: seconds for each call; negative for that of the group, 0 for no limit.
         """
         return self._proxy("rpc_sync", timeout)
 
-    def rpc_async(self, timeout: float = -1.0) -> Any:
+    def rpc_async(self, timeout: float = -1.0) -> GroupProxy[GroupCall[Any]]:
         """A proxy whose methods return a `GroupCall` at once. timeout: as in `rpc_sync`."""
         return self._proxy("rpc_async", timeout)
 
-    def remote(self, timeout: float = -1.0) -> Any:
+    def remote(self, timeout: float = -1.0) -> GroupProxy[RRefGroup[Any]]:
         """A proxy whose methods return an `RRefGroup` of their results at once. timeout: as in `rpc_sync`."""
         return self._proxy("remote", timeout)
 
-    def stream(self, timeout: float = -1.0) -> Any:
+    def stream(self, timeout: float = -1.0) -> GroupProxy[GroupStream[Any]]:
         """A proxy whose methods are generators, and return a `GroupStream`. timeout: seconds for each item."""
         return self._proxy("stream", timeout)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., GroupCall[Any]]:
         if name in self.__slots__:  # not set yet: a copy is being made
             raise AttributeError(name)
-        method: Callable[..., Any] = getattr(self.rpc_async(), name)
+        method: Callable[..., GroupCall[Any]] = getattr(self.rpc_async(), name)
         return method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> GroupCall[Any]:
         method = ObjectMethod(self._name, "__call__")
-        return self._call("rpc_async", -1.0, method, args, kwargs, call_site(sys._getframe(1)))
+        call: GroupCall[Any] = self._call("rpc_async", -1.0, method, args, kwargs, call_site(sys._getframe(1)))
+        return call
 
     def __copy__(self) -> GroupObject:
         return GroupObject(self._name, self._call)
@@ -72,8 +78,8 @@ class GroupObject:
     def __repr__(self) -> str:
         return f"<aiorpc.types.GroupObject {self._name!r}>"
 
-    def _proxy(self, verb: str, timeout: float) -> GroupProxy:
-        def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Any:
+    def _proxy(self, verb: str, timeout: float) -> GroupProxy[Any]:
+        def make(name: str, args: Args, kwargs: Kwargs, site: CallSite) -> Any:
             return self._call(verb, timeout, ObjectMethod(self._name, name), args, kwargs, site)
 
         return GroupProxy(make, self._check)

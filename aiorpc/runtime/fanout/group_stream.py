@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ... import foreign
+from ..._typing import T_co
 from ...errors import RpcUsageError
 from ..caller.stream import Stream
 from ..calls.failures import came_from_afar
@@ -21,22 +22,22 @@ from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
 
 
-class GroupStream(BlockingIterator[tuple[str, Any]]):
+class GroupStream(BlockingIterator[tuple[str, T_co]]):
     """``async for name, item in stream``, or ``for`` in a thread that may block.
 
     Leaving the loop early stops the producers; ``async with`` and ``with`` do so at once. Each producer stops while the
     consumer does, by the credit of its own stream. One consumer at a time: on any running loop, or in a thread.
     """
 
-    def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream]]) -> None:
+    def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream[T_co]]]) -> None:
         super().__init__(engine)
         self._function = function
         self._streams = streams
         self._left = deque(range(len(streams)))  # the places of those that have not ended, whose turn it is first
-        self._outcomes: dict[int, Outcome] = {}  # of those that have
+        self._outcomes: dict[int, Outcome[T_co]] = {}  # of those that have
         self._waits = self._over = False
 
-    async def __anext__(self) -> tuple[str, Any]:
+    async def __anext__(self) -> tuple[str, T_co]:
         """The next item of any member. GroupError behind the last one, with the errors of those that failed.
 
         Cancellation takes no item: the next call returns it.
@@ -124,7 +125,7 @@ class _Taken(NamedTuple):
     error: BaseException | None = None
 
 
-async def _take(stream: Stream) -> _Taken:
+async def _take(stream: Stream[Any]) -> _Taken:
     """A turn of a stream that need not wait. Not a method: the traceback of an error would hold the whole group."""
     try:
         return _Taken(await anext(stream))

@@ -7,38 +7,40 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from ..._typing import T
 from ...callbacks import Again
 from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
 from .turns import News, Turns, start
 
-_Call = Callable[[Any], Future[Any]]
+_Call = Callable[[object], Future[T]]
+_Items = Iterable[object] | AsyncIterable[object]
 _Ahead = Callable[[], int]
 
 
-class GroupMap(AsyncIterator[Any], Iterator[Any]):
+class GroupMap(AsyncIterator[T], Iterator[T]):
     """The results of ``call(item)``, in the order of items: ``async for``, or ``for`` in a thread that may block.
 
     What getting an item or its result raises is raised in its place, and ends it. Leaving the loop early, `close`,
     ``with`` and ``async with`` call off what is under way. One task or thread takes results, in one of the two ways.
     """
 
-    def __init__(self, engine: Engine, call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead) -> None:
+    def __init__(self, engine: Engine, call: _Call[T], items: _Items, ahead: _Ahead) -> None:
         """ahead: how many may be under way, or wait to be taken, at a time. RpcUsageError for what has no items."""
         if not isinstance(items, (Iterable, AsyncIterable)):
             raise RpcUsageError(f"map() takes an iterable of items, not {type(items).__qualname__}")
         self._engine = engine
         self._call, self._items, self._ahead = call, items, ahead
-        self._awaited: Turns[Any] | None = None
-        self._blocking: Generator[Any] | None = None
+        self._awaited: Turns[T] | None = None
+        self._blocking: Generator[T] | None = None
 
-    def __aiter__(self) -> GroupMap:
+    def __aiter__(self) -> GroupMap[T]:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T:
         """The next result. Cancellation takes none: the next call returns it."""
         if self._awaited is None:
             if self._blocking is not None:
@@ -47,11 +49,11 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
         self._engine.refuse_idle_loop("to await a result of map()", "async for")
         return await self._awaited.next()
 
-    def __iter__(self) -> GroupMap:
+    def __iter__(self) -> GroupMap[T]:
         self._engine.refuse_on_loop("iterating over map()", "async for")
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         """The next result. Not on the worker's loop: WouldBlockLoop, with nothing sent."""
         self._engine.refuse_on_loop("iterating over map()", "async for")
         if self._blocking is None:
@@ -68,7 +70,7 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
             self._awaited = self._turns(())
         await self._awaited.aclose()
 
-    def _turns(self, items: Iterable[Any] | AsyncIterable[Any]) -> Turns[Any]:
+    def _turns(self, items: _Items) -> Turns[T]:
         return Turns(partial(_awaited, self._engine.kept, self._call, items, self._ahead), "this map()")
 
     def close(self) -> None:
@@ -77,13 +79,13 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
             self._blocking = _blocking(self._call, (), self._ahead)
         self._blocking.close()
 
-    async def __aenter__(self) -> GroupMap:
+    async def __aenter__(self) -> GroupMap[T]:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
-    def __enter__(self) -> GroupMap:
+    def __enter__(self) -> GroupMap[T]:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -94,10 +96,10 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
         raise RpcUsageError("what map() gives cannot be copied, pickled or sent; take its results, and send those")
 
 
-def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any]:
+def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generator[T]:
     """In the thread that takes the results: items are got there as well."""
-    begun: deque[Future[Any]] = deque()
-    source: Iterator[Any] | None = None
+    begun: deque[Future[T]] = deque()
+    source: Iterator[object] | None = None
     failure: BaseException | None = None
     try:
         source = iter(items)
@@ -126,9 +128,9 @@ def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any
 
 
 async def _awaited(
-    kept: set[object], call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead, news: News
-) -> AsyncGenerator[Any]:
-    begun: deque[Future[Any] | BaseException | None] = deque()  # None behind the last one
+    kept: set[object], call: _Call[T], items: _Items, ahead: _Ahead, news: News
+) -> AsyncGenerator[T | News]:
+    begun: deque[Future[T] | BaseException | None] = deque()  # None behind the last one
     room = asyncio.Event()
     tell = Again(_tell, asyncio.get_running_loop(), news)
 
@@ -146,7 +148,7 @@ async def _awaited(
             begun.append(None)
 
     task = start(kept, begin(), news)
-    told: Future[Any] | None = None  # the last one that was asked to tell when it is done
+    told: Future[T] | None = None  # the last one that was asked to tell when it is done
     failure: BaseException | None = None
     try:
         while True:
@@ -183,7 +185,7 @@ async def _awaited(
         begun.clear()  # the traceback of an error in it refers to it
 
 
-def _stop(task: asyncio.Task[None], begun: Iterable[Future[Any] | BaseException | None]) -> None:
+def _stop(task: asyncio.Task[None], begun: Iterable[Future[T] | BaseException | None]) -> None:
     task.cancel()
     for each in begun:
         if isinstance(each, Future):
@@ -191,7 +193,7 @@ def _stop(task: asyncio.Task[None], begun: Iterable[Future[Any] | BaseException 
             each._mark_seen()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[Any]) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[object]) -> None:
     if asyncio._get_running_loop() is loop:
         news.set()
     else:
@@ -199,7 +201,7 @@ def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[Any]) -> None:
             loop.call_soon_threadsafe(news.set)
 
 
-async def _asynchronous(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+async def _asynchronous(items: _Items) -> AsyncIterator[object]:
     if isinstance(items, AsyncIterable):
         async for item in items:
             yield item

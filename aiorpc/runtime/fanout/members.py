@@ -53,7 +53,7 @@ class NamedMembers:
                     f"worker {peer.name!r} is in the list twice, as {seen[peer]!r} and as {to!r}; a group has each once"
                 )
             seen[peer] = to
-        self.count = len(seen)
+        self.count: int = len(seen)
 
     def now(self) -> list[Peer]:
         """Those of the list, whether they live or not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import RpcUsageError
 from ...protocol.publication import share_of
@@ -22,7 +22,7 @@ class GroupOptions(NamedTuple):
     retry: RetryOptions
 
 
-def check_quorum(quorum: Any) -> Quorum | None:
+def check_quorum(quorum: object) -> Quorum | None:
     """A number of members, or a share of them above 0 and up to 1.0; None as it is. RpcUsageError for all else."""
     if quorum is None or (type(quorum) is int and quorum >= 1) or (type(quorum) is float and 0.0 < quorum <= 1.0):
         return quorum

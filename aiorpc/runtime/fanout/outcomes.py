@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Generic, NamedTuple, cast, overload
 
 from ... import foreign
+from ..._typing import T_co
 from ...errors import GroupError, PeerLeft, PeerLost, PeerRefused, RpcError
 from ...sites import Unobserved
 from ..calls.failures import came_from_afar
@@ -13,21 +14,21 @@ from ..calls.failures import came_from_afar
 _GONE = (PeerLost, PeerLeft, PeerRefused)
 
 
-class Outcome(NamedTuple):
+class Outcome(NamedTuple, Generic[T_co]):
     """What one member answered. name: the member. value: what its function returned; None if there is an error.
 
     error: what it raised, or why there is no answer; None for a value. answered: whether value or error came from it.
     """
 
     name: str
-    value: Any
+    value: T_co | None
     error: BaseException | None
     answered: bool
 
-    def result(self) -> Any:
+    def result(self) -> T_co:
         """The value; raises the error."""
         if self.error is None:
-            return self.value
+            return cast(T_co, self.value)
         try:
             raise foreign.with_traceback(self.error, None)  # not with that of the last time
         finally:
@@ -44,14 +45,14 @@ class Outcome(NamedTuple):
         return not self.answered and not self.lost
 
 
-class Outcomes(Sequence[Outcome]):
+class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
     """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is.
 
     Without a quorum an error that nobody has looked at is logged, as that of a call is; to look at any of the outcomes
     is enough.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome], function: str) -> None:
+    def __init__(self, outcomes: Sequence[Outcome[T_co]], function: str) -> None:
         self._all = tuple(outcomes)
         self._function = function
         self._unobserved: Unobserved | None = None
@@ -61,7 +62,7 @@ class Outcomes(Sequence[Outcome]):
         # Without the errors themselves: the twin has it, too.
         self._unobserved = Unobserved(what, GroupError(str(self._failure(f"of {len(self)} members"))))
 
-    def _twin(self) -> Outcomes:
+    def _twin(self) -> Outcomes[T_co]:
         """The same, with errors that nobody has raised and nobody will: these have no tracebacks."""
         if all(outcome.error is None for outcome in self._all):
             return self
@@ -75,20 +76,20 @@ class Outcomes(Sequence[Outcome]):
             self._unobserved.seen = True
 
     @property
-    def _outcomes(self) -> tuple[Outcome, ...]:
+    def _outcomes(self) -> tuple[Outcome[T_co], ...]:
         self._mark_seen()
         return self._all
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[T_co]:
         """The values of all members, in their order. GroupError with the errors of those that have none."""
         if any(outcome.error is not None for outcome in self._outcomes):
             raise self._failure(f"of {len(self)} members")
-        return [outcome.value for outcome in self._outcomes]
+        return [cast(T_co, outcome.value) for outcome in self._outcomes]
 
     @property
-    def answers(self) -> dict[str, Any]:
+    def answers(self) -> dict[str, T_co]:
         """The values that there are, by the names of the members."""
-        return {outcome.name: outcome.value for outcome in self._outcomes if outcome.error is None}
+        return {outcome.name: cast(T_co, outcome.value) for outcome in self._outcomes if outcome.error is None}
 
     @property
     def errors(self) -> dict[str, BaseException]:
@@ -120,19 +121,19 @@ class Outcomes(Sequence[Outcome]):
     def __len__(self) -> int:
         return len(self._all)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return Outcomes, (self._outcomes, self._function)
 
-    def __iter__(self) -> Iterator[Outcome]:
+    def __iter__(self) -> Iterator[Outcome[T_co]]:
         return iter(self._outcomes)
 
     @overload
-    def __getitem__(self, which: int | str) -> Outcome: ...
+    def __getitem__(self, which: int | str) -> Outcome[T_co]: ...
 
     @overload
-    def __getitem__(self, which: slice) -> tuple[Outcome, ...]: ...
+    def __getitem__(self, which: slice) -> tuple[Outcome[T_co], ...]: ...
 
-    def __getitem__(self, which: int | str | slice) -> Outcome | tuple[Outcome, ...]:
+    def __getitem__(self, which: int | str | slice) -> Outcome[T_co] | tuple[Outcome[T_co], ...]:
         """By place, or by the name of a member. KeyError if there is no such member."""
         if not isinstance(which, str):
             return self._outcomes[which]
@@ -158,7 +159,7 @@ def _twin_of(error: BaseException | None) -> BaseException | None:
     return twin
 
 
-def _said(outcome: Outcome) -> str:
+def _said(outcome: Outcome[object]) -> str:
     assert outcome.error is not None, "only members without a value are told"
     return "lost" if outcome.lost else foreign.name_of(outcome.error)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
+from ..._typing import Arg, Args, Function, Items, Kwargs, Later, P, T
 from ...collecting import wait_alone
 from ...errors import RpcUsageError, UnknownWorker
 from ...futures import Future
@@ -18,6 +19,7 @@ from ..caller.peer import Peer, Try
 from ..caller.peers import Peers
 from ..caller.retrying import Retries
 from ..caller.stream import open_stream
+from ..calls.batched import Batched
 from ..calls.functions import describe
 from ..group.events import Events
 from ..group.group import Group
@@ -33,6 +35,8 @@ from .outcomes import Outcomes
 from .rref_group import RRefGroup
 from .sending import Home as SendingHome
 from .sending import Sending, send_all
+
+S = TypeVar("S")
 
 
 class Home(SendingHome, Protocol):
@@ -67,7 +71,16 @@ class PeerGroup:
 
     # --- all of them --------------------------------------------------------------------------------------------------
 
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> GroupCall:
+    @overload
+    def call(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> GroupCall[T]: ...
+
+    @overload
+    def call(self, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> GroupCall[T]: ...
+
+    @overload
+    def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> GroupCall[T]: ...
+
+    def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> GroupCall[Any]:
         """Run ``function(*args, **kwargs)`` on every member; starts at once. Awaiting it gives `Outcomes`.
 
         ``async for name, outcome in group.call(...)`` gives those of the members as they come. Arguments are encoded
@@ -78,14 +91,44 @@ class PeerGroup:
         """
         return self._call(function, args, kwargs, self._options, call_site(sys._getframe(1)))
 
+    @overload
     def rpc_async(
         self,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
+        func: Batched[..., Arg, T],
+        args: Sequence[Arg] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
-    ) -> GroupCall:
+    ) -> GroupCall[T]: ...
+
+    @overload
+    def rpc_async(
+        self,
+        func: Callable[..., Later[T]],
+        args: Sequence[Arg] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1.0,
+        quorum: Quorum | None = None,
+    ) -> GroupCall[T]: ...
+
+    @overload
+    def rpc_async(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Arg] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1.0,
+        quorum: Quorum | None = None,
+    ) -> GroupCall[T]: ...
+
+    def rpc_async(
+        self,
+        func: Function,
+        args: Sequence[Arg] | None = None,
+        kwargs: Kwargs | None = None,
+        timeout: float = -1.0,
+        quorum: Quorum | None = None,
+    ) -> GroupCall[Any]:
         """`call` with torch's arguments. timeout: seconds, negative for that of the group, 0 for no limit.
 
         quorum: as of `aiorpc.group`, whose it is if None.
@@ -94,14 +137,44 @@ class PeerGroup:
             args, kwargs = check_arguments(args, kwargs)
         return self._call(func, args, kwargs, self._with(timeout, quorum), call_site(sys._getframe(1)))
 
+    @overload
     def rpc_sync(
         self,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
+        func: Batched[..., Arg, T],
+        args: Sequence[Arg] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
-    ) -> Outcomes:
+    ) -> Outcomes[T]: ...
+
+    @overload
+    def rpc_sync(
+        self,
+        func: Callable[..., Later[T]],
+        args: Sequence[Arg] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1.0,
+        quorum: Quorum | None = None,
+    ) -> Outcomes[T]: ...
+
+    @overload
+    def rpc_sync(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Arg] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1.0,
+        quorum: Quorum | None = None,
+    ) -> Outcomes[T]: ...
+
+    def rpc_sync(
+        self,
+        func: Function,
+        args: Sequence[Arg] | None = None,
+        kwargs: Kwargs | None = None,
+        timeout: float = -1.0,
+        quorum: Quorum | None = None,
+    ) -> Outcomes[Any]:
         """`rpc_async`, and block for the outcomes. Not on the worker's loop: WouldBlockLoop, with nothing sent."""
         self._home.engine.refuse_on_loop("group.rpc_sync()", "await group.call(...)")
         if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
@@ -117,20 +190,20 @@ class PeerGroup:
 
     def _call(
         self,
-        function: Callable[..., Any] | ObjectMethod,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        function: Function | ObjectMethod,
+        args: Sequence[Arg],
+        kwargs: Kwargs | None,
         options: GroupOptions,
         site: CallSite,
-    ) -> GroupCall:
+    ) -> GroupCall[Any]:
         peers = self._members.now()
         quorum = count_of(options.quorum, len(peers))
         home, retry = self._home, options.retry
         sending = Sending(home, peers, function, args, kwargs, options.timeout, wait=retry.wait, site=site)
         sending.prepare()
-        call = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
+        call: GroupCall[Any] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
 
-        def try_again(place: int, _: GroupCall) -> Future[Any]:
+        def try_again(place: int, _: GroupCall[Any]) -> Future[Any]:
             to = peers[place].name
             return home.retries.call(to, function, tuple(args), kwargs or {}, options.timeout, retry, site)
 
@@ -139,7 +212,16 @@ class PeerGroup:
 
     # --- one of them --------------------------------------------------------------------------------------------------
 
-    def any(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    @overload
+    def any(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> Future[T]: ...
+
+    @overload
+    def any(self, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    @overload
+    def any(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def any(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on the least busy member; the Future of its result, as of `aiorpc.call`.
 
         That is the one with the fewest calls of this worker under way; equals take turns. With ``retries=`` each try
@@ -149,9 +231,9 @@ class PeerGroup:
 
     def _call_one(
         self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Function,
+        args: Args,
+        kwargs: Kwargs,
         site: CallSite,
         *,
         met: bool = False,
@@ -172,7 +254,16 @@ class PeerGroup:
         living = [peer for peer in (*peers[first:], *peers[:first]) if peer.gone is None]
         return min(living, key=_calls_of) if living else peers[first]
 
-    def map(self, function: Callable[..., Any], items: Iterable[Any] | AsyncIterable[Any], /) -> GroupMap:
+    @overload
+    def map(self, function: Batched[..., Arg, T], items: Iterable[Arg] | AsyncIterable[Arg], /) -> GroupMap[T]: ...
+
+    @overload
+    def map(self, function: Callable[[S], Later[T]], items: Iterable[S] | AsyncIterable[S], /) -> GroupMap[T]: ...
+
+    @overload
+    def map(self, function: Callable[[S], T], items: Iterable[S] | AsyncIterable[S], /) -> GroupMap[T]: ...
+
+    def map(self, function: Function, items: Iterable[Arg] | AsyncIterable[Arg], /) -> GroupMap[Any]:
         """``async for result in group.map(function, items)``: ``function(item)`` for each, on the least busy member.
 
         ``for`` does the same in a thread that may block. Results come in the order of items. At most two items for each
@@ -200,7 +291,7 @@ class PeerGroup:
 
     # --- streams, references ------------------------------------------------------------------------------------------
 
-    def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> GroupStream:
+    def stream(self, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> GroupStream[T]:
         """``async for name, item in group.stream(generator_function, *args)``: the items of all members, as they come.
 
         ``for`` does the same in a thread that may block. Those of one member are in their order. A member that fails or
@@ -211,12 +302,12 @@ class PeerGroup:
 
     def _stream(
         self,
-        function: Callable[..., Any] | ObjectMethod,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Function | ObjectMethod,
+        args: Args,
+        kwargs: Kwargs,
         timeout: float,
         depth: int = 3,
-    ) -> GroupStream:
+    ) -> GroupStream[Any]:
         self._refuse_retries("stream")
         streams, wait = [], self._options.retry.wait
         for peer in self._members.now():
@@ -224,7 +315,16 @@ class PeerGroup:
             streams.append((peer.name, stream))
         return GroupStream(self._home.engine, describe(function), streams)
 
-    def remote(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRefGroup:
+    @overload
+    def remote(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> RRefGroup[T]: ...
+
+    @overload
+    def remote(self, function: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> RRefGroup[T]: ...
+
+    @overload
+    def remote(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRefGroup[T]: ...
+
+    def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> RRefGroup[Any]:
         """References to the results of ``function(*args, **kwargs)`` on each member, to be called together.
 
         Raises what `aiorpc.remote` raises, and refuses groups with ``retries=``.
@@ -233,12 +333,12 @@ class PeerGroup:
 
     def _remote(
         self,
-        function: Callable[..., Any] | ObjectMethod,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Function | ObjectMethod,
+        args: Args,
+        kwargs: Kwargs,
         timeout: float,
         depth: int = 3,
-    ) -> RRefGroup:
+    ) -> RRefGroup[Any]:
         self._refuse_retries("remote")
         made, create = [], self._home.references.create
         for peer in self._members.now():  # no comprehension: until Python 3.12 that is a frame more
@@ -258,8 +358,8 @@ class PeerGroup:
         verb: str,
         timeout: float,
         function: ObjectMethod,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         site: CallSite,
     ) -> Any:
         options = self._with(timeout, None)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Generic, NoReturn, TypeVar
 
+from ..._typing import Args, Kwargs
 from ...errors import RpcUsageError
 from ...sites import CallSite, call_site
 
-Make = Callable[[str, tuple[Any, ...], dict[str, Any], CallSite], Any]
+R = TypeVar("R")
+Make = Callable[[str, Args, Kwargs, CallSite], R]
 
 
-class GroupProxy:
+class GroupProxy(Generic[R]):
     """Methods of the values. make: makes a call of a method of that name. check: raises for a name that is none."""
 
     __slots__ = ("_check", "_make")
 
-    def __init__(self, make: Make, check: Callable[[str], object] | None = None) -> None:
+    def __init__(self, make: Make[R], check: Callable[[str], object] | None = None) -> None:
         self._make = make
         self._check = check
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., R]:
         if name in self.__slots__:  # not set yet: a copy is being made
             raise AttributeError(name)
         if self._check is not None:
@@ -29,7 +31,7 @@ class GroupProxy:
         make = self._make
         return lambda *args, **kwargs: make(name, args, kwargs, call_site(sys._getframe(1)))
 
-    def __copy__(self) -> GroupProxy:
+    def __copy__(self) -> GroupProxy[R]:
         return GroupProxy(self._make, self._check)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -40,5 +42,5 @@ class GroupProxy:
         said = "what stands for the methods of several values has no deep copy, and cannot be pickled or sent"
         raise RpcUsageError(said)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> R:
         return self._make("__call__", args, kwargs, call_site(sys._getframe(1)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Generic, NoReturn, Protocol, overload
 
+from ..._typing import Args, Kwargs, T
 from ...collecting import wait_alone
 from ...errors import RpcUsageError
 from ...futures import Future
@@ -30,58 +31,56 @@ class Home(SendingHome, Protocol):
     peers: Peers
 
 
-class RRefGroup(Sequence[RRef[Any]]):
+class RRefGroup(Sequence[RRef[T]], Generic[T]):
     """An `RRef` for each member of a group, in the order of members; ``refs["a0"]`` is that of one. Any thread.
 
     `rpc_async`, `rpc_sync` and `remote` give proxies, as those of an RRef do, whose methods run on all owners.
     """
 
-    def __init__(self, home: Home, made: Sequence[tuple[str, RRef[Any]]], options: GroupOptions) -> None:
+    def __init__(self, home: Home, made: Sequence[tuple[str, RRef[T]]], options: GroupOptions) -> None:
         self._home = home
         self._names = [name for name, _ in made]
         self._refs = [ref for _, ref in made]
         self._options = options
 
-    def rpc_async(self, timeout: float = -1.0) -> Any:
+    def rpc_async(self, timeout: float = -1.0) -> GroupProxy[GroupCall[Any]]:
         """A proxy whose methods run on all owners and return a `GroupCall` at once.
 
         timeout: seconds; negative for that of the group, 0 for no limit.
         """
         return GroupProxy(lambda name, args, kwargs, site: self._call(name, args, kwargs, timeout, site))
 
-    def rpc_sync(self, timeout: float = -1.0) -> Any:
+    def rpc_sync(self, timeout: float = -1.0) -> GroupProxy[Outcomes[Any]]:
         """A proxy whose methods block for the `Outcomes`; not on the worker's loop. timeout: as of `rpc_async`."""
 
-        def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Outcomes:
+        def call(name: str, args: Args, kwargs: Kwargs, site: CallSite) -> Outcomes[Any]:
             self._home.engine.refuse_on_loop(f"refs.rpc_sync().{name}()", f"await refs.rpc_async().{name}()")
             return wait_alone(self._call(name, args, kwargs, timeout, site))
 
         return GroupProxy(call)
 
-    def remote(self, timeout: float = -1.0) -> Any:
+    def remote(self, timeout: float = -1.0) -> GroupProxy[RRefGroup[Any]]:
         """A proxy whose methods return an `RRefGroup` of their results at once. timeout: as of `rpc_async`."""
 
-        def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _: CallSite) -> RRefGroup:
+        def call(name: str, args: Args, kwargs: Kwargs, _: CallSite) -> RRefGroup[Any]:
             made = [getattr(ref.remote(self._seconds(timeout)), name)(*args, **kwargs) for ref in self._refs]
             return RRefGroup(self._home, [*zip(self._names, made, strict=True)], self._options)
 
         return GroupProxy(call)
 
-    def to_here(self, timeout: float = -1.0) -> Outcomes:
+    def to_here(self, timeout: float = -1.0) -> Outcomes[T]:
         """Copies of all values, as `Outcomes`; blocks. Not on the worker's loop: ``await refs`` there."""
         self._home.engine.refuse_on_loop("refs.to_here()", "await refs")
         return wait_alone(self._fetch(self._seconds(timeout), call_site(sys._getframe(1))))
 
-    def __await__(self) -> Generator[Any, None, Outcomes]:
+    def __await__(self) -> Generator[Any, None, Outcomes[T]]:
         """The same as `to_here`, without blocking."""
         return self._fetch(self._options.timeout, call_site(sys._getframe(1))).__await__()
 
     def _seconds(self, timeout: float) -> float:
         return self._home.engine.timeout(timeout, self._options.timeout)
 
-    def _call(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, site: CallSite
-    ) -> GroupCall:
+    def _call(self, name: str, args: Args, kwargs: Kwargs, timeout: float, site: CallSite) -> GroupCall[Any]:
         peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
         methods = [Method(*ref._name(), name) for ref in self._refs]
         seconds, keeps = self._seconds(timeout), self._refs
@@ -93,10 +92,10 @@ class RRefGroup(Sequence[RRef[Any]]):
             ref._asked(call)
         return call
 
-    def _fetch(self, seconds: float, site: CallSite) -> GroupCall:
+    def _fetch(self, seconds: float, site: CallSite) -> GroupCall[Any]:
         by_id = self._home.peers.by_id
 
-        def send(place: int, _: GroupCall) -> Future[Any]:
+        def send(place: int, _: GroupCall[Any]) -> Future[Any]:
             ref = self._refs[place]
             fetch, one_try = Fetch(*ref._name()), Try(site, None)
             return ref._asked(by_id(ref._owner).call(fetch, (), None, seconds, one_try=one_try, keeps=ref))
@@ -105,14 +104,14 @@ class RRefGroup(Sequence[RRef[Any]]):
         self._send_all(call, send)
         return call
 
-    def _make(self, function: str, site: CallSite) -> GroupCall:
+    def _make(self, function: str, site: CallSite) -> GroupCall[Any]:
         quorum = count_of(self._options.quorum, len(self._refs))
         return GroupCall(self._home.engine, function, self._names, quorum, site)
 
     def _send_all(
         self,
-        call: GroupCall,
-        send: Callable[[int, GroupCall], Future[Any] | MemberCall],
+        call: GroupCall[Any],
+        send: Callable[[int, GroupCall[Any]], Future[Any] | MemberCall],
         flush: Callable[[], None] = nothing,
     ) -> None:
         """To all whose reference can be used: the others have their outcome at once."""
@@ -129,16 +128,16 @@ class RRefGroup(Sequence[RRef[Any]]):
     def __len__(self) -> int:
         return len(self._refs)
 
-    def __iter__(self) -> Iterator[RRef[Any]]:
+    def __iter__(self) -> Iterator[RRef[T]]:
         return iter(self._refs)
 
     @overload
-    def __getitem__(self, which: int | str) -> RRef[Any]: ...
+    def __getitem__(self, which: int | str) -> RRef[T]: ...
 
     @overload
-    def __getitem__(self, which: slice) -> list[RRef[Any]]: ...
+    def __getitem__(self, which: slice) -> list[RRef[T]]: ...
 
-    def __getitem__(self, which: int | str | slice) -> RRef[Any] | list[RRef[Any]]:
+    def __getitem__(self, which: int | str | slice) -> RRef[T] | list[RRef[T]]:
         """By place, or by the name of a member. KeyError if there is no such member."""
         if not isinstance(which, str):
             return self._refs[which]
@@ -146,7 +145,7 @@ class RRefGroup(Sequence[RRef[Any]]):
             raise KeyError(which)
         return self._refs[self._names.index(which)]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise RpcUsageError("references of a group travel as a list: pass list(refs)")
 
     def __repr__(self) -> str:

@@ -80,7 +80,7 @@ class Sending:
         site: CallSite,
         wait: bool = False,
         methods: Sequence[Method] = (),
-        keeps: Sequence[Any] = (),
+        keeps: Sequence[object] = (),
     ) -> None:
         self._home = home
         self._peers = peers
@@ -162,7 +162,7 @@ class Sending:
             return entry, entry.number
         return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
 
-    def _head(self, named: Function) -> tuple[Any, ...]:
+    def _head(self, named: Function) -> tuple[object, ...]:
         remaining = None if self._deadline is None else self._deadline - self._now
         return named, self._names, remaining, self._trace, None, None, None, None
 
@@ -188,7 +188,7 @@ class Sending:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, place: int, group: GroupCall) -> Future[Any] | MemberCall:
+    def send(self, place: int, group: GroupCall[Any]) -> Future[Any] | MemberCall:
         """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises.
 
         group: gets what becomes of it, if it is no call of its own.
@@ -258,9 +258,9 @@ class Sending:
 
 
 def send_all(
-    call: GroupCall,
+    call: GroupCall[Any],
     places: Sequence[int],
-    send: Callable[[int, GroupCall], Future[Any] | MemberCall],
+    send: Callable[[int, GroupCall[Any]], Future[Any] | MemberCall],
     flush: Callable[[], None] = nothing,
 ) -> None:
     """Make the calls to the members of these places, one after the other, unless the call is over before.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,7 +88,7 @@ class _Received(torch.autograd.Function):
     """The node that a received tensor comes out of."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, held: list[Tensor]) -> Tensor:
+    def forward(ctx: object, anchor: Tensor, held: list[Tensor]) -> Tensor:
         # Not an argument of its own: the output would count as a view of it, and could not be written to.
         return held.pop()
 
@@ -132,14 +133,14 @@ class AutogradContext:
     ) -> None:
         self.id = id
         self.most_behind = most_behind
-        self.opener = id >> _FORMS[0][1] if id < _SECOND else opener_of(id)
+        self.opener: int = id >> _FORMS[0][1] if id < _SECOND else opener_of(id)
         self.sent: dict[SentName, GradientEdge] = {}
         self.receivers: dict[int, PeerForContexts] = {}  # of the messages in which they were sent, by number
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
         self.known: set[PeerForContexts] = set()  # workers that calls of this context went to or came from
         self.brought_by: PeerForContexts | None = None  # whose call was the first here
-        self.lock = Lock()
-        self.reach = Reach(self.received, _Received._backward_cls)
+        self.lock: threading.Lock = Lock()
+        self.reach: Reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         # The latest that have ended: why, if they failed, and for whom each is kept (`KeptForOthers`).
         self.passed: OrderedDict[int, tuple[BaseException | None, PeerForContexts | None]] = OrderedDict()
@@ -334,7 +335,7 @@ def _impossible() -> ProtocolError:
 _INT = frozenset((int,))
 
 
-def _named(said: Any) -> Iterator[tuple[int, int, int]]:
+def _named(said: object) -> Iterator[tuple[int, int, int]]:
     if type(said) is not list or len(said) % 3 or len(said) > 3 * MOST_BEHIND or not _INT.issuperset(map(type, said)):
         raise ValueError
     numbers = iter(said)
@@ -365,7 +366,7 @@ class Tape:
     ) -> None:
         """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does.
         on_untracked: hears that it sends tensors without a past that require gradients."""
-        self.untracked = context.untracked
+        self.untracked: type | tuple[()] = context.untracked
         self._context = context
         self._to = to
         self._counts = counts
@@ -418,8 +419,8 @@ class Gradients:
         self.most_behind = MOST_BEHIND
         self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
-        self.trailing = Trailing(engine)
-        self.kept = KeptForOthers(engine)
+        self.trailing: Trailing = Trailing(engine)
+        self.kept: KeptForOthers = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}

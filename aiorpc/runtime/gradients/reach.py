@@ -115,7 +115,7 @@ def _registered(register: Callable[[Callable[..., None]], Any]) -> Hooks:
     return hooks
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """A hook that an engine running meanwhile may see."""
 
 

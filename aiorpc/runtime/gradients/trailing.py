@@ -6,6 +6,7 @@ in a program that trains step after step, both can be had with that one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..engine.engine import Engine
@@ -26,7 +27,7 @@ class Trailing:
         self._engine = engine
         self._peers: set[Flushed] = set()
         self._looking = Looking(engine, self._look, self._pause)
-        self.close = self._looking.close
+        self.close: Callable[[], None] = self._looking.close
 
     def add(self, peer: Flushed) -> None:
         """A message to that worker is queued, and not sent. Any thread."""

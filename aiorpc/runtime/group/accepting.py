@@ -280,11 +280,11 @@ class _Accepting:
         engine = acceptor.home.engine
         self.acceptor = acceptor
         self._home = acceptor.home
-        self.connection = make_connection(engine, sock, f"to {engine.name}", opener=False)
+        self.connection: LastingConnection = make_connection(engine, sock, f"to {engine.name}", opener=False)
         self._process = sockets.peer_pid(sock)
         self._origin = sockets.origin(sock)  # now: of a socket that was closed nobody knows it
         sealed = seals(engine, self.connection)
-        self.handshake = Handshake(
+        self.handshake: Handshake = Handshake(
             engine.record,
             acceptor.secret,
             accept=partial(acceptor.reason_against, self.connection, self._process),

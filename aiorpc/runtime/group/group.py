@@ -89,10 +89,10 @@ class Group:
         self._versions = VersionNotes(home.engine.record)
         self._versions.tell(records)
         self._hearsay = Hearsay(home, self.is_gone, vouch)
-        self.departure = Departure(
+        self.departure: Departure = Departure(
             home, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
         )
-        self.newcomers = Newcomers(
+        self.newcomers: Newcomers = Newcomers(
             home,
             self._table,
             carry_out=self._carry_out,
@@ -101,8 +101,8 @@ class Group:
             has_left=self.look_for_farewell,
             verbs=(arrive, introduce),
         )
-        self.members = self._table.members
-        self.lost = self._table.lost
+        self.members: dict[int, WorkerRecord] = self._table.members
+        self.lost: dict[int, WorkerInfo] = self._table.lost
         self._failed: dict[int, str] = {}  # after which errors members leave, as they say, until that is carried out
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
         self._ended: dict[str, str] = {}  # how processes of members have ended that are not lost yet, by incarnation

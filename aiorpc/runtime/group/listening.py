@@ -27,7 +27,8 @@ class Listeners:
         host, so there is no listener for TCP beside a unix socket. RendezvousError when no address or port of the
         options can be had, or no socket made in the directory.
         """
-        self.unix_path, self.port = "", 0
+        self.unix_path: str = ""
+        self.port: int = 0
         self._sockets: list[tuple[socket.socket, str]] = []
         host = options.bind_address or address
         if "unix" in options.transports:
@@ -45,7 +46,7 @@ class Listeners:
             self._sockets.append((sock, ""))
             self.port = sock.getsockname()[1]
         # A worker may listen on all interfaces, but the wildcard is no address that others could use.
-        self.host = address if sockets.is_wildcard(host) else host
+        self.host: str = address if sockets.is_wildcard(host) else host
 
     def sockets(self) -> list[socket.socket]:
         """The sockets that listen."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from ...channels.arena import Block
 from ...channels.bulk import Bulk
 from ...channels.device import Devices
 from ...channels.device.messages import MESSAGES as DEVICE_MESSAGES
-from ...channels.device.messages import Slots
+from ...channels.device.messages import Slot, Slots
 from ...channels.routes import Route
 from ...channels.shared import SharedMemory
 from ...errors import ProtocolError
@@ -121,8 +122,8 @@ class Link:
         number: int,
         opener: bool,
     ) -> None:
-        self.engine = home.engine
-        self.accelerators = home.accelerators
+        self.engine: Engine = home.engine
+        self.accelerators: Accelerators = home.accelerators
         self._home = home
         self._memory = home.memory
         self.connection = connection
@@ -131,28 +132,30 @@ class Link:
         self.released: Sequence[Any] = ()  # what `flush` would send
         self.opener = opener
         options = home.engine.options
-        self.second = SecondConnection(self)
-        self.returns = Returns(home.engine, self._give_back_all, self._borrows)
-        self.bulk = Bulk(
+        self.second: SecondConnection = SecondConnection(self)
+        self.returns: Returns = Returns(home.engine, self._give_back_all, self._borrows)
+        self.bulk: Bulk = Bulk(
             limit=options.max_tensor_bytes,
             total=options.max_incoming_bytes,
             wake=self.second.wake,
             least=options.min_bulk_bytes,
         )
         self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
-        self.on_devices = LinkDevices(self)
-        self.devices = self.on_devices.channel
-        self.slots = self.devices.released  # the same of the device channel: slots of outboxes
-        self.distribution = Distribution(self.engine, self.bulk, self.devices, record, connection.takes_at_once)
+        self.on_devices: LinkDevices = LinkDevices(self)
+        self.devices: Devices = self.on_devices.channel
+        self.slots: deque[Slot] = self.devices.released  # the same of the device channel: slots of outboxes
+        self.distribution: Distribution = Distribution(
+            self.engine, self.bulk, self.devices, record, connection.takes_at_once
+        )
         self._reassembly = Reassembly(self, options.max_incoming_bytes)
-        self.held = self._reassembly.held  # the messages that wait for buffers, by call
+        self.held: dict[int, Assembly] = self._reassembly.held  # the messages that wait for buffers, by call
         self._receiver = receiver
         self._methods = receiver.methods
         # Counted without a lock, like `Counters`.
-        self.messages_sent = 0
-        self.messages_received = 0
+        self.messages_sent: int = 0
+        self.messages_received: int = 0
         self._seen: tuple[Frame, Parcel] | None = None  # by `opened_anywhere`; `_open` is next, as a rule
-        self.closed = False
+        self.closed: bool = False
         connection.decoder.place = self.bulk.place
         connection.on_cut = self.bulk.displace
         connection.on_frames, connection.takes = self.on_frames, self.opened_anywhere
@@ -583,5 +586,5 @@ class _Surroundings:
     def on_refused(self, reason: str) -> None:
         self._link._memory.cannot_share(self._link.record, reason)
 
-    def post(self, fields: list[Any]) -> None:
+    def post(self, fields: list[object]) -> None:
         self._link.say(SHARED, fields)

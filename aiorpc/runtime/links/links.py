@@ -34,7 +34,7 @@ class Links:
     ) -> None:
         self.engine = engine
         self.accelerators = accelerators
-        self.memory = Memory(engine, self.busy)
+        self.memory: Memory = Memory(engine, self.busy)
         self.open_pipe = open_pipe
         self.other_end = other_end
         self._links: set[Link] = set()

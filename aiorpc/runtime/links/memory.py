@@ -52,14 +52,14 @@ class Memory:
         """busy: whether buffers are under way that did not go through shared memory."""
         self._engine = engine
         self._busy = busy
-        self.arena = Arena(
+        self.arena: Arena = Arena(
             engine.options.shared_memory,
             poison=sys.flags.dev_mode,  # use after release shows
             assist=engine.in_background if len(os.sched_getaffinity(0)) > 1 else None,
         )
-        self.descriptors = Descriptors(lambda: most_descriptors() // _SHARE, self._on_full)
-        self.slots = SharedSlots(self.arena, self.descriptors, engine.in_background)
-        self.keeper = Keeper(self.arena, lambda: self._unused.watch(), self.want)
+        self.descriptors: Descriptors = Descriptors(lambda: most_descriptors() // _SHARE, self._on_full)
+        self.slots: SharedSlots = SharedSlots(self.arena, self.descriptors, engine.in_background)
+        self.keeper: Keeper = Keeper(self.arena, lambda: self._unused.watch(), self.want)
         self._unused = Returns(engine, self.keeper.collect, lambda: bool(self.keeper.keeps))
         self._shared: dict[SharedMemory, WorkerRecord] = {}
         self._retired: list[tuple[WorkerRecord, Lender]] = []

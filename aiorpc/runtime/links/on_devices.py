@@ -55,7 +55,7 @@ class LinkForDevices(Protocol):
     @property
     def returns(self) -> Returns: ...
 
-    def say(self, channel: int, fields: list[Any], *, more: bool = False, unsent: Unsent | None = None) -> None:
+    def say(self, channel: int, fields: list[object], *, more: bool = False, unsent: Unsent | None = None) -> None:
         """Send what a channel says."""
 
     def post_piece(self, number: int, body: bytes, buffer: Buffer) -> None:
@@ -72,10 +72,10 @@ class LinkDevices:
         self._pieces = itertools.count(PIECES)
         self._numbers = itertools.count(1)
         self._left: dict[int, tuple[Tensor, Event]] = {}  # for the other end, in the same process
-        self.in_background = accelerators.in_background
-        self.on_loop = link.engine.call_on_loop
-        self.on_release = link.returns.watch
-        self.channel = Devices(
+        self.in_background: Callable[..., None] = accelerators.in_background
+        self.on_loop: Callable[..., None] = link.engine.call_on_loop
+        self.on_release: Callable[[], None] = link.returns.watch
+        self.channel: Devices = Devices(
             accelerators.accelerator,
             self,
             way=accelerators.way(link.record),
@@ -86,11 +86,11 @@ class LinkDevices:
 
     # --- for the link, on the loop ------------------------------------------------------------------------------------
 
-    def descriptor(self) -> dict[str, Any]:
+    def descriptor(self) -> dict[str, object]:
         """What the other end is told about our devices."""
         return self._accelerators.descriptor(self._link.record.name, opener=self._link.opener)
 
-    def choose(self, theirs: Any) -> None:
+    def choose(self, theirs: object) -> None:
         """The other end has told about its devices: choose a way. Raises ProtocolError."""
         if type(theirs) is not dict:
             raise ProtocolError(f"a worker that says of its devices {theirs!r:.40}")

@@ -36,14 +36,14 @@ class Assembly:
     __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "size", "state")
 
     def __init__(self, parcel: Parcel) -> None:
-        self.parcel = parcel
+        self.parcel: Parcel = parcel
         self.buffers: list[Any] = [None] * len(parcel.wires)
-        self.missing = 0
+        self.missing: int = 0
         self.failure: Exception | None = None
         self.landing: Landing | None = None
         self.behind: list[Frame] = []
-        self.size = 0
-        self.state = MESSAGE.initial
+        self.size: int = 0
+        self.state: MessageState = MESSAGE.initial
 
     def enter(self, event: MessageEvent) -> None:
         """That has happened to it."""

@@ -28,8 +28,8 @@ class Returns:
         self._flush = flush
         self._borrowed = borrowed
         self._looking = Looking(engine, self._look, self._shortest)
-        self.watch = self._looking.ask  # something was borrowed here, or let go
-        self.close = self._looking.close
+        self.watch: Callable[[], None] = self._looking.ask  # something was borrowed here, or let go
+        self.close: Callable[[], None] = self._looking.close
 
     def _shortest(self) -> float:
         return self._engine.bounds.release_pause

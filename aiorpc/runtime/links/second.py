@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...channels.bulk import Bulk
 from ...errors import ProtocolError
@@ -58,7 +58,7 @@ class LinkForSecond(Protocol):
     def open_pipe(self) -> None:
         """Begin to open a second connection; `SecondConnection.attach` or `refused` follows."""
 
-    def say(self, channel: int, fields: list[Any]) -> None:
+    def say(self, channel: int, fields: list[object]) -> None:
         """Send what the link or a channel says, over the first connection."""
 
     def send(self, kind: int, call_id: int, frame: Sequence[Buffer], *, pipe: Connection) -> None:
@@ -80,7 +80,7 @@ class SecondConnection:
         self._link = link
         self._asked = False
         #: There are chunks to send. From any thread.
-        self.wake = Soon(link.engine.call_on_loop, self._pump)
+        self.wake: Soon = Soon(link.engine.call_on_loop, self._pump)
 
     def _pump(self) -> None:
         """Hand chunks to the second connection, as many as it can take now and no more."""

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -121,7 +121,7 @@ class Board:
             raise self.rubbish(key, "no number")
         return int(text)
 
-    def load(self, key: str, text: str, shape: Callable[[Any], T]) -> T:
+    def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
         """What `shape` makes of the JSON that stands under a key; it may raise what reading something else raises."""
         try:
             return shape(json.loads(text))

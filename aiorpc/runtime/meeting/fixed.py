@@ -122,7 +122,7 @@ class FixedWorld:
         self.board = board
         self.rank = rank
         self.world_size = world_size
-        self.generation = 0
+        self.generation: int = 0
         self._proof = proof
         self._hosts_store = hosts_store
         self._here = host_identity()

@@ -41,7 +41,7 @@ class _Roster(NamedTuple):
     used: IdSet = IdSet()
     left: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The form `from_json` reads."""
         members = [member.to_json() for member in self.members]
         return {"version": self.version, "members": members, "used": self.used.ranges(), "left": [*self.left]}
@@ -76,7 +76,7 @@ class FreeWorld:
         self.proof = proof
         self._here = host_identity()
         self._lock = Lock()  # several threads look at the list
-        self.newest = _Roster()  # that was seen of the list
+        self.newest: _Roster = _Roster()  # that was seen of the list
         self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
         self._own: Member | None = None  # this worker, as it stood in the list last, and with whom
         self._beside = _Roster()

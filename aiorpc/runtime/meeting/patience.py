@@ -24,7 +24,7 @@ class Patience:
         self.seconds = seconds
         self.place = self.trouble = ""
         self._deadline = time.monotonic() + seconds if seconds else float("inf")
-        self.stop = stop or threading.Event()
+        self.stop: threading.Event = stop or threading.Event()
 
     def left(self) -> float:
         """Seconds left, not below 0; infinite without a limit."""

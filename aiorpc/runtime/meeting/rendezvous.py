@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import Store
 
@@ -68,9 +68,9 @@ class Rendezvous:
         founding: float,
         grace: float,
     ) -> None:
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.hosts_store = hosts_store
+        self.rank: int | None = place.rank
+        self.world_size: int | None = place.world_size
+        self.hosts_store: bool = hosts_store
         self._ends_store = False
         self._place = place
         self._patience = patience
@@ -256,7 +256,7 @@ class Rendezvous:
         """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
         return self._board.get(f"{self.generation}/{key}")
 
-    def load(self, key: str, text: str, shape: Callable[[Any], T]) -> T:
+    def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
         """What `shape` makes of the JSON under such a key; RendezvousError for what no worker has written there."""
         return self._board.load(f"{self.generation}/{key}", text, shape)
 

@@ -68,7 +68,7 @@ class Answer:
         said = json.dumps(["aiorpc answer", generation, newcomer, *self.to_json()[:-1]])
         return hmac.digest(key, said.encode(), "sha256").hex()
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """The form `from_json` reads."""
         lost = [[*each] for each in self.lost]
         return [self.by, self.refused, [*self.members], lost, [*self.left], self.secret, self.seal]
@@ -123,7 +123,7 @@ class PlacesInStore:
         self.generation = generation
         self.world_size = world_size
         self.proof = proof
-        self.key = proof.key
+        self.key: bytes | None = proof.key
         self._here = host_identity()
 
     def _key(self, name: str) -> str:
@@ -326,7 +326,7 @@ class Return:
         self._left = left
         self._before = before
         self.member = member
-        self.record = member.record
+        self.record: WorkerRecord = member.record
 
     @property
     def generation(self) -> int:

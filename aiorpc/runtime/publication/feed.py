@@ -122,7 +122,7 @@ class Feed:
         self.engine = engine
         self.kept: ArrivedVersion | None = None
         self._publications = publications
-        self.newest = 0
+        self.newest: int = 0
         self._made_by = -1  # the id of the worker that has published the newest one
         self._maps = False
         self._views: dict[int, SlotView] = {}
@@ -144,7 +144,7 @@ class Feed:
         self._released: deque[tuple[SlotView, int, WorkerRecord]] = deque()
         self._lock = Lock()
         self._task: asyncio.Task[None] | None = None
-        self.closed = False
+        self.closed: bool = False
         self._over = False  # the name was unpublished
         self._asking = False  # whether a question is under way, or its answer is being read
 
@@ -534,7 +534,7 @@ class Feed:
             self._publications.feed_ended(self)
 
 
-def _bytes_of(data: tuple[Any, ...] | list[Any], size: int) -> Bytes:
+def _bytes_of(data: tuple[object, ...] | list[object], size: int) -> Bytes:
     """The bytes that came with an answer. Raises ProtocolError if they are not so many."""
     if not data and not size:
         return numpy.empty(0, numpy.uint8)

@@ -22,7 +22,7 @@ class KnownClaims:
     """
 
     def __init__(self, worker: str, read_here: Callable[[], Collection[str]], has_gone: Callable[[int], bool]) -> None:
-        self.changed = asyncio.Event()
+        self.changed: asyncio.Event = asyncio.Event()
         self._worker = worker
         self._read_here = read_here
         self._has_gone = has_gone

@@ -46,7 +46,7 @@ class Names:
     """
 
     def __init__(self, home: Home, read_here: Callable[[], Collection[str]], lost: Callable[[str], None]) -> None:
-        self.access = Access(home.engine.rights, home.engine.record)
+        self.access: Access = Access(home.engine.rights, home.engine.record)
         self._home = home
         self._engine = home.engine
         self._lost = lost

@@ -95,7 +95,7 @@ class Publications:
         self._were_read: dict[str, int] = {}  # newest versions of ended subscriptions by name, those that ended last
         self._home = home
         self._engine = home.engine
-        self.names = Names(home, self._read_here, self._on_lost)
+        self.names: Names = Names(home, self._read_here, self._on_lost)
         self._claiming: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._pending: set[Future[Any]] = set()
@@ -123,7 +123,9 @@ class Publications:
         self._begin(future, lambda: self._unpublish(name, future))
         return future
 
-    def subscribe(self, name: str, timeout: float | None, map_location: Any = None) -> Subscription:
+    def subscribe(
+        self, name: str, timeout: float | None, map_location: str | torch.device | None = None
+    ) -> Subscription[Any]:
         """See `aiorpc.subscribe`."""
         check_name(name)
         try:

@@ -19,7 +19,7 @@ from ...channels.slots import copy_all
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerRecord
-from ...protocol.publication import AskLeader, SubscriptionClosed, VersionArrived, Want, write
+from ...protocol.publication import AskLeader, Claim, SubscriptionClosed, VersionArrived, Want, write
 from ..calls.values import Results
 from .claims import StandingClaim
 from .content import Content
@@ -57,13 +57,13 @@ class Publisher(Shelf):
 
     def __init__(self, home: Home, stands: StandingClaim) -> None:
         super().__init__(home, stands.claim.name)
-        self.claim = stands.claim
+        self.claim: Claim = stands.claim
         self.stands = stands  # what the store has of it
         self.raising = False  # whether the store is being told that versions go further
         self.told: set[str] = set()  # the incarnations of the workers that were told of the claim
         self.ending = False  # whether the name is being unpublished: no version is begun
         self.unsure = False  # whether that has failed, so that it is to be seen first whether the claim still stands
-        self.idle = asyncio.Event()  # set while no version is being copied
+        self.idle: Event = asyncio.Event()  # set while no version is being copied
         self.idle.set()
         self._copying = 0
         self._arena = home.links.memory.arena

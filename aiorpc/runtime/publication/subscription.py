@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Generic, NoReturn
 
 import torch
 
 from ... import foreign
+from ..._typing import T_co
 from ...callbacks import block_observer, served
 from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
@@ -26,14 +27,14 @@ from .readers import Delivery
 
 
 @dataclass(frozen=True)
-class PublishedVersion:
+class PublishedVersion(Generic[T_co]):
     """One version of a published value. publisher: the worker that it came from.
 
     The value is the reader's own: its tensors may be written to, and nobody else sees it. As long as one of them lives,
     the memory that they lie in is not used for another version.
     """
 
-    value: Any
+    value: T_co
     version: int
     publisher: WorkerInfo
 
@@ -73,7 +74,7 @@ class Publication:
         return f"<aiorpc.types.Publication {self.name!r}, version {self.version}>"
 
 
-class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
+class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVersion[T_co]], Generic[T_co]):
     """The newest versions of what is published under a name: ``async for``, or ``for`` in a thread that may block.
 
     Each turn gives the newest version that there is, once that is newer than the one before: older ones that nobody
@@ -100,15 +101,15 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
     def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
         """timeout: seconds, 0 for no limit. device: where tensors are moved to; None leaves them in shared memory."""
-        self.name = feed.name
+        self.name: str = feed.name
         self._feed = feed
         self._timeout = timeout
         self._device = device
 
-    def __aiter__(self) -> Subscription:
+    def __aiter__(self) -> Subscription[T_co]:
         return self
 
-    async def __anext__(self) -> PublishedVersion:
+    async def __anext__(self) -> PublishedVersion[T_co]:
         arrived = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -138,7 +139,7 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
                 _look_at_the_end()
             raise
 
-    def newest(self) -> PublishedVersion | None:
+    def newest(self) -> PublishedVersion[T_co] | None:
         """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
 
         For a program that goes on with the version that it has. It is None as well once the subscription has ended.
@@ -155,11 +156,11 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
                 self._feed.give_back(arrival)
             raise
 
-    def __iter__(self) -> Subscription:
+    def __iter__(self) -> Subscription[T_co]:
         self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
         return self
 
-    def __next__(self) -> PublishedVersion:
+    def __next__(self) -> PublishedVersion[T_co]:
         self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
         arrived = threading.Lock()  # and no Event, in which a signal handler must not raise
         arrived.acquire()
@@ -190,7 +191,7 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
                 self._feed.give_back(arrival)
             raise
 
-    def _open(self, arrival: ArrivedVersion) -> PublishedVersion:
+    def _open(self, arrival: ArrivedVersion) -> PublishedVersion[T_co]:
         engine = self._feed.engine
         try:
             body = choose(arrival.bodies, arrival.edition.main, engine)
@@ -223,13 +224,13 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         """The same, for ``contextlib.aclosing`` and the like."""
         self.close()
 
-    async def __aenter__(self) -> Subscription:
+    async def __aenter__(self) -> Subscription[T_co]:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __enter__(self) -> Subscription:
+    def __enter__(self) -> Subscription[T_co]:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -250,12 +251,12 @@ def _look_at_the_end() -> None:
     """In a turn that is a task by itself (``asyncio.ensure_future(anext(versions))``): asyncio is not to log its end as
     a failure where the program does not look at it any more."""
     task = asyncio.current_task()
-    coroutine: Any = None if task is None else task.get_coro()
+    coroutine: object = None if task is None else task.get_coro()
     if task is not None and getattr(coroutine, "cr_code", None) is Subscription.__anext__.__code__:
         task.add_done_callback(_seen)
 
 
-def _seen(task: asyncio.Task[Any]) -> None:
+def _seen(task: asyncio.Task[object]) -> None:
     if not task.cancelled():
         task.exception()
 

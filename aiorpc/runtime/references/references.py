@@ -139,7 +139,7 @@ class Creation(Repeatable):
         self._references = references
         self._rref = rref
         self._fork = fork
-        self.asked = False
+        self.asked: bool = False
 
     def __call__(self, future: Future[Any]) -> None:
         """The answer has come."""
@@ -161,7 +161,7 @@ class References:
 
         members: the ids that workers of this group can have; None where others may join.
         """
-        self.engine = home.engine
+        self.engine: Engine = home.engine
         self.handle_class = handle_class
         self.home = home
         self._accelerators = accelerators
@@ -181,7 +181,7 @@ class References:
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
         self._last_woken = 0.0
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
-        self.closed = False
+        self.closed: bool = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
 

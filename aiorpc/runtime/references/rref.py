@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ... import foreign
+from ..._typing import Function, Kwargs, T, T_co
 from ...collecting import wait_alone
 from ...errors import RpcError, RpcUsageError
 from ...futures import Future
@@ -18,9 +19,10 @@ from ...protocol.messages import Fetch, Method
 from ...protocol.reference_messages import LENT, ReferenceId
 from ...sites import call_site, describe_site
 from ..calls.current import registry
+from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
 
-T = TypeVar("T")
+R = TypeVar("R")
 _new: Any = tuple.__new__  # what Method(...) does, without its call into Python
 
 
@@ -35,14 +37,14 @@ class PeerForRRef(Protocol):
 
     def call(
         self,
-        function: Callable[..., Any] | Method | Fetch,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        function: Function | Method | Fetch,
+        args: Sequence[object],
+        kwargs: Kwargs | None,
         timeout: float,
         *,
         creates: Sequence[int] | None = None,
         depth: int = 2,
-        keeps: Any = None,
+        keeps: object = None,
     ) -> Future[Any]: ...
 
     def send(self, kind: int, call_id: int, body: bytes, *, urgent: bool = False, later: bool = False) -> None: ...
@@ -78,13 +80,14 @@ class HomeForRRef(Protocol):
         self,
         peer: Any,
         function: Method,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: Kwargs,
         timeout: float,
         *,
         depth: int,
-        keeps: Any,
-    ) -> Any: ...
+        keeps: object,
+    ) -> BlockingIterator[Any]:
+        """The items of a method of a value (`caller.stream.open_stream`)."""
 
 
 class ReferencesForRRef(Protocol):
@@ -102,20 +105,20 @@ class ReferencesForRRef(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def own(self, value: Any, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]: ...
+    def own(self, value: object, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]: ...
 
     def count(self, handle: RRef[Any]) -> None: ...
 
     def create(
         self,
         peer: Any,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        function: object,
+        args: Sequence[object],
+        kwargs: Kwargs | None,
         timeout: float,
         *,
         depth: int,
-        keeps: Any = None,
+        keeps: object = None,
     ) -> RRef[Any]: ...
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int: ...
@@ -134,7 +137,7 @@ class _NodeForRRef(Protocol):
     def references(self) -> ReferencesForRRef: ...
 
 
-class RRef(Generic[T]):
+class RRef(Generic[T_co]):
     """A reference to a value that lives on one worker, its owner. The owner keeps the value while any RRef is alive.
 
     ``RRef(value)`` makes one to a value of this worker; `aiorpc.remote` makes one to a value another worker creates.
@@ -143,14 +146,19 @@ class RRef(Generic[T]):
     are not collected.
     """
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
+    def __init__(self, value: T_co, type_hint: object = None) -> None:
         """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
         references = cast(_NodeForRRef, registry.get()).references
         rref, fork = references.own(value, self)
         self._bind(references, rref, fork, references.engine.id, sys._getframe(1))
 
     def _bind(
-        self, references: ReferencesForRRef, rref: ReferenceId, fork: ReferenceId, owner: int, frame: Any = None
+        self,
+        references: ReferencesForRRef,
+        rref: ReferenceId,
+        fork: ReferenceId,
+        owner: int,
+        frame: FrameType | None = None,
     ) -> None:
         """fork: LENT for one that its owner does not count: it has the value itself, in `_lent`."""
         self._lent: Future[Any] | None = None
@@ -184,7 +192,7 @@ class RRef(Generic[T]):
 
     # --- the value ----------------------------------------------------------------------------------------------------
 
-    def local_value(self) -> T:
+    def local_value(self) -> T_co:
         """The value itself, on its owner; blocks until it exists, raises what its creation raised.
 
         RpcUsageError on any other worker: use `to_here` or await the RRef.
@@ -196,7 +204,7 @@ class RRef(Generic[T]):
             )
         return self._value_future().wait()
 
-    def to_here(self, timeout: float = -1.0) -> T:
+    def to_here(self, timeout: float = -1.0) -> T_co:
         """A copy of the value; on the owner the value itself. Blocks until it exists.
 
         timeout: seconds; negative for the worker's default, 0 for no limit. Raises what the creation of the value
@@ -208,11 +216,11 @@ class RRef(Generic[T]):
         self._references.engine.refuse_on_loop("rref.to_here()", "await rref")
         return wait_alone(self._fetch(timeout, 3))
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         """The same value as `to_here`, without blocking."""
         return self._fetch(-1.0, 3).__await__()
 
-    def _fetch(self, timeout: float, depth: int) -> Future[T]:
+    def _fetch(self, timeout: float, depth: int) -> Future[T_co]:
         self._check()
         if self.is_owner():
             return self._value_future()
@@ -227,7 +235,7 @@ class RRef(Generic[T]):
             self._references.end_waits(self._rref, creation)
         return call
 
-    def _call_method(self, name: str, args: Sequence[Any], seconds: float) -> Future[Any]:
+    def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[Any]:
         """Call a method of the value on its owner; for the runtime's own."""
         if self._creating is not None:
             self._ask()
@@ -240,7 +248,7 @@ class RRef(Generic[T]):
             self._references.count(self)
         return self._rref
 
-    def _value_future(self) -> Future[T]:
+    def _value_future(self) -> Future[T_co]:
         if self._creating is not None:
             self._ask()
         return self._lent or self._references.value(*self._rref)
@@ -270,31 +278,31 @@ class RRef(Generic[T]):
 
     # --- methods of the value -----------------------------------------------------------------------------------------
 
-    def rpc_sync(self, timeout: float = -1.0) -> Any:
+    def rpc_sync(self, timeout: float = -1.0) -> RemoteMethods[Any]:
         """A proxy whose methods run on the owner and block until they have a result.
 
         timeout: seconds for each call; negative for the worker's default, 0 for no limit. Not for the loop that runs
         the worker, where the methods raise WouldBlockLoop: ``await rref.rpc_async().method()`` there.
         """
-        return _Proxy(self, "rpc_sync", timeout)
+        return RemoteMethods(self, "rpc_sync", timeout)
 
-    def rpc_async(self, timeout: float = -1.0) -> Any:
+    def rpc_async(self, timeout: float = -1.0) -> RemoteMethods[Future[Any]]:
         """A proxy whose methods run on the owner and return a Future at once. timeout: as in `rpc_sync`."""
-        return _Proxy(self, "rpc_async", timeout)
+        return RemoteMethods(self, "rpc_async", timeout)
 
-    def remote(self, timeout: float = -1.0) -> Any:
+    def remote(self, timeout: float = -1.0) -> RemoteMethods[RRef[Any]]:
         """A proxy whose methods run on the owner and return an RRef of their result at once.
 
         timeout: as in `rpc_sync`.
         """
-        return _Proxy(self, "remote", timeout)
+        return RemoteMethods(self, "remote", timeout)
 
-    def stream(self, timeout: float = -1.0) -> Any:
+    def stream(self, timeout: float = -1.0) -> RemoteMethods[BlockingIterator[Any]]:
         """A proxy whose methods are generators: ``async for item in ref.stream().method()`` takes what they yield.
 
         timeout: seconds for each item, otherwise as in `rpc_sync`. See `aiorpc.stream`.
         """
-        return _Proxy(self, "stream", timeout)
+        return RemoteMethods(self, "stream", timeout)
 
     if not TYPE_CHECKING:  # for a checker there is nothing
 
@@ -311,7 +319,7 @@ class RRef(Generic[T]):
 
     # --- travelling and ending ----------------------------------------------------------------------------------------
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[[int], object], tuple[int]]:
         out = codec.outgoing.get()
         if out is None or out.target is None:
             raise RpcUsageError(
@@ -363,8 +371,9 @@ def rref_of(references: ReferencesForRRef, value: T, frame: FrameType) -> RRef[T
     return made
 
 
-class _Proxy:
-    """Methods of an RRef's value. Making a call needs no round trip to learn what the value can do.
+class RemoteMethods(Generic[R]):
+    """Methods of an RRef's value, each of which gives an `R`. Making a call needs no round trip to learn what the value
+    can do.
 
     What it does not have itself is a method of the value, so those by which Python makes copies are defined here: they
     would copy the value otherwise, where that is, by a call of which nobody knows.
@@ -377,14 +386,15 @@ class _Proxy:
         self._verb = verb
         self._timeout = timeout
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., R]:
         return partial(_invoke, self, name, 2)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _invoke(self, "__call__", 3, *args, **kwargs)
+    def __call__(self, *args: object, **kwargs: object) -> R:
+        result: R = _invoke(self, "__call__", 3, *args, **kwargs)
+        return result
 
-    def __copy__(self) -> _Proxy:
-        return _Proxy(self._rref, self._verb, self._timeout)
+    def __copy__(self) -> RemoteMethods[R]:
+        return RemoteMethods(self._rref, self._verb, self._timeout)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self.__reduce__()
@@ -396,7 +406,7 @@ class _Proxy:
         )
 
 
-def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) -> Any:
+def _invoke(proxy: RemoteMethods[R], name: str, depth: int, /, *args: object, **kwargs: object) -> Any:
     """Call a method of the value. depth: as of `Peer.call`."""
     rref = proxy._rref
     references = rref._references

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ class RpcAgent:
 class TensorPipeAgent(RpcAgent):
     """The agent of a worker of aiorpc. The name is the one that programs ask for; TensorPipe is not there."""
 
-    def __init__(self, worker: Worker, store: Any = None) -> None:
+    def __init__(self, worker: Worker, store: object = None) -> None:
         self.worker = worker
         self.store = store  # torch's, that the program gave; None if it gave an address
         self.report: ShutdownReport | None = None
@@ -105,7 +104,7 @@ class Process:
     """What belongs to this process."""
 
     def __init__(self) -> None:
-        self.agent: Any = None
+        self.agent: object = None
 
 
-process = Process()
+process: Process = Process()

@@ -87,7 +87,7 @@ def _get_current_rpc_agent() -> Any:
     return process.agent
 
 
-def _set_and_start_rpc_agent(agent: Any) -> None:
+def _set_and_start_rpc_agent(agent: object) -> None:
     """From now on the process has that agent."""
     process.agent = agent
 
@@ -101,7 +101,7 @@ def _require_initialized(func: F) -> F:
     """A decorator: the function raises RuntimeError if RPC was not initialized."""
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         if not _is_current_rpc_agent_set():
             raise NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
         return func(*args, **kwargs)
@@ -214,7 +214,7 @@ def _wait_all() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+def _use_rpc_pickler(rpc_pickler: object) -> Iterator[None]:
     """Within it calls are pickled by another pickler, with ``serialize`` and ``deserialize`` as in `internal`."""
     global _default_pickler
     _default_pickler = rpc_pickler
@@ -224,7 +224,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
         _default_pickler = _internal_rpc_pickler
 
 
-def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
+def method_factory(method_name: str, docstring: str) -> Callable[..., object]:
     """A method that calls the one of that name on an RRef."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
     return method
 
 
-new_method = method_factory("to_here", PyRRef.to_here.__doc__ or "")
+new_method: Callable[..., Any] = method_factory("to_here", PyRRef.to_here.__doc__ or "")
 
 
 # --- meeting ----------------------------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ class AllGatherStates:
     """
 
     def __init__(self, names: Iterable[str] = (), own: str = "") -> None:
-        self.names = frozenset(names)
+        self.names: frozenset[str] = frozenset(names)
         self.own = own
         self.gathered_objects: dict[str, bytes] = {}
-        self.proceed_signal = threading.Event()
+        self.proceed_signal: threading.Event = threading.Event()
 
     def add(self, sequence_id: str, worker_name: str, obj: bytes) -> None:
         """On the leader: what a worker has given. AssertionError if it takes no part, or has come before."""
@@ -377,8 +377,8 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, bytes]) -> 
 
 @_require_initialized
 def _all_gather(
-    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, Any]:
+    obj: object, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, object]:
     """What all workers of those names, all there are by default, gave here, by name; blocks until all have come.
 
     The first by name leads. timeout: seconds, 0 for no limit; by default calls have the worker's. RuntimeError for a
@@ -412,7 +412,7 @@ def _all_gather(
     }
 
 
-def _to_bytes(obj: Any, node: Node | None) -> bytes:
+def _to_bytes(obj: object, node: Node | None) -> bytes:
     """An object for the others. SerializationError if it cannot travel."""
     if node is not None and node.engine.safe:
         out = Outgoing(safe=True)
@@ -448,7 +448,7 @@ def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> Any:
     return loads(given, inside)
 
 
-def _report(leader: str, args: tuple[Any, ...], seconds: float, begun: float) -> None:
+def _report(leader: str, args: tuple[object, ...], seconds: float, begun: float) -> None:
     """Tell the leader. Once the time is up this waits no more, but what was said counts: the leader waits for it.
 
     So it is not the call that has a limit: that would take it back if it had not begun. begun: when the object began to

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import enum
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .... import foreign
 from ....runtime.hooks import Hooks
@@ -28,7 +27,14 @@ __all__ = [
     "register_backend",
 ]
 
-BackendValue = collections.namedtuple("BackendValue", ["construct_rpc_backend_options_handler", "init_backend_handler"])
+
+class BackendValue(NamedTuple):
+    """What makes the options of a backend, and what starts it."""
+
+    construct_rpc_backend_options_handler: Callable[..., object]
+    init_backend_handler: Callable[..., Any]
+
+
 BackendType: Any = enum.Enum("BackendType", {})  # type: ignore[misc]  # empty: members come with `register_backend`
 
 
@@ -39,7 +45,7 @@ def backend_registered(backend_name: str) -> bool:
 
 def register_backend(
     backend_name: str,
-    construct_rpc_backend_options_handler: Callable[..., Any],
+    construct_rpc_backend_options_handler: Callable[..., object],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
     """Add a backend; its member of BackendType, which is a new class then, as with torch.
@@ -80,7 +86,7 @@ def make_options(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    **_: Any,
+    **_: object,
 ) -> TensorPipeRpcBackendOptions:
     """Options of a worker."""
     return TensorPipeRpcBackendOptions(

@@ -22,7 +22,7 @@ def async_execution(fn: Any) -> Any:
     return marked
 
 
-def _takes_attributes(fn: Any) -> bool:
+def _takes_attributes(fn: object) -> bool:
     return hasattr(fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn, "__dict__")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import enum
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +14,20 @@ from ....runtime.calls.current import permits
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
-PythonUDF = collections.namedtuple("PythonUDF", ["func", "args", "kwargs"])
-RemoteException = collections.namedtuple("RemoteException", ["msg", "exception_type"])
+
+class PythonUDF(NamedTuple):
+    """A call, as torch writes it."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+
+
+class RemoteException(NamedTuple):
+    """An error of a call, as torch writes it."""
+
+    msg: object
+    exception_type: object
 
 
 class RPCExecMode(enum.Enum):

@@ -15,7 +15,7 @@ __all__ = ["RRefProxy"]
 class RRefProxy:
     """Methods of an RRef's value. rpc_api: `rpc_sync`, `rpc_async` or `remote`. See `aiorpc.RRef.rpc_async`."""
 
-    def __init__(self, rref: PyRRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    def __init__(self, rref: PyRRef[Any], rpc_api: Callable[..., object], timeout: float = UNSET_RPC_TIMEOUT) -> None:
         self.rref = rref
         self.rpc_api = rpc_api
         self.rpc_timeout = timeout

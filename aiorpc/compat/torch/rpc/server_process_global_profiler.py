@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ....errors import RpcUsageError
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 class _server_process_global_profile:
     """Refuses: aiorpc does not take part in torch's legacy profiler."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __enter__(self) -> NoReturn:
