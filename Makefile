@@ -25,7 +25,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong fuzz chaos soak conformance lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong fuzz chaos soak conformance lint format types check bench wheel docs hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -69,6 +69,9 @@ bench: $(VENV)/.installed-test ## measure against torch.distributed.rpc (BENCH_A
 
 wheel: $(VENV)/.installed-dev ## build dist/*.whl
 	$(BIN)/python -m build --wheel
+
+docs: $(VENV)/.installed-docs ## build the site into build/docs; warnings, dead links and missing docstrings are errors
+	$(BIN)/sphinx-build -W --keep-going -n -q -b html -d build/doctrees docs build/docs
 
 hooks: $(VENV)/.installed-dev ## run the checks before each commit
 	$(BIN)/pre-commit install

@@ -1,4 +1,4 @@
-"""What docs/wire.md says: the frames and every message, made from the declarations of their classes.
+"""What docs/inside/wire.md says: the frames and every message, made from the declarations of their classes.
 
 The docstring of a class says what its message means, and the comments that begin with ``#:`` above its fields what
 those are; they are read from the source, since nothing else has comments.

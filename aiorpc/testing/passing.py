@@ -2,7 +2,8 @@
 
 Frames of one call, and the messages of reference counting, keep their order: what comes behind a delayed one waits with
 it. Calls may overtake each other, as they may when their buffers are large. Nothing overtakes a message of reference
-counting to the same worker: a call that uses a reference may be behind the word that there is one (docs/counting.md).
+counting to the same worker: a call that uses a reference may be behind the word that there is one
+(docs/inside/counting.md).
 """
 
 from __future__ import annotations

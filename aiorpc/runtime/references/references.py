@@ -1,7 +1,7 @@
 """The references of one worker: the values that it owns, and its side of counting the handles.
 
-Who holds what is decided by `protocol.references.ReferenceTable`, whose guarantees are in docs/counting.md. This module
-keeps the values, tells the table what happens, and carries out what it says.
+Who holds what is decided by `protocol.references.ReferenceTable`, whose guarantees are in docs/inside/counting.md. This
+module keeps the values, tells the table what happens, and carries out what it says.
 
 Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
