@@ -18,11 +18,11 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker, autograd
 from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
-from aiorpc.errors import ProtocolError
+from aiorpc.errors import ProtocolError, SerializationError, WouldBlockLoop
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
@@ -998,7 +998,7 @@ def test_each_id_of_a_context_says_who_has_opened_it(worker_id: int) -> None:
 
 async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
     """Neither in a context that is there, nor in one that it would bring; and so does one of the runtime's handlers."""
-    nothing = RpcBackendOptions(serve={"actor": [], "*": "*"})
+    nothing = RpcBackendOptions(allow={"actor": [], "*": "*"})
     store = HashStore()
     async with (
         Worker("worker0", world_size=None, store=store, options=nothing) as learner,

@@ -15,7 +15,8 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc as rpc
-from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, UnknownObject, Worker
+from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker
+from aiorpc.errors import UnknownObject
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until, until_no_references
@@ -79,7 +80,7 @@ async def test_methods_are_called_in_each_mode(pair: list[Worker]) -> None:
     pair[1].serve("buffer", Buffer())
     for worker in pair:
         buffer = worker.peer("worker1").object("buffer")
-        assert isinstance(buffer, rpc.ObjectHandle)
+        assert isinstance(buffer, rpc.types.ObjectHandle)
         count = await buffer.size()
         assert await buffer.put(torch.ones(2), times=2) == count + 2
         assert await buffer.size() == count + 2
@@ -94,7 +95,7 @@ async def test_the_manners_of_references_are_those_of_objects(pair: list[Worker]
     pair[1].serve("buffer", Buffer(1, 2))
     buffer = pair[0].peer("worker1").object("buffer")
     assert await asyncio.to_thread(buffer.rpc_sync().put, 3) == 3
-    with pytest.raises(rpc.WouldBlockLoop, match="put"):
+    with pytest.raises(rpc.errors.WouldBlockLoop, match="put"):
         buffer.rpc_sync().put(3)
     assert await buffer.rpc_async(timeout=20).size() == 3
     assert await buffer.rpc_async().remote() == "its own"
@@ -265,10 +266,10 @@ async def test_an_object_comes_back_with_the_worker_that_takes_the_name() -> Non
                 await patient.fail()
 
 
-@pytest.mark.parametrize("serve", [[rpc.exposed], ["tests.runtime.test_objects:Buffer.*"]])
-async def test_rights_hold_for_methods_of_objects(serve: Any) -> None:
+@pytest.mark.parametrize("allow", [[rpc.exposed], ["tests.runtime.test_objects:Buffer.*"]])
+async def test_rights_hold_for_methods_of_objects(allow: Any) -> None:
     """What the rule does not have is refused, and who is limited is not told which objects there are."""
-    options = [RpcBackendOptions(), RpcBackendOptions(serve=serve)]
+    options = [RpcBackendOptions(), RpcBackendOptions(allow=allow)]
     async with cluster(2, options=options) as (worker, owner):
         owner.serve("buffer", Buffer())
         owner.serve("list", [])
@@ -284,8 +285,8 @@ async def test_rights_hold_for_methods_of_objects(serve: Any) -> None:
 
 async def test_rights_hold_for_objects_by_their_names() -> None:
     """Which methods of which object, whatever its class; a method of one is none of another, nor of a reference."""
-    serve = ["object/first:put", "object/other:*", "object/list:append", f"{__name__}:make_buffer"]
-    async with cluster(2, options=[RpcBackendOptions(), RpcBackendOptions(serve=serve)]) as (worker, owner):
+    allow = ["object/first:put", "object/other:*", "object/list:append", f"{__name__}:make_buffer"]
+    async with cluster(2, options=[RpcBackendOptions(), RpcBackendOptions(allow=allow)]) as (worker, owner):
         for name in ("first", "second", "other"):
             owner.serve(name, Buffer())
         owner.serve("list", [])
@@ -310,8 +311,8 @@ def make_buffer() -> Buffer:
 
 async def test_an_attribute_of_an_object_is_called_if_it_is_named() -> None:
     """It may be anything: a pattern with wildcards is for methods alone."""
-    serve = {"a": "object/box:*", "b": "object/box:run"}
-    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "a", "b"]) as workers:
+    allow = {"a": "object/box:*", "b": "object/box:run"}
+    async with cluster(3, options=RpcBackendOptions(allow=allow), roles=["", "a", "b"]) as workers:
         workers[0].serve("box", Holder(abs))
         with pytest.raises(NotAllowed, match="run"):
             await workers[1].peer("worker0").object("box").run(-1)
@@ -340,7 +341,7 @@ async def test_private_methods_are_refused_by_the_owner(pair: list[Worker]) -> N
 
 async def test_objects_are_served_where_nothing_is_pickled() -> None:
     """Arguments and results are as those of functions; errors keep what is plain of them."""
-    async with cluster(2, options=RpcBackendOptions(serialization="safe", serve="*")) as (worker, owner):
+    async with cluster(2, options=RpcBackendOptions(serialization="safe", allow="*")) as (worker, owner):
         owner.serve("buffer", Buffer())
         buffer = worker.peer("worker1").object("buffer")
         assert await buffer.put({"x": torch.ones(2)}) == 1
@@ -357,5 +358,5 @@ async def test_the_verb_serves_at_the_worker_that_is_current() -> None:
             assert repr(served) == "<aiorpc.serve 'buffer' on worker 'a'>"
             async with rpc.peer("a").object("buffer").stream().all() as items:
                 assert await anext(items) == 1
-    with pytest.raises(rpc.NotInitialized):
+    with pytest.raises(rpc.errors.NotInitialized):
         rpc.serve("buffer", Buffer())
