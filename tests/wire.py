@@ -86,7 +86,9 @@ def whole() -> str:
             (device_messages.DeviceTransfer, device_messages.FilledSlot, device_messages.Slot, device_messages.Span),
         ),
     ]
-    return "\n\n".join(parts) + "\n"
+    head, channels, rest = "\n\n".join(parts).partition("## What channels say")
+    # Channels alone have a level more.
+    return head.replace("\n#### ", "\n### ") + channels + rest + "\n"
 
 
 def said_of(module: Any) -> str:
