@@ -62,7 +62,10 @@ def _check(what: str, name: object) -> str:
 @register_safe
 @dataclass(frozen=True, order=True, repr=False)
 class WorkerInfo:
-    """Name and id (rank) of a worker; usable wherever a worker is named. Hashable, comparable, picklable."""
+    """Name and id of a worker. Wherever a verb takes the name of a worker it takes this. Hashable, comparable, picklable.
+
+    name: unique in the group. id: the rank, or the number that the group gave.
+    """
 
     name: str
     id: int

@@ -45,7 +45,13 @@ class Choice(TypedDict, total=False):
 
 @dataclass(eq=False)
 class Fault:
-    """One rule, as `Faults` made it. messages: what it has hit so far."""
+    """One rule, as a method of `Faults` made it.
+
+    action: what becomes of a message. kinds: of messages that it is for. to: only those to that worker; None: to any.
+    function: only those of that function, or of one of that name. when: only those for which this returns True.
+    times: how many it hits, None for all. after: how many it lets pass first. delay: seconds, of a delay. error: what
+    is raised, of a refusal. messages: what it has hit so far.
+    """
 
     action: str
     kinds: frozenset[MessageKind]

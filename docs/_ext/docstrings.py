@@ -13,6 +13,20 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+# Classes that programs call; objects of all others come from verbs, or from the runtime.
+MADE_BY_PROGRAMS = {
+    "aiorpc.Future",
+    "aiorpc.LimitOptions",
+    "aiorpc.NetworkOptions",
+    "aiorpc.Queue",
+    "aiorpc.RRef",
+    "aiorpc.RpcBackendOptions",
+    "aiorpc.SecurityOptions",
+    "aiorpc.Tls",
+    "aiorpc.nn.RemoteModule",
+    "aiorpc.optim.DistributedOptimizer",
+    "aiorpc.testing.Faults",
+}
 # `a, b: what they are.`, at the beginning of a line or behind a sentence.
 ENTRY = re.compile(r"(?:(?<=^)|(?<=[.;)] ))(?P<names>\w+(?:, \w+)*): (?=\S)")
 
@@ -85,15 +99,22 @@ def styled(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: l
     lines[:] = [*textwrap.dedent("\n".join(text)).splitlines(), *fields, ""]
 
 
-def signature(app: Sphinx, what: str, name: str, value: Any, options: Any, args: str | None, returns: str | None) -> Any:
-    """None for what is made by the runtime alone: how it is made is no part of what it is."""
-    if what == "exception":
-        return "", None
-    return args, returns
+def signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, args: str | None, returns: str | None
+) -> tuple[str, None] | None:
+    """Only what a program makes itself is shown with what it is made of."""
+    hidden = what == "exception" or (what == "class" and name not in MADE_BY_PROGRAMS)
+    return ("", None) if hidden and args else None
+
+
+def skip(app: Sphinx, what: str, name: str, value: Any, skipped: bool, options: Any) -> bool | None:
+    """What is there to refuse its use (`aiorpc.nn.refused`) is left out."""
+    return True if "<locals>" in getattr(value, "__qualname__", "") else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", styled)
     app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": False}
