@@ -25,10 +25,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong fuzz chaos soak conformance lint format types check bench wheel docs hooks clean distclean
+.PHONY: help demo test testlong fuzz chaos soak conformance lint format types check bench wheel docs docs-shots hooks clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(VENV)/.installed-examples ## train CartPole with an agent and several observers (DEMO_ARGS)
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
@@ -72,6 +72,9 @@ wheel: $(VENV)/.installed-dev ## build dist/*.whl
 
 docs: $(VENV)/.installed-docs ## build the site into build/docs; warnings, dead links and missing docstrings are errors
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html -d build/doctrees docs build/docs
+
+docs-shots: docs ## take pictures of the site into build/shots, wide and narrow, light and dark (ARGS: pages)
+	$(BIN)/python docs/_screenshots.py $(ARGS)
 
 hooks: $(VENV)/.installed-dev ## run the checks before each commit
 	$(BIN)/pre-commit install

@@ -29,7 +29,8 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {
     "members": True,
     # Of what is inherited, that of classes of ours alone.
-    "inherited-members": "ABC,BaseException,Enum,Exception,Future,Generic,Module,RuntimeError,Sequence,int,object,tuple",
+    "inherited-members": "ABC,BaseException,Enum,Exception,Future,Generic,Module,RuntimeError,Sequence,int,object,"
+    "tuple",
 }
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

@@ -62,7 +62,7 @@ def _check(what: str, name: object) -> str:
 @register_safe
 @dataclass(frozen=True, order=True, repr=False)
 class WorkerInfo:
-    """Name and id of a worker. Wherever a verb takes the name of a worker it takes this. Hashable, comparable, picklable.
+    """Name and id of a worker. Verbs take it wherever they take a name. Hashable, comparable, picklable.
 
     name: unique in the group. id: the rank, or the number that the group gave.
     """

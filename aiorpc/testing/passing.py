@@ -60,9 +60,10 @@ class MessageKind(StrEnum):
 class SentMessage:
     """A message that is about to be sent.
 
-    kind: what it is. worker: the receiver's name. name: of the function, as ``module:qualname``, or the method's name; of a message of
-    reference counting its tag (ADD, ADDED, DEL ...). function: the function itself, for calls. reference: the id of the
-    reference that is created, fetched or whose method is called. autograd: the autograd context that a call is made in.
+    kind: what it is. worker: the name of the receiver. name: of the function, as ``module:qualname``, or the
+    method; of a message of reference counting its tag (ADD, ADDED, DEL ...). function: the function itself, for calls.
+    reference: the id of the reference that is created, fetched or whose method is called. autograd: the id of the
+    autograd context that a call is made in.
     """
 
     kind: MessageKind

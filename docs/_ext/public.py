@@ -60,8 +60,9 @@ def members(value: Any) -> Iterator[str]:
     if inspect.isclass(value):
         for name, member in inspect.getmembers_static(value):
             owner = next((each for each in value.__mro__ if name in vars(each)), object)
-            ours = owner.__module__.partition(".")[0] == "aiorpc" and "<locals>" not in getattr(member, "__qualname__", "")
-            if ours and not name.startswith("_") and not _is_value(member):
+            made_here = owner.__module__.partition(".")[0] == "aiorpc"
+            refused = "<locals>" in getattr(member, "__qualname__", "")
+            if made_here and not (refused or name.startswith("_") or _is_value(member)):
                 yield name
 
 
@@ -82,7 +83,7 @@ def undocumented(name: str, value: Any) -> Iterator[str]:
     texts = "\n".join(each.__doc__ or "" for each in ours)
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         # One that says its kind has its row in a table of the reference, which a test compares.
-        described = "kind" in field.metadata or re.search(rf"\b{field.name}(, \w+)*: ", texts)
+        described = "kind" in field.metadata or re.search(rf"\b{field.name}(, \w+)*:\s", texts)
         if not field.name.startswith("_") and not described:
             yield f"{name}.{field.name}"
 

@@ -9,8 +9,8 @@ class WorkerState(Label):
     """Where a worker stands in its life. The table `WORKER` has what leads from one state to the next.
 
     NEW: it was made, and does nothing yet. STARTING: it is joining; nobody is answered. RUNNING: calls go in both
-    directions. LEAVING: it is shutting down, and still serves. CLOSING: verbs raise WorkerClosed; threads and tasks end.
-    CLOSED: it has left; no thread, task or socket of it is there.
+    directions. LEAVING: it is shutting down, and still serves. CLOSING: verbs raise WorkerClosed; threads and tasks
+    end. CLOSED: it has left; no thread, task or socket of it is there.
     """
 
     NEW = "new"

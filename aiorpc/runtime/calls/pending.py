@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class PendingCall:
     """One call under way.
 
-    direction: "made" here or "served" here. worker: the name of the other side. function: its name. seconds: how long it
-    has been under way. deadline: seconds left, None without a limit. made_at: the line of the program that made it, of
+    direction: "made" here or "served" here. worker: the name of the other side. function: its name. seconds: how long
+    it has been under way. deadline: seconds left, None without a limit. made_at: the line of the program that made it, of
     calls made here.
     """
 

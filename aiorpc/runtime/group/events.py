@@ -124,8 +124,8 @@ class Events:
 class Listener(AsyncIterator[Event]):
     """What `Worker.events` returns: an asynchronous iterator of events. On any loop, for one task at a time.
 
-    It has each event once, in order. Of events that nothing takes the latest 65,536 are kept; dropping the older ones is
-    logged.
+    It has each event once, in order. Of events that nothing takes the latest 65,536 are kept; dropping the older ones
+    is logged.
     """
 
     def __init__(self, on_close: Callable[[Listener], None], awaited: set[Listener]) -> None:

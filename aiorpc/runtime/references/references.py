@@ -88,8 +88,9 @@ class Home(HomeForRRef, Protocol):
 class LeakedReference:
     """A reference that was still alive at shutdown.
 
-    reference: its id, as the logs have it. role: "owner" for an RRef here of a value here, "user" for an RRef here of a value elsewhere, "fork" for an RRef on
-    another worker of a value here. owner: who has the value. type: of the value, "?" if it is not here. made_at: where the RRef was made, "?" if not known.
+    reference: its id, as the logs have it. role: "owner" for an RRef here of a value here, "user" for an RRef here of
+    a value elsewhere, "fork" for an RRef on another worker of a value here. owner: the worker that has the value. type:
+    of the value, "?" if it is not here. made_at: where the RRef was made, "?" if not known.
     """
 
     reference: str
