@@ -174,11 +174,16 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`.
+    """Run ``func(*args, **kwargs)`` on a worker and block for the result. See `aiorpc.call`.
 
-    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. From any thread but the one that runs
-    the worker's loop: there it raises WouldBlockLoop, with nothing sent. What a signal handler raises meanwhile, as
-    Ctrl-C does, calls the call off.
+    From any thread but the one that runs the worker's loop. Ctrl-C, or whatever else a signal handler raises meanwhile,
+    cancels the call.
+
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit.
+
+    Raised here: what the function raised, and what `aiorpc.call` and its Future raise; WouldBlockLoop on the loop's
+    thread, with nothing sent; RpcUsageError for arguments that are no tuple and no dict, and for a timeout that is no
+    duration.
     """
     node = registry.only or registry.get()
     if args is None:
@@ -208,8 +213,10 @@ def rpc_async(
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await. See `aiorpc.call`.
 
-    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread. Raised here, as by
-    `rpc_sync`: RpcUsageError for arguments that are no tuple and no dict, and for a timeout that is no duration.
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit.
+
+    Raised here: what `aiorpc.call` raises; RpcUsageError for arguments that are no tuple and no dict, and for a timeout
+    that is no duration. Any thread.
     """
     node = registry.only or registry.get()
     if args is None:

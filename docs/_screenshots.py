@@ -1,7 +1,7 @@
 """Pictures of the built site, to be looked at: `make docs-shots`, which wants Chromium and `make docs` before it.
 
-Each page is taken wide and narrow, light and dark, into build/shots. Chromium may not reach any other host meanwhile, so
-what a page asks of the network is missing in the picture.
+Each page is taken wide and narrow, light and dark, into build/shots. Chromium may not reach any other host meanwhile:
+what a page would ask of the network is missing in the picture.
 """
 
 from __future__ import annotations

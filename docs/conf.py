@@ -30,7 +30,7 @@ autodoc_default_options = {
     "members": True,
     # Of what is inherited, that of classes of ours alone.
     "inherited-members": "ABC,BaseException,Enum,Exception,Future,Generic,Module,RuntimeError,Sequence,int,object,"
-    "tuple",
+    "OSError,BaseExceptionGroup,dict,tuple",
 }
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -48,6 +48,7 @@ intersphinx_mapping = (
     else {}
 )
 
+pygments_dark_style = "one-dark"
 html_theme = "furo"
 html_title = "aiorpc"
 html_static_path = ["_static"]

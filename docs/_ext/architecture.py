@@ -7,7 +7,7 @@ from pathlib import Path
 PATH = Path(__file__).resolve().parent.parent / "_static" / "architecture.svg"
 WIDTH, HEIGHT = 760, 470
 # Legible on white and on black: the lines and letters are of a middle grey-blue, and areas are nearly transparent.
-INK, ACCENT, FILL = "#5b7083", "#2f7fb8", "#2f7fb81c"
+INK, ACCENT, FILL = "#71889f", "#2f7fb8", "#2f7fb81c"
 ROOMS = (
     (60, ("api, sync, Worker", "the verbs")),
     (130, ("fanout · publication · queues", "several workers, versions, items")),
@@ -62,8 +62,9 @@ def drawing() -> str:
         arrow(508, 380, 253, 380),
         text(380, 350, "call: body and tensors", color=ACCENT),
         text(380, 398, "answer, error, item", color=ACCENT),
-        text(380, 285, "unix socket and shared memory on one host,", size=12),
-        text(380, 302, "TCP or TLS between hosts, IPC between GPUs", size=12),
+        text(380, 262, "on one host: unix socket,", size=12),
+        text(380, 279, "shared memory, IPC of GPUs", size=12),
+        text(380, 304, "between hosts: TCP or TLS", size=12),
         f'<rect x="285" y="425" width="190" height="34" rx="17" stroke="{INK}" stroke-dasharray="4 3"/>',
         text(380, 447, "store: where they meet"),
         f'<path d="M135 396V442H283M625 396V442H477" stroke="{INK}" stroke-dasharray="4 3"/>',

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+from aiorpc import errors
 
 # Classes that programs call; objects of all others come from verbs, or from the runtime.
 MADE_BY_PROGRAMS = {
@@ -27,6 +29,9 @@ MADE_BY_PROGRAMS = {
     "aiorpc.optim.DistributedOptimizer",
     "aiorpc.testing.Faults",
 }
+# What a function raises itself, and what comes from its Future or in a turn of its loop.
+RAISED = re.compile(r"Raised\b[^:]{0,40}:")
+ERROR = re.compile(rf"(?<![\w.`:~])({'|'.join(errors.__all__)})(?![\w`])")
 # `a, b: what they are.`, at the beginning of a line or behind a sentence.
 ENTRY = re.compile(r"(?:(?<=^)|(?<=[.;)] ))(?P<names>\w+(?:, \w+)*): (?=\S)")
 
@@ -88,15 +93,23 @@ def styled(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: l
     field = "ivar" if what == "exception" else "param"
     text: list[str] = []
     fields: list[str] = []
+    raised: list[str] = []
     for paragraph in paragraphs(lines):
         made = entries(paragraph, known, field)
-        if made is None:
+        if made is None and (label := RAISED.match(paragraph[0])):
+            raised += [f"**{label[0]}**{paragraph[0][label.end() :]}", *paragraph[1:], ""]
+        elif made is None:
             text += [*paragraph, ""]
         else:
             fields += [line for line in made if line.startswith(f":{field} ")]
             before = [line for line in made if line and not line.startswith(f":{field} ")]
             text += [*before, ""] if before else []
-    lines[:] = [*textwrap.dedent("\n".join(text)).splitlines(), *fields, ""]
+    lines[:] = [*map(linked, text), "", *map(linked, fields), "", *map(linked, raised), ""]
+
+
+def linked(line: str) -> str:
+    """The line with a link where it names an error without saying that it is code."""
+    return ERROR.sub(r"`\g<0>`", line)
 
 
 def signature(
@@ -112,8 +125,18 @@ def skip(app: Sphinx, what: str, name: str, value: Any, skipped: bool, options: 
     return True if "<locals>" in getattr(value, "__qualname__", "") else None
 
 
+def without_overloads(self: ModuleAnalyzer) -> None:
+    """What a verb takes is shown once, as it is written, and not for each kind of function that it takes."""
+    read(self)
+    self.overloads = {}
+
+
+read = ModuleAnalyzer.analyze
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
+    ModuleAnalyzer.analyze = without_overloads  # type: ignore[method-assign]
     app.connect("autodoc-process-docstring", styled)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-skip-member", skip)
