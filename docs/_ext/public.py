@@ -1,36 +1,22 @@
 """Every public name of aiorpc is in the reference, with a docstring, and every name in a signature leads to it.
 
-What is public is in `__all__` of the modules in `MODULES`. An object is documented under one of its public names; the
-others, and the name of the module that defines it, lead there. A build has a warning, and `make docs` fails, for a
-public object that no page has, for a page that has one without a docstring, and for `aiorpc.name` where there is none.
+What is public is in `__all__` of the modules in `documented.MODULES`. An object is documented under one of its public
+names; the others, and the name of the module that defines it, lead there. A build has a warning, and `make docs` fails,
+for a public object that no page has, for one without a docstring, and for `aiorpc.name` where there is none.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
+from documented import MODULES, names_of, public, undocumented
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 
-MODULES = (
-    "aiorpc",
-    "aiorpc.types",
-    "aiorpc.events",
-    "aiorpc.errors",
-    "aiorpc.autograd",
-    "aiorpc.functions",
-    "aiorpc.nn",
-    "aiorpc.optim",
-    "aiorpc.testing",
-)
 # What signatures name that is not ours: of torch and the standard library, and variables of types.
 FOREIGN = re.compile(
     r"(torch|asyncio|collections|concurrent|contextlib|contextvars|datetime|enum|inspect|os|pathlib|ssl|types|typing)\."
@@ -38,54 +24,6 @@ FOREIGN = re.compile(
     r"|[a-z]+$|[A-Z]\w*(Error|Exception|Group|Interrupt|Exit)$|(None|True|False|Ellipsis)$"
 )
 log = logging.getLogger(__name__)
-
-
-def public() -> Iterator[tuple[str, Any]]:
-    """The full name of each public object that is no module, and the object; some are there under several names."""
-    for module in map(importlib.import_module, MODULES):
-        for name in module.__all__:
-            value = getattr(module, name)
-            if not inspect.ismodule(value):
-                yield f"{module.__name__}.{name}", value
-
-
-def names_of(value: Any) -> tuple[str, ...]:
-    """Under which full name the object is defined, which signatures have."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return (f"{module}.{name}",) if module and name else ()
-
-
-def members(value: Any) -> Iterator[str]:
-    """The public members that a class of ours defines or inherits from one of ours."""
-    if inspect.isclass(value):
-        for name, member in inspect.getmembers_static(value):
-            owner = next((each for each in value.__mro__ if name in vars(each)), object)
-            made_here = owner.__module__.partition(".")[0] == "aiorpc"
-            refused = "<locals>" in getattr(member, "__qualname__", "")
-            if made_here and not (refused or name.startswith("_") or _is_value(member)):
-                yield name
-
-
-def _is_value(member: Any) -> bool:
-    """Whether it is a plain value, such as the default of a field, and so described where the class is."""
-    return not (callable(member) or isinstance(member, property | classmethod | staticmethod))
-
-
-def undocumented(name: str, value: Any) -> Iterator[str]:
-    """The names without a docstring: of the object, its public members, and its fields, which the class describes."""
-    text = getattr(value, "__doc__", None) or ""
-    if not text.strip() or (dataclasses.is_dataclass(value) and text.startswith(f"{value.__name__}(")):
-        yield name
-    for member in members(value):
-        if not (inspect.getdoc(getattr(value, member, None)) or "").strip():
-            yield f"{name}.{member}"
-    ours = [each for each in getattr(value, "__mro__", ()) if each.__module__.startswith("aiorpc")]
-    texts = "\n".join(each.__doc__ or "" for each in ours)
-    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-        # One that says its kind has its row in a table of the reference, which a test compares.
-        described = "kind" in field.metadata or re.search(rf"\b{field.name}(, \w+)*:\s", texts)
-        if not field.name.startswith("_") and not described:
-            yield f"{name}.{field.name}"
 
 
 class Names:
