@@ -118,7 +118,7 @@ def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
     out = tmp_path / "site"
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", DOCS, out]
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", str(DOCS), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT - 20, env={**os.environ, "TZ": "UTC"})
     assert done.returncode == 0, done.stderr[-5000:]
     loads = re.compile(
