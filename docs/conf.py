@@ -37,7 +37,7 @@ autodoc_preserve_defaults = True
 python_display_short_literal_types = True
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
-smartquotes = False
+smartquotes_action = "D"  # dashes alone: what stands in quotes is often code
 # In a docstring `name` is a link where there is such a name, and code where there is none.
 default_role = "py:obj"
 

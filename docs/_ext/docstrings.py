@@ -75,7 +75,7 @@ def entries(paragraph: list[str], known: set[str], field: str) -> list[str] | No
     made = [*before, text[: found[0].start()].rstrip(), ""]
     for match, following in zip(found, [*found[1:], None], strict=True):
         described = text[match.end() : following.start() if following else len(text)].strip()
-        made.append(f":{field} {match['names']}: {described[0].upper()}{described[1:].rstrip(';')}")
+        made.append(f":{field} {match['names'].replace(', ', ',')}: {described[0].upper()}{described[1:].rstrip(';')}")
     return [line for line in made if line] if before or made[0] else made
 
 
