@@ -182,7 +182,7 @@ def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle
     Raised here: RpcUsageError for names that cannot be, NotInitialized. That there is no such queue is raised by the
     methods, as UnknownObject.
     """
-    return QueueHandle(name, owner, timeout).bind()
+    return QueueHandle(name, owner, timeout)._bind()
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
