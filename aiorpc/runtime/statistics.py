@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from ..channels import Traffic
 from .node import Node
 
-
 COUNTER, GAUGE, MAXIMUM = "counter", "gauge", "maximum"
 
 

@@ -10,8 +10,8 @@ class PendingCall:
     """One call under way.
 
     direction: "made" here or "served" here. worker: the name of the other side. function: its name. seconds: how long
-    it has been under way. deadline: seconds left, None without a limit. made_at: the line of the program that made it, of
-    calls made here.
+    it has been under way. deadline: seconds left, None without a limit. made_at: of calls made here, the line of the
+    program.
     """
 
     direction: str
