@@ -34,7 +34,15 @@ _CALLS = frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH, Mes
 
 
 class Choice(TypedDict, total=False):
-    """Which messages of its kinds a rule hits; see `Faults`."""
+    """Which messages of its kinds a rule of `Faults` hits.
+
+    to: only messages to the worker of that name.
+    function: only calls of that function (or of that name), and answers to them.
+    when: only messages for which it returns True; if it raises, the rule ends, and the end of the block raises the
+        error.
+    after: so many that match pass first.
+    times: so many are hit, None for all that follow.
+    """
 
     to: str | None
     function: object
@@ -115,12 +123,11 @@ class Fault:
 class Faults:
     """``with Faults(worker) as faults``: what that worker sends goes by the rules, until the end of the block.
 
-    Kinds are those of `MessageKind`; none means every call ("call", "remote" and "fetch"). Common to all rules:
+    A rule is for messages of some kinds, as `MessageKind` has them; without a kind it is for every call ("call",
+    "remote" and "fetch"). `Choice` says which of these messages it hits. The first rule that hits a message decides.
+    Any thread.
 
-    to: only messages to the worker of that name. function: only calls of that function (or of that name), and answers
-    to them. when: only messages for which it returns True; if it raises, the rule ends, and the end of the block raises
-    the error. after: so many that match pass first. times: so many are hit, None for all that follow. The first rule
-    that hits a message decides. Any thread. RpcUsageError for a choice that no message could meet.
+    Raised by a rule: RpcUsageError for a choice that no message could meet.
     """
 
     def __init__(self, worker: Worker) -> None:
