@@ -20,9 +20,11 @@ from sphinx.util import logging
 # What signatures name that is not ours: of torch and the standard library, and variables of types.
 FOREIGN = re.compile(
     r"(torch|asyncio|collections|concurrent|contextlib|contextvars|datetime|enum|inspect|os|pathlib|ssl|types|typing)\."
-    r"|(.*\.)?[A-Z]\w?(\.args|\.kwargs)?$"
+    r"|(.*\.)?[A-Z][A-Za-z]?(_co|_contra)?(\.args|\.kwargs)?$"
     r"|[a-z]+$|[A-Z]\w*(Error|Exception|Group|Interrupt|Exit)$|(None|True|False|Ellipsis)$"
 )
+# Of ours: what stands in a signature for type checkers, and has its description where the verb has it.
+CARRIERS = re.compile(r"aiorpc\..*\.(Batched|Batching|BlockingIterator|GroupProxy|ObjectMethods|RemoteMethods)$")
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +68,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: El
         domain = env.get_domain("py")
         return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found, node, contnode)
     plain = node["reftype"] == "obj" and not target.startswith("aiorpc.")
-    return contnode if plain or FOREIGN.match(target) else None
+    return contnode if plain or FOREIGN.match(target) or CARRIERS.match(target) else None
 
 
 def names(env: BuildEnvironment) -> Names:
