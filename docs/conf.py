@@ -16,7 +16,7 @@ author = "aiorpc authors"
 copyright = "aiorpc authors"
 version = release = aiorpc.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "docstrings", "public", "llms"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "docstrings", "public", "drawings", "llms"]
 exclude_patterns = ["_*", "guide.md"]
 
 # Pages read the same on GitHub: links go to files and headings, and fences are code there, too.

@@ -32,6 +32,8 @@ MADE_BY_PROGRAMS = {
 # What a function raises itself, and what comes from its Future or in a turn of its loop.
 RAISED = re.compile(r"Raised\b[^:]{0,40}:")
 ERROR = re.compile(rf"(?<![\w.`:~])({'|'.join(errors.__all__)})(?![\w`])")
+# A variable of types, as Python shows it: `~P`, which Sphinx cannot read.
+VARIABLE = re.compile(r"(?:~typing\.)?~([A-Z][A-Za-z]?(?:_co)?)(?=[\],\s)]|$)")
 # `a, b: what they are.`, at the beginning of a line or behind a sentence.
 ENTRY = re.compile(r"(?:(?<=^)|(?<=[.;)] ))(?P<names>\w+(?:, \w+)*): (?=\S)")
 
@@ -114,10 +116,11 @@ def linked(line: str) -> str:
 
 def signature(
     app: Sphinx, what: str, name: str, value: Any, options: Any, args: str | None, returns: str | None
-) -> tuple[str, None] | None:
+) -> tuple[str, str | None] | None:
     """Only what a program makes itself is shown with what it is made of."""
-    hidden = what == "exception" or (what == "class" and name not in MADE_BY_PROGRAMS)
-    return ("", None) if hidden and args else None
+    if what == "exception" or (what == "class" and name not in MADE_BY_PROGRAMS):
+        return ("", None) if args else None
+    return (VARIABLE.sub(r"\1", args), VARIABLE.sub(r"\1", returns or "") or None) if args else None
 
 
 def skip(app: Sphinx, what: str, name: str, value: Any, skipped: bool, options: Any) -> bool | None:

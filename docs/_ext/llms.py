@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import re
 from pathlib import Path
 
+from documented import members
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -15,7 +18,18 @@ PARTS = {"start": "Start", "howto": "How to", "reference": "Reference", "inside"
 def source(env: BuildEnvironment, page: str) -> str:
     """The page as Markdown, without what only Sphinx reads."""
     text = Path(env.doc2path(page)).read_text(encoding="utf-8")
-    return re.sub(r"```\{toctree\}.*?```\n?", "", text, flags=re.DOTALL).strip()
+    text = re.sub(r"```\{toctree\}.*?```\n?", "", text, flags=re.DOTALL)
+    return re.sub(r"```\{eval-rst\}\n(.*?)```\n?", lambda block: described(block[1]), text, flags=re.DOTALL).strip()
+
+
+def described(directives: str) -> str:
+    """What the docstrings say of the names of a block, and of their public members."""
+    parts: list[str] = []
+    for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)", directives, re.MULTILINE):
+        value = pydoc.locate(name)
+        parts += [f"### {name}", inspect.getdoc(value) or ""]
+        parts += [f"#### {name}.{each}\n\n{inspect.getdoc(getattr(value, each))}" for each in members(value)]
+    return "\n\n".join(parts) + "\n"
 
 
 def about(env: BuildEnvironment, page: str) -> str:

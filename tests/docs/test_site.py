@@ -130,4 +130,6 @@ def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
     assert (out / "searchindex.js").is_file()
     listed = (out / "llms.txt").read_text(encoding="utf-8")
     assert all(f"({page})" in listed for page in ("start/groups.html", "reference/errors.html", "inside/design.html"))
-    assert "# Options" in (out / "llms-full.txt").read_text(encoding="utf-8")
+    whole = (out / "llms-full.txt").read_text(encoding="utf-8")
+    assert all(part in whole for part in ("# Options", "### aiorpc.call\n\nRun "))
+    assert "{eval-rst}" not in whole
