@@ -44,8 +44,8 @@ from .queues import Queue
 from .rights import exposed
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.references.rref import RRef
-from .runtime.worker import Worker
 from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
+from .worker import Worker
 
 __version__ = "0.1.0"
 

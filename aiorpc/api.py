@@ -24,7 +24,7 @@ from .runtime.fanout.peer_group import PeerGroup
 from .runtime.node import registry
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references.rref import RRef
-from .runtime.worker import Worker
+from .worker import Worker
 
 
 def init(
@@ -182,7 +182,7 @@ def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle
     Raised here: RpcUsageError for names that cannot be, NotInitialized. That there is no such queue is raised by the
     methods, as UnknownObject.
     """
-    return QueueHandle(name, owner, timeout)._bind()
+    return current().queue(name, owner=owner, timeout=timeout)
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:

@@ -21,7 +21,7 @@ from .runtime.caller.peers import To
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
 from .runtime.node import registry
-from .runtime.worker import Worker
+from .worker import Worker
 
 _ENDING = (WorkerState.CLOSING, WorkerState.CLOSED)
 UNSET_RPC_TIMEOUT = -1.0

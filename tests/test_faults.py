@@ -357,7 +357,7 @@ async def test_nothing_is_left_behind(workers: Workers) -> None:
     for _ in range(2):
         with Faults(workers[0]) as faults:
             faults.fail("call")
-            assert [*engine.observers] == [faults]
+            assert [*engine.observers] == [faults._at_work]
             with pytest.raises(aiorpc.RpcUsageError, match="has faults already"), Faults(workers[0]):
                 pass
         assert not engine.observers

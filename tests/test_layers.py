@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("testing",),
     ("api", "sync", "functions", "types", "events"),
+    ("worker",),
     ("autograd", "optim", "nn", "queues"),
     ("runtime",),
     ("channels",),
@@ -37,7 +38,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # in runtime/ itself is a room of its own.
 RUNTIME = "runtime"
 ROOMS = (
-    "worker",
     "life",
     "statistics",
     "node",
@@ -258,21 +258,21 @@ def test_each_room_says_what_it_owns() -> None:
 
 # What the made-up sources may refer to.
 MADE_UP = {
-    "aiorpc/__init__.py": "from .runtime import worker\n",
+    "aiorpc/__init__.py": "from .runtime import life\n",
     "aiorpc/errors.py": "",
     "aiorpc/futures.py": "from . import errors\nfrom .errors import RpcError\n",
     "aiorpc/protocol/__init__.py": "",
     "aiorpc/protocol/frames.py": "import struct\nimport torch\nfrom .. import futures\nfrom . import codec\n",
     "aiorpc/protocol/codec.py": "import torch\nx = torch.empty(1)\n",
     "aiorpc/runtime/__init__.py": "import asyncio\n",
-    "aiorpc/runtime/worker.py": "import threading\nfrom ..protocol import frames\nimport aiorpc.transport.unix\n",
+    "aiorpc/runtime/life.py": "import threading\nfrom ..protocol import frames\nimport aiorpc.transport.unix\n",
     "aiorpc/runtime/engine/__init__.py": "",
     "aiorpc/runtime/engine/loops.py": "import asyncio\n",
     "aiorpc/runtime/links/__init__.py": "",
     "aiorpc/runtime/links/link.py": "from ..engine.loops import x\nfrom . import other\n",
     "aiorpc/transport/unix.py": "import socket\nfrom aiorpc.protocol.frames import Frame\n",
     "aiorpc/examples/hello.py": "import aiorpc as rpc\nfrom aiorpc import call\nimport asyncio\n",
-    "aiorpc/sync.py": "from .runtime.worker import Worker\n",
+    "aiorpc/sync.py": "from .runtime.life import Life\n",
 }
 
 
@@ -299,8 +299,8 @@ def test_allowed_imports_pass() -> None:
         ("protocol/codec.py", "import torch\ntorch.cuda.is_available()\n", "2: the protocol core does no I/O"),
         (
             "protocol/codec.py",
-            "from ..runtime import worker\n",
-            "1: protocol imports aiorpc.runtime.worker from a higher",
+            "from ..runtime import life\n",
+            "1: protocol imports aiorpc.runtime.life from a higher",
         ),
         (
             "protocol/__init__.py",
@@ -311,24 +311,24 @@ def test_allowed_imports_pass() -> None:
         ("errors.py", "from . import futures\n", "1: errors imports aiorpc.futures from a higher layer"),
         (
             "transport/unix.py",
-            "if TYPE_CHECKING:\n    import aiorpc.runtime.worker\n",
+            "if TYPE_CHECKING:\n    import aiorpc.runtime.life\n",
             "2: transport imports aiorpc.runtime",
         ),
-        ("runtime/worker.py", "import aiorpc\n", "1: runtime imports the package root aiorpc"),
-        ("runtime/worker.py", "from .. import call\n", "1: runtime imports the package root aiorpc"),
-        ("runtime/worker.py", "from aiorpc import call\n", "1: runtime imports the package root aiorpc"),
-        ("runtime/worker.py", "from ..sync import rpc_sync\n", "1: runtime imports aiorpc.sync from a higher layer"),
+        ("runtime/life.py", "import aiorpc\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/life.py", "from .. import call\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/life.py", "from aiorpc import call\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/life.py", "from ..sync import rpc_sync\n", "1: runtime imports aiorpc.sync from a higher layer"),
         ("sync.py", "from .examples import hello\n", "1: sync imports aiorpc.examples.hello from a higher layer"),
         (
             "runtime/engine/pool.py",
             "from ..links.link import Link\n",
             "1: the room engine imports aiorpc.runtime.links",
         ),
-        ("runtime/engine/pool.py", "from .. import worker\n", "1: the room engine imports aiorpc.runtime.worker"),
+        ("runtime/engine/pool.py", "from .. import life\n", "1: the room engine imports aiorpc.runtime.life"),
         (
             "runtime/links/second.py",
-            "if TYPE_CHECKING:\n    from ..worker import Worker\n",
-            "2: the room links imports aiorpc.runtime.worker",
+            "if TYPE_CHECKING:\n    from ..life import Life\n",
+            "2: the room links imports aiorpc.runtime.life",
         ),
         ("runtime/attic/old.py", "from ..engine import loops\n", "1: aiorpc.runtime.attic has no floor"),
         ("helpers.py", "import os\n", "1: aiorpc.helpers has no layer"),
@@ -349,8 +349,8 @@ def test_violation_is_found_at_its_line(path: str, source: str, expected: str) -
         (
             {
                 "runtime/engine/loops.py": "if TYPE_CHECKING:\n    from ..links.link import Link\n",
-                "runtime/links/link.py": "from ..worker import Worker\n",
-                "runtime/worker.py": "def f():\n    from .engine import loops\n",
+                "runtime/links/link.py": "from ..life import Life\n",
+                "runtime/life.py": "def f():\n    from .engine import loops\n",
             },
             3,
         ),

@@ -5,7 +5,8 @@ Each method returns a Future: ``await`` it, or ``wait()`` for it where blocking 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from ..errors import RpcUsageError
 from ..futures import Future
@@ -181,9 +182,9 @@ class QueueHandle:
         client = self._client()
         return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
-    def _bind(self) -> QueueHandle:
-        """Act for the current worker from now on, and not for the one at the first use. NotInitialized if none is."""
-        self._client()
+    def _bind(self, node: Node) -> QueueHandle:
+        """Act for that worker from now on, and not for the one that is current at the first use."""
+        self._made = Client(node, self.name, self.owner)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -216,10 +217,20 @@ class Queue(QueueHandle):
         timeout: seconds that its methods have here; None for the worker's ``rpc_timeout``. RpcUsageError for a name
         that cannot be or is taken, and for a maxsize below 0; NotInitialized, WorkerClosed. Any thread.
         """
+        self._host(registry.get, name, maxsize, timeout)
+
+    @classmethod
+    def _of(cls, node: Node, name: str, maxsize: int, timeout: float | None) -> Self:
+        """One of that worker, whichever is current."""
+        made = cls.__new__(cls)
+        made._host(lambda: node, name, maxsize, timeout)
+        return made
+
+    def _host(self, find: Callable[[], Node], name: str, maxsize: int, timeout: float | None) -> None:
         if isinstance(maxsize, bool) or not isinstance(maxsize, int) or maxsize < 0:
             raise RpcUsageError(f"maxsize of queue {name!r:.130} is a number of items, or 0 for no limit: {maxsize!r}")
-        node: Node = registry.get()
-        super().__init__(name, node.engine.name, timeout)
+        node = find()
+        QueueHandle.__init__(self, name, node.engine.name, timeout)
         self.maxsize = maxsize
         options = node.engine.options
         self._served = ServedQueue(self.name, maxsize, self.owner, options.max_frame_bytes, options.max_queued_calls)

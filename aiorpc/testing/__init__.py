@@ -35,7 +35,7 @@ from torch.distributed import HashStore, Store
 
 from ..errors import RpcUsageError
 from ..options import RpcBackendOptions
-from ..runtime.worker import Worker
+from ..worker import Worker
 from .faults import Fault, Faults
 from .passing import MessageKind, SentMessage
 

@@ -26,7 +26,7 @@ from ..runtime.caller.member_call import MemberCall
 from ..runtime.caller.peers import To
 from ..runtime.engine.observing import Passage
 from ..runtime.node import Node, registry
-from ..runtime.worker import Worker
+from ..worker import Worker
 from .passing import Lanes, MessageKind, SentMessage, describe, lane_of
 
 # Somebody waits for the answer to these, so sending them can fail.
@@ -131,11 +131,9 @@ class Faults:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+        self._worker = worker
         self._node = worker._node
-        self._rules: list[Fault] = []
-        self._lock = Lock()
-        self._lanes = Lanes(self._node.engine)
+        self._at_work = _AtWork(self._node)
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
@@ -165,14 +163,8 @@ class Faults:
         return self._add(Fault("fail", _kinds(kinds), error=error, **chosen))
 
     def _add(self, fault: Fault) -> Fault:
-        with self._lock:
-            self._rules.append(fault)
+        self._at_work.add(fault)
         return fault
-
-    def find(self, message: SentMessage) -> Fault | None:
-        """The rule that hits a message, which counts it."""
-        with self._lock:
-            return next((rule for rule in self._rules if rule._hits(message)), None)
 
     # --- a worker that dies -------------------------------------------------------------------------------------------
 
@@ -198,26 +190,47 @@ class Faults:
     # --- in place, and not --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Faults:
-        self.worker._check_open()
+        self._worker._check_open()
         engine = self._node.engine
-        if any(isinstance(observer, Faults) for observer in engine.observers):
-            raise RpcUsageError(f"{self.worker!r} has faults already; add rules to those")
-        engine.observers = (*engine.observers, self)
+        if any(isinstance(observer, _AtWork) for observer in engine.observers):
+            raise RpcUsageError(f"{self._worker!r} has faults already; add rules to those")
+        engine.observers = (*engine.observers, self._at_work)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with self._lock:
-            rules = self._rules.copy()
-            self._rules.clear()
-        raised = [rule._raised for rule in rules if rule._raised is not None]
-        self._lanes.flush()
-        engine = self._node.engine
-        engine.observers = tuple(observer for observer in engine.observers if observer is not self)
-        self._lanes.flush()  # what came between
+        raised = self._at_work.end()
         if raised and error is None:
             raise raised[0]
 
-    # --- as an observer of messages -----------------------------------------------------------------------------------
+
+class _AtWork:
+    """The rules of `Faults` as an observer of the messages of a worker (`Observer`)."""
+
+    def __init__(self, node: Node) -> None:
+        self._engine = node.engine
+        self._rules: list[Fault] = []
+        self._lock = Lock()
+        self._lanes = Lanes(node.engine)
+
+    def add(self, fault: Fault) -> None:
+        """One more rule, behind the others."""
+        with self._lock:
+            self._rules.append(fault)
+
+    def _find(self, message: SentMessage) -> Fault | None:
+        """The rule that hits a message, which counts it."""
+        with self._lock:
+            return next((rule for rule in self._rules if rule._hits(message)), None)
+
+    def end(self) -> list[Exception]:
+        """Observe no more, and send what waits. Returns the errors that rules have raised."""
+        with self._lock:
+            rules = self._rules.copy()
+            self._rules.clear()
+        self._lanes.flush()
+        self._engine.observers = tuple(observer for observer in self._engine.observers if observer is not self)
+        self._lanes.flush()  # what came between
+        return [rule._raised for rule in rules if rule._raised is not None]
 
     def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
         """See `Observer.leaving`."""
@@ -226,7 +239,7 @@ class Faults:
             send()
             return
         message = describe(passage)
-        fault = self.find(message) if message is not None else None
+        fault = self._find(message) if message is not None else None
         if fault is None:
             if not self._lanes.follow(lane, send):
                 send()

@@ -79,7 +79,7 @@ class Good:
 
     async def queues(self, one: Worker, other: Worker) -> None:
         with acting_for(one):
-            queue = aiorpc.queue("right", owner=other.name)._bind()
+            queue = aiorpc.queue("right", owner=other.name)
         await queue.put("item")
         assert await queue.get() == "item"
         await queue.task_done()
@@ -114,7 +114,7 @@ def wants(worker: Worker, bad: Worker) -> list[Awaitable[Any]]:
     """What a right member wants of the bad one meanwhile."""
     peer, name = worker.peer(bad.name, timeout=1.0), bad.name
     with acting_for(worker):
-        queue = aiorpc.queue("open", owner=name, timeout=1.0)._bind()
+        queue = aiorpc.queue("open", owner=name, timeout=1.0)
 
     async def value_of_reference() -> Any:
         return await peer.remote(double, 1)

@@ -448,7 +448,7 @@ def test_what_can_never_come_on_another_loop_is_refused(loop_factory: LoopFactor
     async def make(worker: Worker) -> Any:
         token = current_node.set(worker._node)
         try:
-            return aiorpc.Queue("items")._bind()
+            return aiorpc.Queue("items")
         finally:
             current_node.reset(token)
 

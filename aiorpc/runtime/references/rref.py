@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ... import foreign
@@ -356,6 +357,14 @@ def _raise_own(creation: Future[Any]) -> None:
         return
     creation._mark_seen()
     raise foreign.with_traceback(copied, None)
+
+
+def rref_of(references: ReferencesForRRef, value: T, frame: FrameType) -> RRef[T]:
+    """A handle of a value of that worker, whichever is current. frame: of who makes it."""
+    made: RRef[T] = RRef.__new__(RRef)
+    rref, fork = references.own(value, made)
+    made._bind(references, rref, fork, references.engine.id, frame)
+    return made
 
 
 class _Proxy:

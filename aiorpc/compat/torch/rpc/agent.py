@@ -16,7 +16,7 @@ from ....errors import RpcUsageError
 from ....options import RpcBackendOptions
 from ....protocol.identity import WorkerInfo
 from ....runtime.group.group import ShutdownReport
-from ....runtime.worker import Worker
+from ....worker import Worker
 
 
 class RpcAgent:

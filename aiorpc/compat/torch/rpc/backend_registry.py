@@ -10,8 +10,8 @@ from typing import Any
 
 from .... import foreign
 from ....runtime.hooks import Hooks
-from ....runtime.worker import Worker
 from ....sync import host
+from ....worker import Worker
 from ..ddp import averaging
 from ..futures import error_of_call
 from . import constants

@@ -9,45 +9,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed import Store
 
-from ..channels import Traffic
-from ..channels.accelerator import Accelerator
-from ..channels.torch_accelerator import find_accelerator
-from ..errors import RpcUsageError
-from ..futures import Future
-from ..options import RpcBackendOptions, seconds
-from ..protocol.identity import WorkerInfo, check_name
-from ..protocol.retries import Backoff
-from ..protocol.states import WorkerState
-from ..rights import check_role
-from .callee.objects import Objects, ServedObject
-from .caller.future import CallFuture
-from .caller.handle import PeerHandle, make_handle, retry_options
-from .caller.peer import Peer
-from .caller.peers import To
-from .caller.reworded import RewordedFuture, Words, reworded
-from .caller.stream import Stream, open_stream
-from .calls.current import CommonHome, current_node
-from .calls.pending import PendingCall
-from .engine.loops import LoopThread
-from .fanout.members import make_members
-from .fanout.options import GroupOptions, Quorum, check_quorum
-from .fanout.peer_group import PeerGroup
-from .group.events import Events, Listener
-from .group.group import ShutdownReport, present
-from .hooks import Hooks
-from .life import Life
-from .links.accelerators import claims_of
-from .node import Node, Plan
-from .publication.subscription import Publication, Subscription
-from .references.rref import RRef
-from .statistics import Statistics, collect
+from . import queues
+from .channels.accelerator import Accelerator
+from .channels.torch_accelerator import find_accelerator
+from .errors import RpcUsageError
+from .futures import Future
+from .options import RpcBackendOptions, seconds
+from .protocol.identity import WorkerInfo, check_name
+from .protocol.retries import Backoff
+from .protocol.states import WorkerState
+from .queues import QueueHandle
+from .rights import check_role
+from .runtime.callee.objects import Objects, ServedObject
+from .runtime.caller.future import CallFuture
+from .runtime.caller.handle import PeerHandle, make_handle, retry_options
+from .runtime.caller.peer import Peer
+from .runtime.caller.peers import To
+from .runtime.caller.reworded import RewordedFuture, Words, reworded
+from .runtime.caller.stream import Stream, open_stream
+from .runtime.calls.current import CommonHome, current_node
+from .runtime.calls.pending import PendingCall
+from .runtime.engine.loops import LoopThread
+from .runtime.fanout.members import make_members
+from .runtime.fanout.options import GroupOptions, Quorum, check_quorum
+from .runtime.fanout.peer_group import PeerGroup
+from .runtime.group.events import Events, Listener
+from .runtime.group.group import ShutdownReport, present
+from .runtime.hooks import Hooks
+from .runtime.life import Life
+from .runtime.links.accelerators import claims_of
+from .runtime.node import Node, Plan
+from .runtime.publication.subscription import Publication, Subscription
+from .runtime.references import rref
+from .runtime.statistics import Statistics, collect
+
+T = TypeVar("T")
 
 
 class _Coming(RewordedFuture):
@@ -211,7 +215,7 @@ class Worker:
         node = self._node
         return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
-    def remote(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    def remote(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> rref.RRef[Any]:
         """An RRef of the result of ``function(*args, **kwargs)``, which stays on that worker; returns at once."""
         node = self._node
         timeout = node.engine.default_timeout
@@ -258,9 +262,24 @@ class Worker:
 
     def serve(self, name: str, value: Any, *, replace: bool = False) -> ServedObject:
         """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
-        if isinstance(value, RRef):
+        if isinstance(value, rref.RRef):
             raise RpcUsageError(f"{name!r} is to be a reference: serve the value itself, at its owner")
         return self._objects.serve(name, value, self._life.lifetime, replace=replace)
+
+    def queue(self, name: str, *, owner: str, timeout: float | None = None) -> QueueHandle:
+        """A handle of a queue that some worker owns; this one uses it. See `aiorpc.queue`."""
+        self._check_open()
+        return QueueHandle(name, owner, timeout)._bind(self._node)
+
+    def Queue(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> queues.Queue:
+        """A queue that this worker owns. See `aiorpc.Queue`."""
+        self._check_open()
+        return queues.Queue._of(self._node, name, maxsize, timeout)
+
+    def RRef(self, value: T) -> rref.RRef[T]:
+        """A reference to a value of this worker. See `aiorpc.RRef`."""
+        self._check_open()
+        return rref.rref_of(self._node.references, value, sys._getframe(1))
 
     def wait_for(self, to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
@@ -321,10 +340,6 @@ class Worker:
         Raised here: WorkerClosed if it has not joined.
         """
         return collect(self._node)
-
-    def traffic(self) -> dict[str, Traffic]:
-        """How many buffers and bytes of tensors went by which channel, by the name of the channel. Any thread."""
-        return self._node.links.traffic()
 
     def pending_calls(self) -> list[PendingCall]:
         """The calls under way at this worker, those it made and those it serves, the oldest first. Any thread."""
