@@ -26,7 +26,6 @@ from .runtime.fanout.rref_group import RRefGroup
 from .runtime.group.group import ShutdownReport
 from .runtime.publication.readers import Delivery
 from .runtime.publication.subscription import Publication, PublishedVersion, Subscription
-from .runtime.references.references import LeakedReference
 from .runtime.statistics import Statistics
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "GroupMap",
     "GroupObject",
     "GroupStream",
-    "LeakedReference",
     "ObjectHandle",
     "Outcome",
     "Outcomes",
