@@ -92,7 +92,7 @@ def _known(match: re.Match[str], known: set[str]) -> bool:
 def styled(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Rewrite the lines of a docstring in place."""
     known = parameters(value)
-    field = "ivar" if what == "exception" else "param"
+    field = "ivar" if is_given(what, name) else "param"
     text: list[str] = []
     fields: list[str] = []
     raised: list[str] = []
@@ -109,6 +109,11 @@ def styled(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: l
     lines[:] = [*map(linked, text), "", *map(linked, fields), "", *map(linked, raised), ""]
 
 
+def is_given(what: str, name: str) -> bool:
+    """Whether it is a class whose objects programs are given, and do not make."""
+    return what == "exception" or (what == "class" and name not in MADE_BY_PROGRAMS)
+
+
 def linked(line: str) -> str:
     """The line with a link where it names an error without saying that it is code."""
     return ERROR.sub(r"`\g<0>`", line)
@@ -118,7 +123,7 @@ def signature(
     app: Sphinx, what: str, name: str, value: Any, options: Any, args: str | None, returns: str | None
 ) -> tuple[str, str | None] | None:
     """Only what a program makes itself is shown with what it is made of."""
-    if what == "exception" or (what == "class" and name not in MADE_BY_PROGRAMS):
+    if is_given(what, name):
         return ("", None) if args else None
     return (VARIABLE.sub(r"\1", args), VARIABLE.sub(r"\1", returns or "") or None) if args else None
 
