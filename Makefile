@@ -28,7 +28,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help demo test testlong test-newest fuzz chaos soak conformance lint format types check bench wheel \
-	release-check hooks clean distclean
+	docs docs-shots neighbours release-check hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,9 @@ test-newest: ## run the quick tests with the newest release of every dependency 
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pip list
 	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
+
+neighbours: $(VENV)/.installed-neighbours ## test with torchrl and starlette themselves (TEST_ARGS)
+	$(BIN)/python -m pytest -q tests/neighbours $(TEST_ARGS)
 
 fuzz: $(VENV)/.installed-fuzz ## feed broken input to every decoder and to live workers (SECONDS; ARGS)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
@@ -80,6 +83,12 @@ bench: $(VENV)/.installed-test ## measure against torch.distributed.rpc (BENCH_A
 
 wheel: $(VENV)/.installed-dev ## build dist/*.whl
 	$(BIN)/python -m build --wheel
+
+docs: $(VENV)/.installed-docs ## build the site into build/docs; warnings, dead links and missing docstrings are errors
+	$(BIN)/sphinx-build -W --keep-going -n -q -b html -d build/doctrees docs build/docs
+
+docs-shots: docs ## take pictures of the site into build/shots, wide and narrow, light and dark (ARGS: pages)
+	$(BIN)/python docs/_screenshots.py $(ARGS)
 
 release-check: $(VENV)/.installed-dev docs ## all of a release but the upload: version, changelog, dist/, docs (TAG)
 	$(BIN)/python -m tools.release $(TAG)

@@ -41,15 +41,20 @@ def init(
 ) -> Worker:
     """A worker that joins when it is awaited, or joins and leaves with ``async with``, on the running loop.
 
-    name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. rank, world_size: with ``env://`` as torchrun
-    sets them in RANK and WORLD_SIZE if not given; elsewhere a group without a world size is open at any time.
-    init_method: ``env://`` (default), ``tcp://host:port`` or ``file:///path``. store: a torch Store to meet at instead.
-    role: what this worker is to the others, by which their option ``allow`` decides what it may call; of the letters
-    that names have.
-    Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
+    name: unique in the group; letters, digits, ``-``, ``_`` and ``:``.
+    rank, world_size: with ``env://`` from RANK and WORLD_SIZE if not given, as torchrun sets them. Elsewhere a group
+        without a world size is free: workers join and leave it at any time.
+    init_method: where the workers meet: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``.
+    options: everything else that can be set; the defaults if None.
+    store: a torch Store to meet at, in place of `init_method`.
+    role: what this worker is to the others. Their option ``allow`` decides by it what this worker may call. Letters as
+        in `name`.
+
+    Raised here: RpcUsageError for a name, a role, options or a store that cannot be.
+
+    Raised by joining: RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
     DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for a rank, a size or an
-    init_method that makes no sense. Raised here: RpcUsageError for a name, a role, options or a store that
-    cannot be.
+    init_method that makes no sense.
     """
     return Worker(
         name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store, role=role
@@ -59,8 +64,10 @@ def init(
 def current() -> Worker:
     """The worker that verbs act on here: the one whose handler runs, else the process's only one.
 
-    With several, that of the ``async with`` block this runs in. NotInitialized without one, or if nothing says which;
-    WorkerClosed if the loop of the only one has ended.
+    In a process with several workers it is that of the ``async with`` block that this runs in. From any thread.
+
+    Raised here: NotInitialized if there is no worker, or several and nothing says which; WorkerClosed if the loop of
+    the only one has ended.
     """
     worker: Worker = registry.get().worker
     return worker
@@ -81,11 +88,18 @@ def call(to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs)
 def call(to: To, function: Function, /, *args: object, **kwargs: object) -> Future[Any]:
     """Run ``function(*args, **kwargs)`` on worker `to`; starts at once and returns a Future. Any thread.
 
-    to: name, rank or WorkerInfo. Awaiting the Future gives the result or raises what the function raised, RpcTimeout
-    after the worker's ``rpc_timeout``, PeerLost when the other worker dies. Raised here, with nothing sent:
-    SerializationError, UnknownWorker, Overloaded; NotInitialized without a worker, WorkerClosed if it has left,
-    RpcUsageError for what names no worker. Cancelling the Future stops the callee as far as it can be stopped;
-    it may have run in part.
+    Awaiting the Future gives the result, or raises what the function raised. Cancelling it tells the callee to stop;
+    the function may have run in part.
+
+    to: name, rank or WorkerInfo.
+    function: a function, a class, a bound method, or an operator of torch. What a module defines goes by name; lambdas
+        and closures go by value.
+
+    Raised here, with nothing sent: SerializationError, UnknownWorker, Overloaded; NotInitialized without a worker,
+    WorkerClosed if it has left, RpcUsageError for what names no worker.
+
+    Raised by the Future: what the function raised; RpcTimeout after the worker's ``rpc_timeout``; PeerLost or PeerLeft
+    when the other worker dies or leaves.
     """
     node = registry.only or registry.get()
     return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
@@ -100,16 +114,19 @@ def peer(
     backoff: float | tuple[float, float] = Backoff(),
     idempotent: bool = False,
 ) -> PeerHandle:
-    """A handle of a worker with options for the calls made through it.
+    """A handle of a worker, with options for the calls made through it. Any thread; nothing is sent.
 
-    timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``. wait: whether calls and streams wait,
-    within their deadlines, for a worker of that name to join a group without a size, also where one has left or was
-    lost; what `remote` makes has to be there. retries: how often `call` is tried again if the worker was lost, left,
-    refused the connection, or was overloaded, so for calls that may run twice; all tries together have the one timeout.
-    backoff: seconds that the pause before the first retry has at most, or a pair with
-    those of the longest one; pauses are of random length, up to twice as long with each try. idempotent: whether one
-    process runs such a call once at most, and gives its first answer again. UnknownWorker if the group cannot have it;
-    RpcUsageError for options that cannot be, or for what names no worker.
+    timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
+    wait: in a free group, whether calls and streams wait, within their deadlines, for a worker of that name to join,
+        also where one has left or was lost. `PeerHandle.remote` does not wait.
+    retries: how often a call is tried again if the worker was lost, left, refused the connection, or was overloaded.
+        Only for functions that may run twice. All tries together have the one timeout.
+    backoff: seconds that the pause before the first retry has at most, or a pair with those of the longest one. Pauses
+        are of random length, up to twice as long with each try.
+    idempotent: whether one process runs such a call at most once, and gives its first answer again.
+
+    Raised here: UnknownWorker if the group cannot have it; RpcUsageError for options that cannot be, or for what names
+    no worker.
     """
     return current().peer(to, timeout=timeout, wait=wait, retries=retries, backoff=backoff, idempotent=idempotent)
 
@@ -125,15 +142,19 @@ def group(
     backoff: float | tuple[float, float] = Backoff(),
     idempotent: bool = False,
 ) -> PeerGroup:
-    """Several workers, to be called together: those of a list, or those that a pattern or a role means at the moment.
+    """Several workers, to be called together: those of a list, or those that a pattern or a role means now.
 
     to: a list of names, ranks or WorkerInfos, whose order is that of the members; or a pattern as file names have
-    (``"actor*"``). role: as the workers gave it to `init`; with a pattern both have to fit. Members by pattern or role
-    are those that live at each call, this worker among them if it fits, by id: who joins is one, who has gone is none.
-    quorum: how many values are enough for `PeerGroup.call`, as a number or as a share of the members above 0 and up to
-    1.0; None waits for all. The other options are those of `peer`, for the call to each member.
-    Raised here: RpcUsageError for an empty list, a worker that is in it twice, or options that cannot be;
-    UnknownWorker for a name that the group cannot have. That a pattern or a role fits nobody is told by the calls.
+        (``"actor*"``).
+    role: as the workers gave it to `init`. With a pattern both have to fit.
+    quorum: how many values are enough for `PeerGroup.call`, as a number, or as a share of the members above 0 and up to
+        1.0. None waits for all.
+    timeout, wait, retries, backoff, idempotent: as of `peer`, for the call to each member.
+
+    Members by pattern or role are those that live at each call, by id; this worker is among them if it fits.
+
+    Raised here: RpcUsageError for an empty list, a worker that is in it twice, or options that cannot be; UnknownWorker
+    for a name that the group cannot have. That a pattern or a role fits no worker is raised by the calls.
     """
     return current().group(
         to,
@@ -150,27 +171,30 @@ def group(
 def serve(name: str, value: object, *, replace: bool = False) -> ServedObject:
     """Have other workers call methods of an object: ``rpc.peer(worker).object(name).method(...)``. Any thread.
 
-    name: one that this worker serves no other object under; of the letters that names of workers have. Public methods
-    are served, each as a function of its kind is: in a thread, on the loop if it is a coroutine, as a stream if it is a
-    generator; who may call them is for the option ``allow``, as for references. replace: whether it may take the place
-    of another object of that name, whose calls under way go on. What is returned ends the service by its ``close()``,
-    or as a context manager; the worker's end does so as well, and until then the object is kept. RpcUsageError for a
-    name that cannot be or is taken, for None and for references; NotInitialized, WorkerClosed.
-    The verb offers an object; the option ``allow`` says what others may call, of objects and functions alike.
-    ``Worker.serve`` does it before the worker has joined: then whoever meets the worker finds the object.
+    Public methods are served, each as a function of its kind is: in a thread, on the loop if it is a coroutine
+    function, as a stream if it is a generator function. The option ``allow`` decides who may call them. The object is
+    kept until ``close()`` of what is returned, the end of its ``with`` block, or the end of the worker. `Worker.serve`
+    does it before the worker has joined, so that no caller comes too early.
+
+    name: one that this worker serves no other object under. Letters as in names of workers.
+    value: the object.
+    replace: whether it may take the place of another object of that name, whose calls under way go on.
+
+    Raised here: RpcUsageError for a name that cannot be or is taken, for None and for references; NotInitialized,
+    WorkerClosed.
     """
     return current().serve(name, value, replace=replace)
 
 
 def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
-    """A handle of a queue that another worker owns, or this one; nothing is sent, and no queue is made.
+    """A handle of a queue that another worker owns (`aiorpc.Queue`), or this one. Any thread; nothing is sent.
 
-    The function finds a queue by its name; the class `aiorpc.Queue` makes one, on the worker that makes it.
+    name: that of the queue.
+    owner: the name of its worker. If another worker takes that name and makes such a queue, the same handle finds it.
+    timeout: seconds for each of its methods, 0 for no limit of those that wait; None for the worker's ``rpc_timeout``.
 
-    name: that of the queue. owner: the name of its worker; one that takes that name, and makes such a queue, is found
-    by the same handle. timeout: seconds that each of its methods has, 0 for no limit of those that wait; None for the
-    worker's ``rpc_timeout``. Any thread. RpcUsageError for names that cannot be, NotInitialized. That there is no
-    such queue is told by the methods: UnknownObject.
+    Raised here: RpcUsageError for names that cannot be, NotInitialized. That there is no such queue is raised by the
+    methods, as UnknownObject.
     """
     return current().queue(name, owner=owner, timeout=timeout)
 
@@ -178,9 +202,15 @@ def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
     """A Future of the WorkerInfo of a worker, which settles when that has joined and answers. Any thread.
 
-    For a group without a size, where workers come and go; ``await`` it, or ``wait()`` for it in a thread. timeout:
-    seconds, 0 for no limit; None for this worker's ``rpc_timeout``; past it RpcTimeout is raised. Raised as by `call`:
-    UnknownWorker for what the group cannot have; PeerLost and PeerLeft in a group of fixed size, which nobody joins.
+    For free groups, where workers come and go. ``await`` it, or ``wait()`` for it in a thread.
+
+    to: name, rank or WorkerInfo.
+    timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
+
+    Raised here: UnknownWorker for what the group cannot have, and what `call` raises.
+
+    Raised by the Future: RpcTimeout when the time is up; in a fixed group PeerLost or PeerLeft at once for a worker
+    that has gone.
     """
     return current().wait_for(to, timeout=timeout)
 
@@ -253,14 +283,16 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
     """An RRef of the result of a call on worker `to`; returns at once, the result stays there. Any thread.
 
     Two forms: ``remote(to, func, *args, **kwargs)``, and torch's ``remote(to, func, args=(), kwargs=None, timeout=s)``.
-    The latter is meant when there is nothing but keywords of these three names, and when a lone tuple or list is given,
-    or one and a dict, as in ``remote(to, func, (1, 2), {"k": 3})``; to send those to the function use
-    ``peer(to).remote``. timeout: seconds, negative for the worker's ``rpc_timeout``, 0 for no limit; past it the call
-    is cancelled, and the RRef raises RpcTimeout from then on.
+    What can be read as torch's form is read so: nothing but keywords of these three names, or a lone tuple or list, or
+    one and a dict, as in ``remote(to, func, (1, 2), {"k": 3})``. To send those to the function use `PeerHandle.remote`.
+    A timeout in seconds is negative for the worker's ``rpc_timeout`` and 0 for no limit; past it the call is cancelled,
+    and the RRef raises RpcTimeout from then on.
 
-    The function's error is raised by whoever asks for the value. Raised here, with nothing sent: SerializationError,
-    UnknownWorker (also for who has not joined yet), Overloaded, NotInitialized, WorkerClosed, and RendezvousError if
-    only the store can tell where the worker is and does not answer.
+    Raised here, with nothing sent: SerializationError, UnknownWorker (also for a worker that has not joined yet),
+    Overloaded, NotInitialized, WorkerClosed, and RendezvousError if only the store can tell where the worker is and
+    does not answer.
+
+    Raised when the value is asked for: what the function raised.
     """
     node = registry.get()
     if len(given) < 2 or _is_torch_form(given[2:], named):
@@ -299,8 +331,13 @@ def _remote_as_in_torch(
 def stream(to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:
     """``async for item in stream(to, generator_function, *args)``: items of a generator that runs on worker `to`.
 
-    The producer stops while the consumer does (``options.stream_window`` items may be under way), and for good when the
-    loop is left. Its error is raised in its place, after the items before it. The timeout is for each item.
+    The producer stops while the consumer does: ``options.stream_window`` items may be under way (back-pressure). It
+    stops for good when the loop is left. The timeout, ``rpc_timeout`` or that of a handle, is for each item. In a
+    thread that may block: ``for item in stream(...)``.
+
+    Raised here: what `call` raises here.
+
+    Raised by a turn: what the generator raised, after the items before that; RpcTimeout, PeerLost, PeerLeft.
     """
     node = registry.get()
     return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
@@ -309,21 +346,22 @@ def stream(to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: 
 def publish(name: str, value: object) -> Future[Publication]:
     """Give a value to all who subscribe to a name, as its next version; returns a Future at once. Any thread.
 
-    ``w = await publish("policy", model.state_dict())``, or ``publish(...).wait()`` in a thread that may block. The
-    value is taken as it is at this moment, but the bytes of its tensors are copied until the Future has settled: they
-    must not be changed before that, and may be from then on. Nobody waits for a reader, and no reader gets half of a
-    version.
-    ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` says who has it.
+    ``w = await publish("policy", model.state_dict())``, or ``publish(...).wait()`` in a thread that may block.
+    ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` says which readers
+    have it. The publisher waits for no reader, and no reader gets half of a version. Do not change the tensors before
+    the Future has settled: their bytes are copied until then. The newest version is kept until the name is unpublished
+    or this worker leaves. Cancelling the Future does not keep the version from being published.
 
-    value: a tensor, or a tree of tensors and whatever else may be sent, but for references; storages that tensors share
-    stay shared, and what lies on a device is copied to the host, on the current streams. All readers of a host read one
-    copy in shared memory, as long as ``options.shared_memory`` has room for it.
-    A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
-    its name, RendezvousError if the store of the group cannot be asked about that, the first time, and NotAllowed if no
-    other worker takes that name from this one's role (option ``allow``). Raised here:
-    RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does
-    not keep the version from being published. The newest version is kept until the name is unpublished, or this worker
-    leaves.
+    name: under which it is published. A name has one publisher at a time.
+    value: a tensor, or a tree of tensors and of whatever else may be sent, but for references. Storages that tensors
+        share stay shared. What lies on a device is copied to the host, on the current streams. All readers of a host
+        read one copy in shared memory, as long as ``options.shared_memory`` has room for it.
+
+    Raised here: RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed.
+
+    Raised by the Future: RpcUsageError if another worker that lives publishes the name; RendezvousError if the store of
+    the group cannot be asked about that, the first time; NotAllowed if no other worker takes that name from this one's
+    role (option ``allow``).
     """
     return current().publish(name, value)
 
@@ -331,18 +369,16 @@ def publish(name: str, value: object) -> Future[Publication]:
 def unpublish(name: str) -> Future[None]:
     """Publish a name no longer; returns a Future at once. Any thread.
 
-    ``await unpublish("policy")``, or ``unpublish("policy").wait()`` in a thread that may block. Versions that were
-    published before the call are published still. Then the subscriptions to the name end, on all workers: a reader
-    takes what has come to it, and its loop is over. Whoever is to have the last version has to have it before: ``await
-    published.delivered()``. A delivery that is still waited for settles as it stands. Values that readers have taken
-    stay as they are; the memory of a version goes when the last of them is dropped.
-    The name is free from then on. This worker or another one may publish it anew, and versions go on; who subscribes
-    afterwards waits for that. The Future settles when all members have heard it; one that does not answer for 5 s hears
-    it later, and may follow the next publisher as if this one had left.
+    Versions that were published before are delivered still. Then the subscriptions to the name end, on all workers: a
+    reader takes what has come to it, and its loop is over. To be sure that readers have the last version, ``await
+    published.delivered()`` before. Values that readers have taken stay as they are. The name is free from then on: any
+    worker may publish it anew, and versions go on. The Future settles when all members have heard it; one that does not
+    answer for 5 s hears it later. Cancelling the Future does not keep the name from being unpublished.
 
-    The Future raises RpcUsageError if this worker does not publish the name, with who does, and RendezvousError, with
-    the name as it was, if the store of the group cannot be asked. Raised here: RpcUsageError for what can be no name,
-    NotInitialized, WorkerClosed. Cancelling the Future does not keep the name from being unpublished.
+    Raised here: RpcUsageError for what can be no name, NotInitialized, WorkerClosed.
+
+    Raised by the Future: RpcUsageError if this worker does not publish the name, with who does; RendezvousError, with
+    the name as it was, if the store of the group cannot be asked.
     """
     return current().unpublish(name)
 
@@ -353,11 +389,17 @@ def subscribe(
     """``async for v in subscribe("policy")``: the newest version of what is published under a name. Any thread.
 
     Each turn waits for a version that is newer than the one before, and gives the newest there is; the next one is
-    fetched meanwhile. ``v.value``, ``v.version``, ``v.publisher``. In a thread that may block: ``for v in ...``.
-    Whoever subscribes late begins with the newest version. timeout: seconds that one turn waits, 0 for no limit; None
-    for this worker's ``rpc_timeout``; past it RpcTimeout is raised. map_location: the device that all tensors are moved
-    to as a version is taken, by the thread that takes it; None leaves them in shared memory. RpcUsageError for what can
-    be no name, timeout or device, NotInitialized, WorkerClosed. See `Subscription` for how it ends.
+    fetched meanwhile. A late subscriber begins with the newest version. ``v.value``, ``v.version`` and ``v.publisher``
+    are what it has. In a thread that may block: ``for v in subscribe("policy")``. `Subscription` says how it ends.
+
+    name: under which values are published. There need not be a publisher yet.
+    timeout: seconds that one turn waits, 0 for no limit; None for this worker's ``rpc_timeout``.
+    map_location: the device that all tensors are moved to as a version is taken, by the thread that takes it. None
+        leaves them in shared memory.
+
+    Raised here: RpcUsageError for what can be no name, timeout or device, NotInitialized, WorkerClosed.
+
+    Raised by a turn: RpcTimeout when the time is up.
     """
     return current().subscribe(name, timeout=timeout, map_location=map_location)
 
@@ -365,7 +407,9 @@ def subscribe(
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of the current worker, or of the one of that name. Returns at once, but for a look at the store.
 
-    UnknownWorker if the group cannot have it, or has not had it yet. Of one that has gone: in a group without a size
-    PeerLeft or PeerLost, as a call to its name; in one of fixed size what it had, as its place has that for ever.
+    worker_name: of any member of the group; None for the current worker.
+
+    Raised here: UnknownWorker if the group cannot have it, or has not had it yet. For a worker that has gone: in a free
+    group PeerLeft or PeerLost; in a fixed one nothing, as its place stays.
     """
     return current().get_worker_info(worker_name)

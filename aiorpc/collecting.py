@@ -53,8 +53,10 @@ def _twin_of(future: AnyFuture) -> AnyFuture:
 def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     """A Future of the list of `futures`, complete when all of them are, whether they failed or not.
 
-    Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads.
-    TypeError if one is no torch Future.
+    Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads. Any
+    thread.
+
+    Raised here: TypeError if one is no torch Future.
     """
     futures = list(futures)
     for future in futures:
@@ -85,9 +87,10 @@ def _count(
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
-    """Block until all are complete and return their values in order; raises the first error in that order.
+    """Block until all are complete, and return their values in order.
 
-    WouldBlockLoop on the thread that runs the loop which has to settle one of them; TypeError as for `collect_all`.
+    Raised here: the first error in that order; WouldBlockLoop on the thread of the loop that has to settle one of them;
+    TypeError if one is no torch Future.
     """
     done = collect_all(list(futures)).wait()
     for future in done:

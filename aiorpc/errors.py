@@ -80,9 +80,11 @@ class RpcUsageError(RpcError):
 
 
 class SerializationError(RpcUsageError, TypeError):
-    """An argument or a result cannot be serialised, and the text names it; or the callee cannot read an argument.
+    """An argument or a result cannot be serialised, or the callee cannot read an argument; the text names it.
 
-    In the latter case nothing was run. position: its place in the message, from 0.
+    In the latter case nothing was run.
+
+    position: its place in the message, from 0.
     """
 
     def __init__(self, message: str, position: int = 0) -> None:
@@ -91,7 +93,10 @@ class SerializationError(RpcUsageError, TypeError):
 
 
 class WouldBlockLoop(RpcUsageError):
-    """A blocking verb was used on the thread that runs the loop it would wait for."""
+    """A blocking verb on the thread that runs the loop which it would wait for. Nothing was sent.
+
+    The text says what to await.
+    """
 
 
 class UnknownWorker(RpcUsageError, LookupError):
@@ -99,7 +104,7 @@ class UnknownWorker(RpcUsageError, LookupError):
 
 
 class NotInitialized(RpcUsageError):
-    """No worker is current in this context."""
+    """There is no worker in this process, or there are several and nothing says which is meant."""
 
 
 class RendezvousError(RpcError):
@@ -117,7 +122,9 @@ class StoreGone(RendezvousError):
 class UnknownObject(RpcError, LookupError):
     """The other worker serves no object of that name, not yet or not any more. Nothing was run.
 
-    worker: which one. name: of the object. names: of those that it serves; empty if the caller may not know them.
+    worker: which worker.
+    name: of the object.
+    names: of those that it serves; empty if the caller may not know them.
     """
 
     def __init__(self, message: str, *, worker: str = "", name: str = "", names: tuple[str, ...] = ()) -> None:
@@ -145,8 +152,9 @@ class QueueShutDown(RpcError, _ShutDown):
 class ItemLost(RpcError):
     """Items of a queue are gone for good, as the worker that had them is. The queue goes on.
 
-    queue: its name. worker: who had them: who has put them and kept them, or who had got them and not finished.
-    count: how many they are.
+    queue: its name.
+    worker: the worker that had them: it had put them and kept them, or had got them and not finished.
+    count: how many items they are.
     """
 
     def __init__(self, message: str, *, queue: str = "", worker: str = "", count: int = 0) -> None:
@@ -157,13 +165,19 @@ class ItemLost(RpcError):
 
 
 class Overloaded(RpcError):
-    """A bounded queue was full; the call was not run, or its result was dropped, as the text says."""
+    """A limit was reached. The call was not run, or its result was dropped, as the text says.
+
+    The text names the option of the limit.
+    """
 
 
 class NotAllowed(RpcError, PermissionError):
-    """The callee does not run that for this caller (its option ``allow``). Nothing was run, and nothing unpickled.
+    """The callee does not allow that for this caller (its option ``allow``). Nothing was run, and nothing unpickled.
 
-    worker: the callee. caller, role: who called. function: what was called. rule: what the callee allows that role.
+    worker: the callee.
+    caller, role: the worker that called, and its role.
+    function: what was called.
+    rule: what the callee allows that role.
     """
 
     def __init__(
@@ -178,10 +192,12 @@ class NotAllowed(RpcError, PermissionError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """The deadline passed. The callee may or may not have run the function; it was told to stop.
+    """The deadline passed. The function may have run, or may run still: the callee was told to stop.
 
-    worker: the callee's name. function: what was called. seconds: how long it had. late: what kept the loop of the
-    caller's own worker from telling the time, if a thread had to; else "".
+    worker: the callee's name.
+    function: what was called.
+    seconds: how long it had.
+    late: what kept the loop of the caller's own worker from telling the time, if a thread had to; else "".
     """
 
     def __init__(self, message: str, *, worker: str = "", function: str = "", seconds: float = 0.0) -> None:
@@ -197,9 +213,10 @@ class RpcCancelled(RpcError):
 
 
 class PeerLost(RpcError, ConnectionError):
-    """Another worker died, or the connection to it broke without a goodbye. Its event is `aiorpc.events.WorkerLost`.
+    """Another worker died, or cannot be reached any more. The function may have run.
 
-    worker, rank, host, pid: which one. cause: what was seen.
+    worker, rank, host, pid: which worker it was.
+    cause: what was seen, such as the signal that ended its process.
     """
 
     def __init__(
@@ -214,25 +231,31 @@ class PeerLost(RpcError, ConnectionError):
 
 
 class PeerLeft(RpcError, ConnectionError):
-    """The other worker left in good order before it answered. One that was lost raises `PeerLost`.
+    """Another worker left in good order before it answered, or is leaving and takes no more calls.
 
-    Its event is `aiorpc.events.WorkerLeft`: errors are of calls to a peer, events are news of the group.
+    A worker that was lost raises PeerLost. This worker's own end raises WorkerClosed.
     """
 
 
 class WorkerClosed(RpcError):
-    """This worker itself has shut down, or was never started. For another worker it is `PeerLeft` or `PeerLost`."""
+    """This worker is leaving, has left, or has not joined yet.
+
+    For another worker that has left PeerLeft is raised.
+    """
 
 
 class PeerRefused(RpcError, ConnectionError):
-    """The other side refused the connection: another version, another secret, another world."""
+    """The other side refused the connection: another version of the protocol, another secret, or another group."""
 
 
 class GroupError(RpcError, ExceptionGroup[Exception]):
-    """Of a call to several workers fewer gave a value than were wanted. The exceptions in it are those of the members.
+    """Of a call to several workers fewer gave a value than were wanted.
 
-    failed: the names of the members whose function raised; lost: of those that died or left before they answered;
-    missing: of those that did not answer in time, or could not be asked. `exceptions` are in the order of members.
+    Its `exceptions` are those of the members, in their order.
+
+    failed: the names of the members whose function raised.
+    lost: of those that died or left before they answered.
+    missing: of those that did not answer in time, or could not be asked.
     """
 
     def __new__(cls, message: str, errors: Sequence[Exception] = ()) -> GroupError:
@@ -262,8 +285,10 @@ class ProtocolError(RpcError):
 class RemoteError(RpcError):
     """The remote function raised an exception that cannot be raised here as itself.
 
-    type_name: qualified name of the remote exception's type. remote_message: its text.
-    remote_traceback: the remote traceback as text. worker: where it was raised.
+    type_name: qualified name of the type of the remote exception.
+    remote_message: its text.
+    remote_traceback: the remote traceback as text.
+    worker: where it was raised.
     """
 
     def __init__(

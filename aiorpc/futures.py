@@ -78,11 +78,12 @@ class Future(torch.futures.Future[T], Generic[T]):
     """A ``torch.futures.Future`` that can also be awaited and cancelled.
 
     All methods may be called from any thread. ``await`` works on any running loop. Cancelling a task that awaits the
-    Future cancels the call only if nobody else waits for it. After it the callee may have run in part or not at all.
+    Future cancels the call only if nothing else waits for it; the callee may have run in part, or not at all.
 
-    devices: as torch's; the devices that tensors of the result may live on. It remembers what their current streams had
-    been given when it was completed, and makes the current streams of whoever takes the value (`wait`, `value`,
-    ``await``, a callback that does) wait for that. Nothing on the host waits for a device. Futures of calls do so, too.
+    devices: as torch's: the devices that tensors of the result may live on. When the Future is completed it remembers
+        what the current streams of these devices had been given. Taking the value (`wait`, `value`, ``await``, a
+        callback) makes the current streams there wait for that. Nothing on the host waits for a device. Futures of
+        calls do so, too.
     """
 
     # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
@@ -219,10 +220,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         )
 
     def cancel(self, msg: object = None) -> bool:
-        """Give up on the answer. True if this call settled it; the callee is then told to stop.
+        """Give up on the answer. True if this call settled it; the callee is then told to stop. Any thread.
 
-        A running ``async def`` handler is cancelled; a thread hears of it in what it waits for, or can ask
-        ``aiorpc.cancelled()``; its result is dropped.
+        A running ``async def`` handler is cancelled. A handler in a thread gets RpcCancelled where it waits for
+        something of aiorpc, or can ask ``aiorpc.cancelled()``; its result is dropped.
         """
         reason = f": {msg}" if msg else ""
         error = RpcCancelled(f"{self._describe()} was cancelled{reason}")
@@ -246,7 +247,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return self._state != PENDING
 
     def cancelled(self) -> bool:
-        """Whether it has ended with RpcCancelled: by `cancel`, or because its callee has answered with that."""
+        """Whether it ended with RpcCancelled: by `cancel`, or because the callee answered with that."""
         return foreign.is_a(self._error, RpcCancelled)
 
     def value(self) -> T:
@@ -308,12 +309,15 @@ class Future(torch.futures.Future[T], Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Block this thread until it settles; returns the value or raises the error.
 
-        timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is
-        untouched; RpcUsageError if negative. Refused with WouldBlockLoop on the thread that runs the loop which has to
-        settle it, and after a second on one that is to run the loop of a call and does not. Ctrl-C interrupts it.
-        A call whose own deadline passes meanwhile ends with RpcTimeout, also if its loop does not run. In the thread of
-        a handler whose caller gives up RpcCancelled is raised, once, and not if that has asked ``aiorpc.cancelled()``;
-        what nobody else waits for is then cancelled.
+        Ctrl-C interrupts it. A call whose own deadline passes meanwhile ends with RpcTimeout, also if its loop does not
+        run.
+
+        timeout: seconds to wait; None relies on the call's own deadline. It bounds the waiting, not the call: when it
+            passes RpcTimeout is raised, and the Future is untouched.
+
+        Raised here: the error of the Future; WouldBlockLoop on the thread of the loop that has to settle it, and after
+        a second on a thread whose loop should run and does not; RpcUsageError for a negative timeout. In a handler
+        whose caller has given up RpcCancelled, once, unless the handler has asked ``aiorpc.cancelled()``.
         """
         if timeout is not None and not timeout >= 0:  # not a number is refused, too
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
@@ -491,13 +495,12 @@ class Future(torch.futures.Future[T], Generic[T]):
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
-        """Call `callback(self)` once it settles; at once if it has.
+        """Call `callback(self)` once it settles; at once if it has. Never on a thread that runs a loop.
 
-        Where: in this thread if it has settled, in a pool thread if it stands for a call, else in the thread that
-        settles it; never in one that runs a loop, which hands it to another, nor deep within other callbacks, where one
-        settles the next. Callbacks run one after the other, in their order, those of `then` among them. Errors of the
-        callback are logged, but for Ctrl-C in the main thread, which goes on to whoever does there what runs it. The
-        callback may block, and make blocking calls.
+        The callback may block, and may make blocking calls. It runs in this thread if the Future has settled, in a
+        thread of the pool if it stands for a call, else in the thread that settles it. Callbacks run one after the
+        other, in their order, with those of `then` among them. What a callback raises is logged; Ctrl-C in the main
+        thread goes on.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
@@ -560,7 +563,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         taken: list[_Registered] = []
         users: list[UserCallback] = []
         try:
-            while True:  # not `while callbacks`: docs/design.md, section 9, says why
+            while True:  # not `while callbacks`: docs/inside/design.md, section 9, says why
                 if not callbacks:
                     break
                 taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost

@@ -70,19 +70,21 @@ def refused(name: str, hint: str) -> Callable[..., NoReturn]:
 class RemoteModule(Module):
     """A ``torch.nn.Module`` that is made, and runs, on another worker.
 
+    The constructor blocks until it is there. The object may be used from any thread, passed to other workers, which use
+    the same module then, and be a part of a local module: ``parameters()`` of that are the local ones, its ``train``,
+    ``eval``, ``state_dict`` and ``load_state_dict`` reach the remote part, and its ``to`` does not. Subclasses travel
+    with their attributes. It is no part of TorchScript.
+
     remote_device: ``"worker"``, ``"worker/device"``, ``"rank:0"`` or ``"rank:0/device"``; the device is the owner's,
-    ``cpu`` if not given. A device alone means this worker. module_cls: what is called there with `args` and `kwargs`,
-    and returns a module, which is moved to the device. The constructor blocks until it is there; on the worker's loop
-    it raises WouldBlockLoop, use ``await RemoteModule.create(...)``.
+        ``cpu`` if not given. A device alone means this worker.
+    module_cls: what is called there with `args` and `kwargs`, and returns a module, which is moved to the device.
+    on: name or rank of the owner, as given.
+    device: where the module is, there.
 
-    It raises RemoteModuleError (a ValueError) for a remote_device that is none, for a module_cls that makes no module,
-    and for a module in place of its class; RpcUsageError for args that are no tuple; UnknownWorker; what module_cls
-    raised; PeerLost, RpcTimeout. After an error nothing is left on the owner.
-
-    on: name or rank of the owner, as given. device: where the module is, there. The object may be used from any thread,
-    passed to other workers, which use the same module then, and be a part of a local module: ``parameters()`` of that
-    are the local ones, its ``train``, ``eval``, ``state_dict`` and ``load_state_dict`` reach the remote part, and its
-    ``to`` does not. Subclasses travel with their attributes. It is no part of TorchScript.
+    Raised here: WouldBlockLoop on the worker's loop: ``await RemoteModule.create(...)`` there. RemoteModuleError (a
+    ValueError) for a remote_device that is none, for a module_cls that makes no module, and for a module in place of
+    its class; RpcUsageError for args that are no tuple; UnknownWorker; what module_cls raised; PeerLost, RpcTimeout.
+    After an error nothing is left on the owner.
     """
 
     training: bool

@@ -57,19 +57,19 @@ class NoGradients(RpcUsageError):
 class DistributedOptimizer:
     """One optimizer of class `optimizer_class` on each worker that owns some of the parameters.
 
-    optimizer_class: any ``torch.optim`` class, or one like them. params_rref: RRefs of leaf tensors of any shape, dtype
-    and layout that the class takes, on any workers, this one included; on each owner they keep their order. The other
-    arguments go to the class on every owner. With several parameter groups, make several optimizers.
+    The constructor blocks until all owners have theirs. The object may be used from any thread, by several at once, and
+    sent to other workers, which step the same optimizers then. With several parameter groups, make several optimizers.
 
-    The constructor blocks until all owners have theirs; on the worker's loop it raises WouldBlockLoop, use
-    ``await DistributedOptimizer.create(...)`` there. It raises RpcUsageError if there are no parameters, or no RRefs,
-    and for an optimizer in place of its class; what the class raises on an owner, with a note that names it; PeerLost,
-    RpcTimeout.
+    optimizer_class: any ``torch.optim`` class, or one like them. The other arguments go to the class on every owner.
+    params_rref: RRefs of leaf tensors of any shape, dtype and layout that the class takes, on any workers, this one
+        included; on each owner they keep their order.
+    remote_optimizers: an RRef of each owner's part, whose attribute ``optim`` is the ordinary optimizer there. Its
+        learning rate is changed in a handler on the owner (``ref.local_value().optim.param_groups``), or by a scheduler
+        made there.
 
-    remote_optimizers: an RRef of each owner's part, whose attribute ``optim`` is the ordinary optimizer there: its
-    learning rate is changed in a handler on the owner (``ref.local_value().optim.param_groups``), or by a scheduler
-    made there. The object may be used from any thread, by several at once, and sent to other workers, which step the
-    same optimizers then.
+    Raised here: WouldBlockLoop on the worker's loop: ``await DistributedOptimizer.create(...)`` there. RpcUsageError if
+    there are no parameters, or no RRefs, and for an optimizer in place of its class; what the class raises on an owner,
+    with a note that names it; PeerLost, RpcTimeout.
     """
 
     remote_optimizers: list[RRef[Any]]
@@ -92,18 +92,18 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> Future[None]:
         """One step on all owners, with the gradients that the context has there.
 
-        Blocks until all have stepped, and returns a completed Future; on the worker's loop it does not block, and the
-        Future is to be awaited: ``await optimizer.step(ctx)``. Any thread.
+        Blocks until all have stepped, and returns a completed Future; on the worker's loop it does not block: ``await
+        optimizer.step(ctx)``. Any thread.
 
         A parameter without a gradient in the context is left alone, like one whose ``.grad`` is None, and so is an
         owner that has gradients for none. Nothing is written to ``.grad`` beyond the step. An optimizer that changes
         gradients in place changes those of the context. As with a local optimizer, parameters change in place: a
         backward pass whose graph has saved them raises torch's error, also if another trainer stepped.
 
-        Raises RpcUsageError if no such context is open here; NoGradients, a kind of it, if no owner has a gradient for
-        any parameter, as such a step does nothing; what the optimizer raises on an owner, with a note that names it;
-        PeerLost at once if an owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it
-        is cancelled, some owners may have stepped; one that waits for its turn then does not.
+        Raised here: RpcUsageError if no such context is open here; NoGradients, a kind of it, if no owner has a
+        gradient for any parameter; what the optimizer raises on an owner, with a note that names it; PeerLost at once
+        if an owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it is cancelled, some
+        owners may have stepped; one that waits for its turn then does not.
         """
         node = _node_of(self.remote_optimizers)
         if isinstance(context_id, bool) or not isinstance(context_id, int):

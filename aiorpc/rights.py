@@ -52,8 +52,10 @@ def exposed(fn: T) -> T:
     """Mark a function, a method or a class that other workers may call, for rules that have ``rpc.exposed``.
 
     The mark of a class is for making one, for its public methods, also those that it has inherited, and for fetching
-    it; that of a method for this method alone. Without such a rule the mark changes nothing. With ``@staticmethod`` and
-    ``@classmethod`` it may be written on either side. RpcUsageError for what takes no mark, as a property.
+    it. That of a method is for this method alone. Without such a rule in the option ``allow`` the mark changes nothing.
+    With ``@staticmethod`` and ``@classmethod`` it may be written on either side.
+
+    Raised here: RpcUsageError for what takes no mark, as a property.
     """
     target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     try:

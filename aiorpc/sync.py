@@ -47,10 +47,17 @@ def init_rpc(
 ) -> None:
     """Start this process's worker and wait until its group is there. Its loop runs in a thread of its own (uvloop).
 
-    rank: -1 takes RANK from the environment, with ``env://``. world_size: None takes WORLD_SIZE from there; with
-    ``tcp://`` and ``file://`` it makes a group that workers join and leave freely. role: see `aiorpc.init`. Raises
-    RendezvousError within ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for devices or device maps that cannot
-    be; RpcUsageError for a name, a role or options that cannot be, or if this process has a worker already.
+    name: unique in the group, as of `aiorpc.init`.
+    backend: for programs of torch that pass one; there is one runtime behind all of them.
+    rank: -1 takes RANK from the environment, with ``env://``.
+    world_size: None takes WORLD_SIZE from there. With ``tcp://`` and ``file://`` None makes a free group, which workers
+        join and leave at any time.
+    rpc_backend_options: everything else that can be set; the defaults if None.
+    role: as of `aiorpc.init`.
+
+    Raised here: RendezvousError within ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for devices or device
+    maps that cannot be; RpcUsageError for a name, a role or options that cannot be, or if this process has a worker
+    already.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -108,11 +115,16 @@ def _already(name: str) -> RpcUsageError:
 def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
     """Leave the group, then end the worker's loop and thread; blocks. Nothing happens if there is no worker.
 
-    graceful: serve until every live member has called this and what was accepted by then is over; in a group without a
-    size, until what was accepted by now is over. Other threads' calls raise WorkerClosed then, and what they wait for
-    ends with it after 3 s. timeout: seconds for that, 0 for no limit, ``shutdown_timeout`` if None. Returns who was
-    lost, whether the time was up, and what was still referred to. From any thread but the loop's, where it raises
-    WouldBlockLoop; RpcUsageError if the worker runs on a loop of yours: ``await worker.shutdown()`` there.
+    graceful: finish what was accepted. In a fixed group serve until every live member has called this, too. False
+        leaves at once. What other threads of this program begin then raises WorkerClosed, and what they wait for ends
+        with that after 3 s.
+    timeout: seconds for all of it, 0 for no limit; the option ``shutdown_timeout`` if None.
+
+    Returns which members were lost, whether the time was up, and which references were still alive. From any thread but
+    the loop's.
+
+    Raised here: WouldBlockLoop on the loop's thread; RpcUsageError if the worker runs on a loop of yours: ``await
+    worker.shutdown()`` there.
     """
     if registry.nodes():
         worker: Any = registry.get().worker
@@ -214,11 +226,16 @@ def rpc_sync(
     kwargs: Kwargs | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`.
+    """Run ``func(*args, **kwargs)`` on a worker and block for the result. See `aiorpc.call`.
 
-    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. From any thread but the one that runs
-    the worker's loop: there it raises WouldBlockLoop, with nothing sent. What a signal handler raises meanwhile, as
-    Ctrl-C does, calls the call off.
+    From any thread but the one that runs the worker's loop. Ctrl-C, or whatever else a signal handler raises meanwhile,
+    cancels the call.
+
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit.
+
+    Raised here: what the function raised, and what `aiorpc.call` and its Future raise; WouldBlockLoop on the loop's
+    thread, with nothing sent; RpcUsageError for arguments that are no tuple and no dict, and for a timeout that is no
+    duration.
     """
     node = registry.only or registry.get()
     if args is None:
@@ -302,8 +319,10 @@ def rpc_async(
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await. See `aiorpc.call`.
 
-    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread. Raised here, as by
-    `rpc_sync`: RpcUsageError for arguments that are no tuple and no dict, and for a timeout that is no duration.
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit.
+
+    Raised here: what `aiorpc.call` raises; RpcUsageError for arguments that are no tuple and no dict, and for a timeout
+    that is no duration. Any thread.
     """
     node = registry.only or registry.get()
     if args is None:

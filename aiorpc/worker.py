@@ -69,8 +69,8 @@ class _Coming(RewordedFuture):
 class Worker:
     """One member of a group of workers. Made by `aiorpc.init`; awaiting it joins, ``async with`` joins and leaves.
 
-    Verbs (`call`, `remote`, `stream`, `peer`) may be used from any thread while it runs; before and after they raise
-    WorkerClosed.
+    Its verbs (`call`, `remote`, `stream`, `peer` and so on) are those of the module, for this worker. They may be used
+    from any thread while it runs. Before it has joined and after it has left they raise WorkerClosed.
     """
 
     def __init__(
@@ -184,9 +184,10 @@ class Worker:
     # --- joining ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Worker:
-        """Join the group, on the running loop. Raises RendezvousError within ``rpc_timeout`` when that cannot be.
+        """Join the group, on the running loop. ``await worker`` and ``async with worker`` do it.
 
-        RpcUsageError if it was started before; WorkerClosed if it is shut down before it has joined.
+        Raised here: RendezvousError within ``rpc_timeout`` seconds when the group cannot be formed; RpcUsageError if it
+        was started before; WorkerClosed if it is shut down before it has joined.
         """
         if not self.options.dedicated_loop:
             self._life.begin()
@@ -345,18 +346,22 @@ class Worker:
     def events(self) -> Listener:
         """News of the group from now on, for ``async for``; ends when this worker shuts down.
 
-        Workers that join, leave, are lost, or take the place of one that was lost; networks that break, and come back.
-        What is not read yet is kept, 65,536 events at most: of more the oldest are dropped, and the log says so. To be
-        called from any thread, and iterated on any loop. `aclose`, or dropping it, ends it early.
+        Workers that join, leave, are lost, or take the place of one that was lost; connections that break and come
+        back. The events are in `aiorpc.events`. Of those that nothing takes the latest 65,536 are kept, and the log
+        says when older ones are dropped. From any thread, and iterated on any loop. `aclose`, or dropping it, ends it
+        early.
         """
         return self._news.listen()
 
     def statistics(self) -> Statistics:
-        """What this worker has done and is doing. Any thread."""
+        """What this worker has done and is doing, as numbers. Any thread.
+
+        Raised here: WorkerClosed if it has not joined.
+        """
         return collect(self._node)
 
     def pending_calls(self) -> list[PendingCall]:
-        """The calls under way at this worker, those it made and those it serves, oldest first. Any thread."""
+        """The calls under way at this worker, those it made and those it serves, the oldest first. Any thread."""
         return self._node.pending_calls()
 
     def is_idle(self) -> bool:
@@ -366,17 +371,22 @@ class Worker:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     async def shutdown(self, graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
-        """Leave the group. Idempotent: later calls wait for the first one. On the worker's loop.
+        """Leave the group: drain, then go. Idempotent: later calls wait for the first one. On the worker's loop.
 
-        graceful: close the door, and leave once what was accepted before is over. In a group of fixed size the door
-        closes when every live member has entered its own shutdown, and calls have ``rpc_timeout`` from then on; in one
-        without a size it closes now. Then what this worker's program begins raises WorkerClosed, and what it still
-        waits for does so after 3 s. False leaves at once, also where a graceful shutdown waits already.
+        A graceful shutdown closes the door, finishes what was accepted before, and leaves. In a free group the door
+        closes now. In a fixed group it closes when every live member has called its own shutdown; what is under way
+        then has ``rpc_timeout``. When the door has closed, what this worker's program begins raises WorkerClosed, and
+        what it still waits for does so after 3 s.
+
+        graceful: False leaves at once, also where a graceful shutdown waits already.
         timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
-        Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
-        but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).
-        A worker that is still joining gives that up: `start` raises WorkerClosed. One whose loop was closed meanwhile,
-        as `asyncio.run` does, is taken down on any other loop.
+
+        Returns which members were lost and which references were still alive. After it no thread, task or socket of the
+        worker is left, but for a thread inside torch if the store has not answered for 5 s (a warning says so). A
+        worker that is still joining gives that up: `start` raises WorkerClosed. A worker whose loop was closed
+        meanwhile, as ``asyncio.run`` does, is taken down on any other loop.
+
+        Raised here: RpcUsageError on another loop than the worker's.
         """
         report = self._life.report()
         own = self._own_loop

@@ -3,7 +3,8 @@
     python -m tests.documents           says whether the documents are as the code is
     python -m tests.documents --write   makes those parts anew
 
-That is section 7 of docs/design.md, from the tables of states, and all of docs/wire.md, from the classes of messages.
+That is section 7 of docs/inside/design.md, from the tables of states, and all of docs/inside/wire.md, from the classes
+of messages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from aiorpc.protocol import states
 from tests import wire
 
 COMMAND = "python -m tests.documents --write"
-DESIGN = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+DESIGN = Path(__file__).resolve().parent.parent / "docs" / "inside" / "design.md"
 WIRE = DESIGN.with_name("wire.md")
 WIDTH = 120
 BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
@@ -105,7 +106,7 @@ def differences(text: str, tables: Sequence[AnyTable] = TABLES) -> str:
 
 
 def wire_differences(text: str) -> str:
-    """What docs/wire.md has otherwise than the classes of messages, and what to do about it; empty if nothing."""
+    """What wire.md has otherwise than the classes of messages, and what to do about it; empty if nothing."""
     lines = list(difflib.unified_diff(text.splitlines(), wire.whole().splitlines(), "text", "classes", n=1))
     if not lines:
         return ""

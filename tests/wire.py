@@ -1,4 +1,4 @@
-"""What docs/wire.md says: the frames and every message, made from the declarations of their classes.
+"""What docs/inside/wire.md says: the frames and every message, made from the declarations of their classes.
 
 The docstring of a class says what its message means, and the comments that begin with ``#:`` above its fields what
 those are; they are read from the source, since nothing else has comments.
@@ -86,7 +86,9 @@ def whole() -> str:
             (device_messages.DeviceTransfer, device_messages.FilledSlot, device_messages.Slot, device_messages.Span),
         ),
     ]
-    return "\n\n".join(parts) + "\n"
+    head, channels, rest = "\n\n".join(parts).partition("## What channels say")
+    # Channels alone have a level more.
+    return head.replace("\n#### ", "\n### ") + channels + rest + "\n"
 
 
 def said_of(module: Any) -> str:

@@ -43,9 +43,13 @@ Arrived = Callable[[int, Buffer | Exception], None]
 
 @dataclass
 class Traffic:
-    """What one end of a channel has moved. Counted without a lock, in steps that no other thread gets between: none has
-    a call in it."""
+    """What went through one channel, such as shared memory, from the start of the worker on.
 
+    sent, bytes_sent: buffers of tensors, and their bytes, that it took to other workers. received, bytes_received:
+    those that came through it. refused: how many it did not take, by the reason; another channel took these.
+    """
+
+    # Counted without a lock, in steps that no other thread gets between: none has a call in it.
     sent: int = 0
     bytes_sent: int = 0
     received: int = 0

@@ -62,7 +62,10 @@ def _check(what: str, name: object) -> str:
 @register_safe
 @dataclass(frozen=True, order=True, repr=False)
 class WorkerInfo:
-    """Name and id (rank) of a worker; usable wherever a worker is named. Hashable, comparable, picklable."""
+    """Name and id of a worker. Verbs take it wherever they take a name. Hashable, comparable, picklable.
+
+    name: unique in the group. id: the rank, or the number that the group gave.
+    """
 
     name: str
     id: int

@@ -11,7 +11,7 @@ Bodies of the handshake that a worker of another version has to understand (HELL
 see `handshake`. Messages of reference counting have classes of their own in `reference_messages`, and what the two ends
 of a channel say to each other is declared by the channel; here are the envelopes that they travel in.
 
-`docs/wire.md` is made from these classes.
+`docs/inside/wire.md` is made from these classes.
 """
 
 from __future__ import annotations

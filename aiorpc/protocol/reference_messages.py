@@ -1,6 +1,6 @@
 """What the reference tables of two workers say to each other, and what a table tells its runtime to do.
 
-`docs/counting.md` has the table of messages; `references` says when each is sent.
+`docs/inside/counting.md` has the table of messages; `references` says when each is sent.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A value lives at its owner. Every holder has a *fork* of the reference, named by an id, and the owner keeps the set of
 forks it counts; it frees the value when that set is empty. A fork that is passed on stays counted (*pinned*) until the
-receiver's own fork is counted. `docs/counting.md` numbers the guarantees and has the tables of messages and states.
+receiver's own fork is counted. `docs/inside/counting.md` numbers the guarantees and has the tables of messages and of
+states.
 
 One `ReferenceTable` per worker. Its methods take events and return what is to be done, in order; they never block, and
 must be called by one thread at a time. What a worker says to itself (a reference to its own value) is handled inside

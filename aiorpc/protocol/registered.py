@@ -126,12 +126,16 @@ registered.add(Counter)
 def register_safe(thing: T, *others: Callable[..., object]) -> T:
     """Allow that messages name these classes and functions, in a group with ``serialization="safe"``.
 
-    Returns the first, so that it may stand above a class as a decorator. All workers that receive such objects have to
-    register them under the same name, before they arrive. Any member may then send objects of the class with whatever
-    attributes: they are made by ``__new__`` without ``__init__`` and filled by ``__setstate__``, or as the class's own
-    ``__reduce__`` asks for, by calling the class. The class itself may be passed as a value, too. A registered function
-    may be passed as a value, and is never called because a message asks for it. Any thread. RpcUsageError for something
-    else, for a name that is taken, and for classes by which anything could be named.
+    Returns the first, so that it may stand above a class as a decorator. Any thread. All workers that receive such
+    objects register them under the same name, before they arrive.
+
+    Any member may then send objects of the class with whatever attributes: they are made by ``__new__`` without
+    ``__init__`` and filled by ``__setstate__``, or as the class's own ``__reduce__`` asks for, by calling the class. So
+    register classes that only hold data. The class itself may be passed as a value, too. A registered function may be
+    passed as a value, and is never called because a message asks for it.
+
+    Raised here: RpcUsageError for what is no class and no function, for a name that is taken, and for classes by which
+    anything could be named.
     """
     for each in (thing, *others):
         registered.add(each)

@@ -25,10 +25,11 @@ from .served import MOST, ServedQueue, end, watch
 class QueueHandle(Generic[T]):
     """A queue of some worker: see `aiorpc.queue`. All methods may be called from any thread, and return at once.
 
-    What they return is a Future, awaited or waited for; its truth is no answer, so ``if await q.empty()``. It raises
-    UnknownObject if the owner has no queue of that name, PeerLost or PeerLeft if the owner is gone, NotAllowed where
-    the owner does not let this worker do that. In a handler what waits does so no longer than the handler's caller.
-    Sent to other workers, as an argument or in one, it is a handle there.
+    Each returns a Future, to await or to wait for; so write ``if await q.empty()``. In a handler what waits does so no
+    longer than the handler's caller. Sent to another worker, as an argument or in one, it is a handle there.
+
+    Raised by the Futures: UnknownObject if the owner has no queue of that name; PeerLost or PeerLeft if the owner is
+    gone; NotAllowed where the owner does not allow that for this worker; RpcTimeout.
     """
 
     def __init__(self, name: str, owner: str, timeout: float | None = None) -> None:
@@ -62,13 +63,17 @@ class QueueHandle(Generic[T]):
     def put(self, item: T, *, copy: bool = True, timeout: float | None = None) -> Future[None]:
         """Put an item, as it is now; the Future settles when it is in the queue, and waits while that is full.
 
-        timeout: seconds that it waits for room, 0 for no limit; None for that of the handle. Past it RpcTimeout is
-        raised. Cancelling gives up. After both the item is in the queue if it had come there by then, else it will not
-        be. Items that one handle puts keep their order. QueueShutDown after `shutdown`. Raised here, with nothing sent:
-        SerializationError, NotInitialized, WorkerClosed.
-        Whatever script the worker runs that gets the item, it can read what is defined in ``__main__`` here, by value.
-        An item of more than 32 KiB stays with this worker until somebody gets it, so the worker has to stay until then.
-        copy: whether it is copied for that; if not, it must not change until somebody has got it.
+        Items that one handle puts keep their order. Cancelling gives up; the item is in the queue if it had come there
+        by then. An item of more than 32 KiB stays with this worker until it is got, so the worker has to stay until
+        then. What is defined in ``__main__`` here goes by value, so that any worker can read it.
+
+        timeout: seconds that it waits for room, 0 for no limit; None for that of the handle.
+        copy: whether the item is copied for that; if not, do not change it until it is got.
+
+        Raised here, with nothing sent: SerializationError, NotInitialized, WorkerClosed.
+
+        Raised by the Future: RpcTimeout, after which the item is in the queue if it had come there by then;
+        QueueShutDown after `shutdown`.
         """
         client = self._client()
         return client.put(item, copy, self._seconds(client, timeout))
@@ -86,21 +91,23 @@ class QueueHandle(Generic[T]):
     def get(self, *, timeout: float | None = None) -> Future[T]:
         """The next item; the Future waits while there is none. Each item is given to one `get` of one worker.
 
-        timeout: seconds, 0 for no limit; None for that of the handle. Past it RpcTimeout is raised; what comes after
-        that, or after it was cancelled, stays in the queue, at its front. QueueShutDown once the queue is shut down and
-        empty. ItemLost, which names the worker, if the item was one that its producer kept, and that is gone: the next
-        `get` goes on behind it. Where the producer lives and does not hand the item over now, it stays in the queue,
-        and the reason is raised (RpcTimeout, Overloaded). A worker that dies with an item that it was given takes it
-        along.
+        An item that comes after the timeout, or after the Future was cancelled, stays in the queue, at its front. A
+        worker that dies with an item that it was given takes it along.
+
+        timeout: seconds, 0 for no limit; None for that of the handle.
+
+        Raised by the Future: RpcTimeout; QueueShutDown once the queue is shut down and empty; ItemLost if the worker
+        that kept the item is gone, and the next `get` goes on behind it. Where that worker lives and does not hand the
+        item over now, the item stays in the queue, and the reason is raised (RpcTimeout, Overloaded).
         """
         client = self._client()
         return client.get(1, False, self._seconds(client, timeout))
 
     def get_many(self, count: int, *, timeout: float | None = None) -> Future[list[T]]:
-        """A list of the next items: as many as there are, up to `count`, and one at least. Otherwise as `get`.
+        """A list of the next items: as many as there are, up to `count`, and at least one. Otherwise as `get`.
 
-        No more than 1024, and of items that are at the owner no more than first come to 256 KiB: there may be others.
-        What was lost of them is told by the next `get` of this handle, if there is something to give now.
+        It has at most 1,024 items, and of those that are at the owner at most 256 KiB. If some of them were lost, the
+        next `get` of this handle raises that.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RpcUsageError(f"get_many() takes how many items there may be, from 1, and not {count!r:.40}")
@@ -118,10 +125,12 @@ class QueueHandle(Generic[T]):
     # --- finishing ----------------------------------------------------------------------------------------------------
 
     def task_done(self, count: int = 1) -> Future[None]:
-        """So many items that were got are finished, for `join`. ValueError if there are not so many in all.
+        """So many items that were got are finished, for `join`. From any worker.
 
-        By any worker: what is more than it has got itself counts for the others, for those first that have got theirs
-        the longest ago; a worker that may not shut the queue down (option ``allow``) finishes its own alone.
+        What is more than this worker has got itself counts for the others, for those first that have got theirs the
+        longest ago. A worker that may not shut the queue down (option ``allow``) finishes its own items alone.
+
+        Raised by the Future: ValueError if there are not so many in all.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RpcUsageError(
@@ -132,10 +141,13 @@ class QueueHandle(Generic[T]):
     def join(self, *, timeout: float | None = None) -> Future[None]:
         """Wait until every item that was put has been got and finished (`task_done`).
 
-        timeout: seconds, 0 for no limit; None for that of the handle; past it RpcTimeout. ItemLost if items went with a
-        worker that had got them and had not finished them: those count as finished, and each such worker is told once,
-        of the last hundred. Items that are dropped, by ``shutdown(immediate=True)`` or as the queue is closed, count as
-        finished, too; QueueShutDown if it is closed while items were got and are not finished.
+        Items that are dropped, by ``shutdown(immediate=True)`` or as the queue is closed, count as finished, too.
+
+        timeout: seconds, 0 for no limit; None for that of the handle.
+
+        Raised by the Future: RpcTimeout; ItemLost, once for each lost worker, if items went with a worker that had got
+        them and had not finished them, which count as finished; QueueShutDown if the queue is closed while items were
+        got and are not finished.
         """
         client = self._client()
         return client.join(self._seconds(client, timeout), self._unfinished)
@@ -147,7 +159,7 @@ class QueueHandle(Generic[T]):
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
     def qsize(self) -> Future[int]:
-        """How many items there are at the owner. It may be another number by the time that it is known here."""
+        """How many items there are at the owner. It may have changed by the time that it is known here."""
         return self._ask("qsize")
 
     def empty(self) -> Future[bool]:
@@ -159,9 +171,11 @@ class QueueHandle(Generic[T]):
         return self._ask("full")
 
     def shutdown(self, immediate: bool = False) -> Future[None]:
-        """Take no more items: `put` raises QueueShutDown, also where it waits, and so does `get` once there is none.
+        """Take no more items: `put` raises QueueShutDown, also where it waits, and `get` does once the queue is empty.
 
-        immediate: whether what is in the queue is dropped. From any worker that may.
+        immediate: whether the items in the queue are dropped.
+
+        From any worker that may (option ``allow``).
         """
         return self._ask("shut_down", bool(immediate))
 
@@ -192,10 +206,10 @@ class QueueHandle(Generic[T]):
 
 @register_safe
 class Queue(QueueHandle[T]):
-    """A queue of this worker, with the methods and manners of ``asyncio.Queue``; others find it by `aiorpc.queue`.
+    """A queue of this worker, with the methods of ``asyncio.Queue``; other workers reach it by `aiorpc.queue`.
 
-    The class makes a queue here, and this worker keeps its items; the function `aiorpc.queue` finds one that is there.
-    It is served from when it is made until `close`, or until the worker ends; what is in it goes then.
+    It is served from when it is made until `close`, or until the worker ends; the items in it are gone then. Items of
+    more than 32 KiB stay with the worker that put them until they are got.
     """
 
     def __init__(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> None:
@@ -235,7 +249,7 @@ class Queue(QueueHandle[T]):
         node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._news)))
 
     def close(self) -> None:
-        """Serve it no longer: whoever waits there hears that it is shut down. Idempotent. Any thread."""
+        """Serve it no longer: what waits at it raises QueueShutDown. Idempotent. Any thread."""
         self._object.close()
         self._node.engine.run_on_loop(self._end)
 

@@ -7,54 +7,64 @@ from dataclasses import dataclass, field
 from ..channels import Traffic
 from .node import Node
 
+COUNTER, GAUGE, MAXIMUM = "counter", "gauge", "maximum"
+
+
+def _is(kind: str, unit: str) -> int:
+    """A field, with what `docs/reference/statistics.md` says of it, and what a program needs that exports it."""
+    return field(default=0, metadata={"kind": kind, "unit": unit})
+
 
 @dataclass(frozen=True)
 class Statistics:
-    """A worker at one moment; see `Worker.statistics`. Times in seconds, sizes in bytes.
+    """A worker at one moment, as `Worker.statistics` returns it. Times are in seconds, sizes in bytes.
 
-    Of calls that were made here: calls_made, calls_answered, calls_pending, calls_timed_out, calls_retried,
-    late_answers, latency_p50 and latency_p99. Of calls that were served here: calls_served, calls_running, calls_failed
-    and calls_cancelled; those that were refused, and so not served, have failed, too. To fetch the value of a reference
-    is a call. Puts, gets and joins of a queue count at the worker that makes them alone.
+    The reference lists each field with its meaning, under "Statistics". The metadata of a field
+    (``dataclasses.fields``) has its ``kind`` and ``unit``. A counter only grows, from the start of the worker on. A
+    gauge is the value at this moment. A maximum is the largest value since the start.
     """
 
-    calls_made: int = 0
-    calls_answered: int = 0
-    calls_pending: int = 0
-    calls_timed_out: int = 0
-    calls_retried: int = 0  # tries of calls with retries that failed, and were followed by another one
-    late_answers: int = 0
-    latency_p50: float = 0.0  # upper bound, to within a factor of two
-    latency_p99: float = 0.0
-    calls_served: int = 0
-    calls_running: int = 0
-    calls_failed: int = 0
-    calls_cancelled: int = 0
-    connections: int = 0
-    connections_refused: int = 0
-    connections_given_up: int = 0  # whose other end went away before it had proved itself; if local, not without a word
-    connections_suspended: int = 0  # how often one broke that might go on over a new socket
-    connections_resumed: int = 0  # how often one did
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    messages_sent: int = 0  # of all kinds, those of the runtime itself and pieces of large buffers among them
-    messages_received: int = 0
-    threads: int = 0
-    threads_idle: int = 0
-    threads_blocked: int = 0
-    jobs_queued: int = 0
-    references_owned: int = 0
-    references_held: int = 0
-    references_pending: int = 0
-    channels: dict[str, Traffic] = field(default_factory=dict)  # by name: what went which way, and what could not, why
-    shared_lent: int = 0  # bytes of the arena that other workers hold now
-    shared_leases: int = 0  # in so many blocks
-    shared_used: int = 0  # bytes of the arena in blocks, with what rounding adds
-    shared_size: int = 0  # bytes of the arena
-    shared_resident: int = 0  # bytes of memory that it takes up
-    loop_lag_mean: float = 0.0
-    loop_lag_max: float = 0.0
-    loop_blocked: int = 0
+    # Calls that were made here. To fetch the value of a reference is one.
+    calls_made: int = _is(COUNTER, "calls")
+    calls_answered: int = _is(COUNTER, "calls")
+    calls_pending: int = _is(GAUGE, "calls")
+    calls_timed_out: int = _is(COUNTER, "calls")
+    calls_retried: int = _is(COUNTER, "tries")  # those that failed, and were followed by another one
+    late_answers: int = _is(COUNTER, "answers")
+    latency_p50: float = _is(GAUGE, "s")  # upper bound, to within a factor of two
+    latency_p99: float = _is(GAUGE, "s")
+    # Calls that were served here; those that were refused, and so not served, have failed, too.
+    calls_served: int = _is(COUNTER, "calls")
+    calls_running: int = _is(GAUGE, "calls")
+    calls_failed: int = _is(COUNTER, "calls")
+    calls_cancelled: int = _is(COUNTER, "calls")
+    connections: int = _is(GAUGE, "connections")
+    connections_refused: int = _is(COUNTER, "connections")
+    # Whose other end went away before it had proved itself; if local, not without a word.
+    connections_given_up: int = _is(COUNTER, "connections")
+    connections_suspended: int = _is(COUNTER, "breaks")  # how often one broke that might go on over a new socket
+    connections_resumed: int = _is(COUNTER, "breaks")  # how often one did
+    bytes_sent: int = _is(COUNTER, "bytes")
+    bytes_received: int = _is(COUNTER, "bytes")
+    messages_sent: int = _is(COUNTER, "messages")  # of all kinds, the runtime's and pieces of large buffers among them
+    messages_received: int = _is(COUNTER, "messages")
+    threads: int = _is(GAUGE, "threads")
+    threads_idle: int = _is(GAUGE, "threads")
+    threads_blocked: int = _is(GAUGE, "threads")
+    jobs_queued: int = _is(GAUGE, "jobs")
+    references_owned: int = _is(GAUGE, "values")
+    references_held: int = _is(GAUGE, "references")
+    references_pending: int = _is(GAUGE, "references")
+    # By name: what went which way, and what could not, why.
+    channels: dict[str, Traffic] = field(default_factory=dict, metadata={"kind": COUNTER, "unit": "buffers, bytes"})
+    shared_lent: int = _is(GAUGE, "bytes")  # of the arena, that other workers hold now
+    shared_leases: int = _is(GAUGE, "blocks")  # in which they are
+    shared_used: int = _is(GAUGE, "bytes")  # of the arena in blocks, with what rounding adds
+    shared_size: int = _is(GAUGE, "bytes")  # of the arena
+    shared_resident: int = _is(GAUGE, "bytes")  # of memory that it takes up
+    loop_lag_mean: float = _is(GAUGE, "s")
+    loop_lag_max: float = _is(MAXIMUM, "s")
+    loop_blocked: int = _is(COUNTER, "times")
 
 
 def collect(node: Node) -> Statistics:

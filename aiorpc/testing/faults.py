@@ -34,7 +34,15 @@ _CALLS = frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH, Mes
 
 
 class Choice(TypedDict, total=False):
-    """Which messages of its kinds a rule hits; see `Faults`."""
+    """Which messages of its kinds a rule of `Faults` hits.
+
+    to: only messages to the worker of that name.
+    function: only calls of that function (or of that name), and answers to them.
+    when: only messages for which it returns True; if it raises, the rule ends, and the end of the block raises the
+        error.
+    after: so many that match pass first.
+    times: so many are hit, None for all that follow.
+    """
 
     to: str | None
     function: object
@@ -45,7 +53,13 @@ class Choice(TypedDict, total=False):
 
 @dataclass(eq=False)
 class Fault:
-    """One rule, as `Faults` made it. messages: what it has hit so far."""
+    """One rule, as a method of `Faults` made it.
+
+    action: what becomes of a message. kinds: of messages that it is for. to: only those to that worker; None: to any.
+    function: only those of that function, or of one of that name. when: only those for which this returns True.
+    times: how many it hits, None for all. after: how many it lets pass first. delay: seconds, of a delay. error: what
+    is raised, of a refusal. messages: what it has hit so far.
+    """
 
     action: str
     kinds: frozenset[MessageKind]
@@ -109,12 +123,11 @@ class Fault:
 class Faults:
     """``with Faults(worker) as faults``: what that worker sends goes by the rules, until the end of the block.
 
-    Kinds are those of `MessageKind`; none means every call ("call", "remote" and "fetch"). Common to all rules:
+    A rule is for messages of some kinds, as `MessageKind` has them; without a kind it is for every call ("call",
+    "remote" and "fetch"). `Choice` says which of these messages it hits. The first rule that hits a message decides.
+    Any thread.
 
-    to: only messages to the worker of that name. function: only calls of that function (or of that name), and answers
-    to them. when: only messages for which it returns True; if it raises, the rule ends, and the end of the block raises
-    the error. after: so many that match pass first. times: so many are hit, None for all that follow. The first rule
-    that hits a message decides. Any thread. RpcUsageError for a choice that no message could meet.
+    Raised by a rule: RpcUsageError for a choice that no message could meet.
     """
 
     def __init__(self, worker: Worker) -> None:

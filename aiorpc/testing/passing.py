@@ -2,7 +2,8 @@
 
 Frames of one call, and the messages of reference counting, keep their order: what comes behind a delayed one waits with
 it. Calls may overtake each other, as they may when their buffers are large. Nothing overtakes a message of reference
-counting to the same worker: a call that uses a reference may be behind the word that there is one (docs/counting.md).
+counting to the same worker: a call that uses a reference may be behind the word that there is one
+(docs/inside/counting.md).
 """
 
 from __future__ import annotations
@@ -36,26 +37,33 @@ _OF_CALLEES = frozenset((REPLY, ERROR, ITEM))
 
 
 class MessageKind(StrEnum):
-    """What a message is, as rules name it."""
+    """What a message is, as rules name it.
 
-    CALL = "call"  # of a function, or of a method of a reference's value
-    REMOTE = "remote"  # a call that creates the value of a reference
-    FETCH = "fetch"  # the value of a reference is asked for
-    CANCEL = "cancel"  # the caller has given up, or its time is over
-    REPLY = "reply"  # the result or error of any call that is not the runtime's own
-    ITEM = "item"  # of a stream
-    REFERENCE = "reference"  # counting of references
-    GRADIENT = "gradient"  # a step of a backward pass
-    CONTEXT = "context"  # an autograd context has ended
+    CALL: a call of a function, or of a method of a reference's value. REMOTE: a call that creates the value of a
+    reference. FETCH: the value of a reference is asked for. CANCEL: the caller has given up, or its time is over.
+    REPLY: the result or error of a call. ITEM: of a stream. REFERENCE: counting of references. GRADIENT: a step of a
+    backward pass. CONTEXT: an autograd context has ended.
+    """
+
+    CALL = "call"
+    REMOTE = "remote"
+    FETCH = "fetch"
+    CANCEL = "cancel"
+    REPLY = "reply"
+    ITEM = "item"
+    REFERENCE = "reference"
+    GRADIENT = "gradient"
+    CONTEXT = "context"
 
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
     """A message that is about to be sent.
 
-    worker: the receiver's name. name: of the function, as ``module:qualname``, or the method's name; of a message of
-    reference counting its tag (ADD, ADDED, DEL ...). function: the function itself, for calls. reference: the id of the
-    reference that is created, fetched or whose method is called. autograd: the autograd context that a call is made in.
+    kind: what it is. worker: the name of the receiver. name: of the function, as ``module:qualname``, or the
+    method; of a message of reference counting its tag (ADD, ADDED, DEL ...). function: the function itself, for calls.
+    reference: the id of the reference that is created, fetched or whose method is called. autograd: the id of the
+    autograd context that a call is made in.
     """
 
     kind: MessageKind

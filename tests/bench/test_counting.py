@@ -176,7 +176,7 @@ def test_the_design_says_how_many_messages_a_step_takes(rows: dict[str, Row]) ->
         f"{rows[f'{each.quantity}: messages, {each.note}'].aiorpc[0]:.0f}"
         for each in map(counting.choose, ("training", "two_layers", "chain"))
     )
-    text = " ".join((ROOT / "docs/design.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/inside/design.md").read_text(encoding="utf-8").split())
     assert (
         f"a step with one remote layer takes {one} messages, one with two layers, of which one is remote, takes {two}"
         in text

@@ -701,7 +701,7 @@ def test_broken_messages(seed: int) -> None:
 
 
 def test_the_document_is_as_the_classes_are() -> None:
-    """docs/wire.md has what they declare; the message says how to make it anew."""
+    """docs/inside/wire.md has what they declare; the message says how to make it anew."""
     found = wire_differences(WIRE.read_text(encoding="utf-8"))
     assert not found, found
 

@@ -1,4 +1,4 @@
-"""Reference counting: each guarantee of docs/counting.md by itself, then all of them under any interleaving."""
+"""Reference counting: each guarantee of docs/inside/counting.md by itself, then all of them under any interleaving."""
 
 from __future__ import annotations
 

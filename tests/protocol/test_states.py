@@ -167,7 +167,7 @@ def test_a_worker_that_leaves_refuses_verbs_before_its_parts_end() -> None:
 
 
 def test_the_document_is_as_the_tables_are() -> None:
-    """Section 7 of docs/design.md has what the tables have; the message says how to make it anew."""
+    """Section 7 of docs/inside/design.md has what the tables have; the message says how to make it anew."""
     found = differences(DESIGN.read_text(encoding="utf-8"))
     assert not found, found
 

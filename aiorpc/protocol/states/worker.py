@@ -6,7 +6,12 @@ from .table import LOOP, Label, Table, Transition, from_each
 
 
 class WorkerState(Label):
-    """See `WORKER`."""
+    """Where a worker stands in its life. The table `WORKER` has what leads from one state to the next.
+
+    NEW: it was made, and does nothing yet. STARTING: it is joining; nobody is answered. RUNNING: calls go in both
+    directions. LEAVING: it is shutting down, and still serves. CLOSING: verbs raise WorkerClosed; threads and tasks
+    end. CLOSED: it has left; no thread, task or socket of it is there.
+    """
 
     NEW = "new"
     STARTING = "starting"

@@ -82,18 +82,23 @@ def batched(
 
     The function (``def`` or ``async def``, also a method, class method or static method) receives, in place of each
     argument, a list of the callers' arguments, and returns one result per caller: a list or tuple of that length, or a
-    tensor whose row ``i`` goes to caller ``i``. An exception among the results is raised at that caller alone; if
-    the function raises, or the number of results is wrong (RpcUsageError), every caller of the batch gets the error.
-    Arguments may be passed by position or by name; a default stands in for callers that left it out. Each instance
-    gathers its own callers. Called locally, the function is what it was: it takes and returns lists. It goes to other
-    workers by name alone, so it stands at the top of a module: a copy of it would gather nobody.
+    tensor whose row ``i`` goes to caller ``i``. An exception among the results is raised at that caller alone; if the
+    function raises, every caller of the batch gets the error.
 
     max_size: callers that make a batch, or a function that says so, asked at every arrival ("all peers of the group").
     max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full.
-    concurrency: how many batches of the function (of a method: for one instance) run at once on one worker; None for as
-    many as there are threads, and for coroutines without a limit. A batch that has to wait for its turn grows
-    meanwhile, up to `max_size`. The function must not wait for a call that needs a batch of its own, unless it may run
-    so often at once. RpcUsageError for values that cannot be.
+    concurrency: how many batches of the function (of a method: for one instance) run at once on one worker. None: as
+        many as there are threads, and for coroutines any number. A batch that waits for its turn grows meanwhile, up to
+        `max_size`.
+
+    Arguments may be passed by position or by name; a default stands in for callers that left it out. Each instance
+    gathers its own callers. Called locally, the function takes and returns lists. It goes to other workers by name
+    alone, so it stands at the top of a module. It must not wait for a call that needs a batch of its own, unless it may
+    run so often at once.
+
+    Raised here: RpcUsageError for values that cannot be.
+
+    Raised at every caller of a batch: RpcUsageError if the number of results is wrong.
     """
     if not callable(max_size) and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
         raise RpcUsageError(f"max_size must be an integer >= 1 or a function that returns one, not {max_size!r}")

@@ -432,16 +432,18 @@ def permits() -> Permits | None:
 def caller() -> WorkerInfo:
     """In a handler: which worker made this call.
 
-    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    Raised here: RpcUsageError outside of a handler, and in a `batched` function, which serves many calls.
     """
     return _serving().caller
 
 
 def cancelled() -> bool:
-    """In a handler: whether the caller has given up (cancelled, timed out or died).
+    """In a handler: whether the caller has given up, that is cancelled the call, timed out, or died.
 
-    Its result is dropped then; that of `remote`, whose caller has died or left, goes to those who hold the reference.
-    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    The result is dropped then, but for that of `remote` whose caller has died or left: it goes to those that hold the
+    reference.
+
+    Raised here: RpcUsageError outside of a handler, and in a `batched` function, which serves many calls.
     """
     call = _serving()
     call.told = call.told or call.over
@@ -451,16 +453,16 @@ def cancelled() -> bool:
 def check_cancelled() -> None:
     """In a handler: raise RpcCancelled if the caller has given up.
 
-    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    Raised here: RpcCancelled; RpcUsageError outside of a handler, and in a `batched` function, which serves many calls.
     """
     if cancelled():
         raise RpcCancelled(f"the caller of {_serving().function} has given up")
 
 
 def deadline() -> float | None:
-    """In a handler: seconds left until the caller gives up, None if it never does, as one that has its answer.
+    """In a handler: seconds left until the caller gives up; None if it has no deadline, or has its answer already.
 
-    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    Raised here: RpcUsageError outside of a handler, and in a `batched` function, which serves many calls.
     """
     call = _serving()
     limit = None if call.replied else call.deadline

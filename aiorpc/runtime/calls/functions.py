@@ -91,8 +91,10 @@ def async_execution(fn: G) -> G:
     """Mark a handler that returns a Future: its thread is free at once, the reply goes out when the Future completes.
 
     The function must return a ``torch.futures.Future`` of any kind. With ``@staticmethod`` and ``@classmethod`` it may
-    be written on either side. RpcUsageError for an ``async def``, which needs no mark, for a generator function, and
-    for what is no function.
+    be written on either side.
+
+    Raised here: RpcUsageError for an ``async def``, which needs no mark, for a generator function, and for what is no
+    function.
     """
     target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     if not callable(target):

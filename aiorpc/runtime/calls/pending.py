@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PendingCall:
-    """One call under way. direction: "made" here or "served" here. seconds: how long. deadline: seconds left."""
+    """One call under way.
+
+    direction: "made" here or "served" here. worker: the name of the other side. function: its name. seconds: how long
+    it has been under way. deadline: seconds left, None without a limit. made_at: of calls made here, the line of the
+    program.
+    """
 
     direction: str
     worker: str

@@ -84,10 +84,11 @@ class PeerGroup:
         """Run ``function(*args, **kwargs)`` on every member; starts at once. Awaiting it gives `Outcomes`.
 
         ``async for name, outcome in group.call(...)`` gives those of the members as they come. Arguments are encoded
-        once for all of them. Members that fail, die or are late are told of in the outcomes; only where a quorum of
-        values cannot be had, awaiting raises GroupError. Cancelling it calls off what is under way.
-        Raised here, with nothing sent to anybody: UnknownWorker where no worker is in the group, SerializationError,
-        RpcUsageError for a quorum that is larger than the group and for what is no function, WorkerClosed.
+        once for all of them. A member that fails, dies or is late has its error in its outcome; awaiting raises
+        GroupError only where a quorum of values cannot be had. Cancelling it cancels what is under way.
+
+        Raised here, with nothing sent: UnknownWorker where no worker is in the group, SerializationError, RpcUsageError
+        for a quorum that is larger than the group and for what is no function, WorkerClosed.
         """
         return self._call(function, args, kwargs, self._options, call_site(sys._getframe(1)))
 
@@ -224,8 +225,10 @@ class PeerGroup:
     def any(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on the least busy member; the Future of its result, as of `aiorpc.call`.
 
-        That is the one with the fewest calls of this worker under way; equals take turns. With ``retries=`` each try
-        goes to the one that is the least busy then. Raises what `call` raises, with nothing sent, and Overloaded.
+        That is the member with the fewest calls of this worker under way; equals take turns. With ``retries=`` each try
+        goes to the one that is the least busy then.
+
+        Raised here, with nothing sent: what `aiorpc.call` raises, and Overloaded.
         """
         return self._call_one(function, args, kwargs, call_site(sys._getframe(1)))
 
@@ -267,9 +270,11 @@ class PeerGroup:
         """``async for result in group.map(function, items)``: ``function(item)`` for each, on the least busy member.
 
         ``for`` does the same in a thread that may block. Results come in the order of items. At most two items for each
-        member are under way or wait to be taken, so items are taken as results are. An item that fails raises its error
-        in its place; with ``retries=`` one whose member was lost goes to another member. Leaving the loop early calls
-        off what is under way. RpcUsageError for what is no iterable, with nothing sent.
+        member are under way or wait to be taken (back-pressure), so items are taken as results are. An item that fails
+        raises its error in its place; with ``retries=`` one whose member was lost goes to another member. Leaving the
+        loop early cancels what is under way.
+
+        Raised here, with nothing sent: RpcUsageError for what is no iterable.
         """
         site, many = call_site(sys._getframe(1)), 0
 
@@ -294,9 +299,12 @@ class PeerGroup:
     def stream(self, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> GroupStream[T]:
         """``async for name, item in group.stream(generator_function, *args)``: the items of all members, as they come.
 
-        ``for`` does the same in a thread that may block. Those of one member are in their order. A member that fails or
-        is lost does not end the others; GroupError follows behind the last item. The timeout is for each item. Raises
-        what `aiorpc.stream` raises, and refuses groups with ``retries=``.
+        ``for`` does the same in a thread that may block. The items of one member are in their order. A member that
+        fails or is lost does not end the others. The timeout is for each item.
+
+        Raised here: what `aiorpc.stream` raises; RpcUsageError for groups with ``retries=``.
+
+        Raised behind the last item: GroupError, if members failed.
         """
         return self._stream(function, args, kwargs, self._options.timeout)
 
@@ -382,11 +390,16 @@ class PeerGroup:
     def barrier(self, tag: str = "") -> Future[None]:
         """Wait until every member has come to the barrier of that tag; each of them calls this, on a group of the same.
 
-        A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerLeft if one has left,
-        and RpcTimeout, which names who has not come, when the timeout of the group is over, or soon afterwards (a tenth
-        of it, from half a second to five) if the member with the lowest id does not answer. Cancelling it, or a
-        timeout, takes this worker back from the barrier. Raised here: RpcUsageError for a worker that is no member, and
-        UnknownWorker for a member that has not joined yet, which `aiorpc.wait_for` waits for.
+        Returns a Future, to await or to wait for. Cancelling it, or a timeout, takes this worker back from the barrier.
+
+        tag: which barrier; two tags are two barriers.
+
+        Raised here: RpcUsageError for a worker that is no member; UnknownWorker for a member that has not joined yet,
+        which `aiorpc.wait_for` waits for.
+
+        Raised by the Future: PeerLost as soon as a member is lost, PeerLeft if one has left; RpcTimeout, which names
+        the members that have not come, when the timeout of the group is over, or up to five seconds later if the member
+        with the lowest id does not answer.
         """
         return come(self._home, self._members.now(), tag, self._options.timeout)
 

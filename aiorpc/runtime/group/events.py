@@ -21,21 +21,21 @@ _MOST_EVENTS = 65_536
 
 @dataclass(frozen=True)
 class WorkerJoined:
-    """A worker joined the group."""
+    """A worker joined the group. worker: its name and id."""
 
     worker: WorkerInfo
 
 
 @dataclass(frozen=True)
 class WorkerLeft:
-    """A worker left in good order."""
+    """A worker left in good order. worker: its name and id."""
 
     worker: WorkerInfo
 
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A worker died or cannot be reached any more. cause: what was seen."""
+    """A worker died or cannot be reached any more. worker: its name and id. cause: what was seen."""
 
     worker: WorkerInfo
     cause: str
@@ -43,9 +43,11 @@ class WorkerLost:
 
 @dataclass(frozen=True)
 class WorkerReplaced:
-    """In a group of fixed size a new process has taken the place of a worker that was lost: its name and its rank.
+    """In a fixed group a new process has taken the name and rank of a worker that was lost or has left.
 
-    Calls by name and rank go to it from now on; references to values of the one before raise `PeerLost` for ever.
+    Calls by name and rank go to it from now on. References to values of the old process raise `PeerLost` for ever.
+
+    worker: its name and id.
     """
 
     worker: WorkerInfo
@@ -53,7 +55,10 @@ class WorkerReplaced:
 
 @dataclass(frozen=True)
 class WorkerSuspended:
-    """The network to a worker has broken; it may live. WorkerResumed follows, or WorkerLost. cause: what was seen."""
+    """The connection to a worker broke, and the worker may live. `WorkerResumed` follows, or `WorkerLost`.
+
+    worker: its name and id. cause: what was seen.
+    """
 
     worker: WorkerInfo
     cause: str
@@ -61,7 +66,10 @@ class WorkerSuspended:
 
 @dataclass(frozen=True)
 class WorkerResumed:
-    """The network to a worker is back, and all goes on where it was: no call was lost, and none was run twice."""
+    """The connection to a worker is back. All goes on where it was: no call was lost, and none ran twice.
+
+    worker: its name and id.
+    """
 
     worker: WorkerInfo
 
@@ -114,10 +122,10 @@ class Events:
 
 
 class Listener(AsyncIterator[Event]):
-    """Gets each event once, in order. `put` from any thread; iterated on any loop, by one task at a time.
+    """What `Worker.events` returns: an asynchronous iterator of events. On any loop, for one task at a time.
 
-    So many as wait at most (`_MOST_EVENTS`) are kept; of more the oldest are dropped, which is logged as it begins, and
-    with how many there were at the next turn.
+    It has each event once, in order. Of events that nothing takes the latest 65,536 are kept; dropping the older ones
+    is logged.
     """
 
     def __init__(self, on_close: Callable[[Listener], None], awaited: set[Listener]) -> None:

@@ -21,8 +21,8 @@ _MOST_LOST = 256
 class Delivery:
     """How far a version has come: the readers that have it or a newer one whole, and those that do not.
 
-    has, missing: workers that subscribe to the name. lost: those that left or were lost before they had it. reached:
-    whether as many have it as were asked for.
+    version: its number. has, missing: workers that subscribe to the name. lost: those that left or were lost before
+    they had it. reached: whether as many have it as were asked for.
     """
 
     version: int

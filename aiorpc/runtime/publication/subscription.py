@@ -53,13 +53,18 @@ class Publication:
     def delivered(self, quorum: float | None = None, timeout: float | None = None) -> Future[Delivery]:
         """A Future of how far this version has come, which settles once enough readers have it; ``await`` it.
 
+        When the time is up the Future settles as well: its `Delivery` names the readers that have the version and those
+        that are missing, and says in ``reached`` whether they are enough. A reader that is lost is not waited for. If
+        the name is unpublished meanwhile, the Future settles as it stands then.
+
         quorum: how many readers are enough: a number of them, a share of those there are (a float up to 1.0), or None
-        for all that there are at that time. timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
-        When the time is up the Future settles as well: what it gives names who has the version and who is missing, and
-        says in `reached` whether they are enough. A reader that is lost is not waited for. If the name is unpublished
-        meanwhile it settles as it stands then; of a name that was unpublished before, it raises RpcUsageError. Raised
-        here: RpcUsageError for a quorum that is none, or that is larger than a group of fixed size; WorkerClosed if
-        this worker has shut down.
+            for all that there are at that time.
+        timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
+
+        Raised here: RpcUsageError for a quorum that is none, or that is larger than a group of fixed size; WorkerClosed
+        if this worker has shut down.
+
+        Raised by the Future: RpcUsageError for a name that was unpublished before.
         """
         return self._delivered(quorum, timeout)
 
@@ -77,26 +82,20 @@ class Publication:
 class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVersion[T_co]], Generic[T_co]):
     """The newest versions of what is published under a name: ``async for``, or ``for`` in a thread that may block.
 
-    Each turn gives the newest version that there is, once that is newer than the one before: older ones that nobody
-    began are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions; a turn that is
-    cancelled, or in which a signal handler raises, loses none. It ends when it is closed, by ``async with``, ``with``,
-    `close`, or when it is dropped, and when the publisher unpublishes the name: then the loop is over once what has
-    come was taken.
+    Each turn gives the newest version that there is, once that is newer than the one before: older ones that were not
+    begun are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions. A turn that is
+    cancelled, or in which a signal handler raises, loses none. `newest` does not wait.
 
-    Versions go up, also from one publisher to the next. Whoever takes a name over asks all members for the newest that
-    they have; if one that lives does not say so within 5 s, as its loop is blocked, the next version is above the limit
-    that the store has of the claim before (up to 65,536 ahead). Only what was on its way to a reader while the name was
-    taken over, from a publisher that ended right then, may have a number that the next publisher gives once more; the
-    reader gets that version of it all the same.
+    It ends when it is closed, by ``async with``, ``with`` or `close`, when it is dropped, and when the publisher
+    unpublishes the name: then the loop is over once what has come was taken. When the publisher has left or was lost
+    nothing is raised: the worker that publishes the name next is followed. Versions go up, also from one publisher to
+    the next.
 
-    `newest` does not wait: it gives the newest version if there is one that was not taken yet, and None if not.
-
-    A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; in a handler it waits
-    no longer than the handler's caller does. It raises WorkerClosed once this worker has shut down; NotAllowed where
-    the publisher's option ``allow`` keeps this worker's role from reading the name, and for a pickle of a publisher
-    that may not have everything run here; RpcError for a value that cannot be read here, or that is longer than what
-    this worker takes (`max_incoming_bytes`). When the publisher has left or was lost nothing is raised: whoever
-    publishes the name next is followed.
+    Raised by a turn: RpcTimeout when nothing new has come within the timeout, and the turn may be tried again; in a
+    handler it waits no longer than the handler's caller does. WorkerClosed once this worker has shut down. NotAllowed
+    where the publisher's option ``allow`` keeps this worker's role from reading the name, and for a pickle of a
+    publisher that may not have everything run here. RpcError for a value that cannot be read here, or that is longer
+    than what this worker takes (``max_incoming_bytes``).
     """
 
     def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
@@ -143,7 +142,8 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
 
         For a program that goes on with the version that it has. It is None as well once the subscription has ended.
-        Raised is what a turn raises, apart from RpcTimeout.
+
+        Raised here: what a turn raises, apart from RpcTimeout.
         """
         try:
             arrival = self._feed.take(None)

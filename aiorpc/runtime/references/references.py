@@ -1,7 +1,7 @@
 """The references of one worker: the values that it owns, and its side of counting the handles.
 
-Who holds what is decided by `protocol.references.ReferenceTable`, whose guarantees are in docs/counting.md. This module
-keeps the values, tells the table what happens, and carries out what it says.
+Who holds what is decided by `protocol.references.ReferenceTable`, whose guarantees are in docs/inside/counting.md. This
+module keeps the values, tells the table what happens, and carries out what it says.
 
 Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
@@ -88,8 +88,9 @@ class Home(HomeForRRef, Protocol):
 class LeakedReference:
     """A reference that was still alive at shutdown.
 
-    role: "owner" for an RRef here of a value here, "user" for an RRef here of a value elsewhere, "fork" for an RRef on
-    another worker of a value here. owner: who has the value. made_at: where the RRef was made, "?" if not known.
+    reference: its id, as the logs have it. role: "owner" for an RRef here of a value here, "user" for an RRef here of
+    a value elsewhere, "fork" for an RRef on another worker of a value here. owner: the worker that has the value. type:
+    of the value, "?" if it is not here. made_at: where the RRef was made, "?" if not known.
     """
 
     reference: str

@@ -193,9 +193,10 @@ class RRef(Generic[T_co]):
     # --- the value ----------------------------------------------------------------------------------------------------
 
     def local_value(self) -> T_co:
-        """The value itself, on its owner; blocks until it exists, raises what its creation raised.
+        """The value itself, on its owner. Blocks until it exists.
 
-        RpcUsageError on any other worker: use `to_here` or await the RRef.
+        Raised here: what the creation of the value raised; RpcUsageError on any other worker: use `to_here` or await
+        the RRef.
         """
         if not self.is_owner():
             raise RpcUsageError(
@@ -207,8 +208,10 @@ class RRef(Generic[T_co]):
     def to_here(self, timeout: float = -1.0) -> T_co:
         """A copy of the value; on the owner the value itself. Blocks until it exists.
 
-        timeout: seconds; negative for the worker's default, 0 for no limit. Raises what the creation of the value
-        raised, RpcTimeout, PeerLost. Not for the loop that runs the worker: ``await rref`` there.
+        timeout: seconds; negative for the worker's default, 0 for no limit.
+
+        Raised here: what the creation of the value raised; RpcTimeout, PeerLost; WouldBlockLoop on the worker's loop:
+        ``await rref`` there.
         """
         self._check()
         if self.is_owner():
@@ -281,8 +284,9 @@ class RRef(Generic[T_co]):
     def rpc_sync(self, timeout: float = -1.0) -> RemoteMethods[Any]:
         """A proxy whose methods run on the owner and block until they have a result.
 
-        timeout: seconds for each call; negative for the worker's default, 0 for no limit. Not for the loop that runs
-        the worker, where the methods raise WouldBlockLoop: ``await rref.rpc_async().method()`` there.
+        timeout: seconds for each call; negative for the worker's default, 0 for no limit.
+
+        Raised by its methods: WouldBlockLoop on the worker's loop: ``await rref.rpc_async().method()`` there.
         """
         return RemoteMethods(self, "rpc_sync", timeout)
 
