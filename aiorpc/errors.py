@@ -1,4 +1,4 @@
-"""Every error aiorpc raises, as one tree.
+"""Every error aiorpc raises, as one tree. Those that most programs catch are at the top of `aiorpc` as well.
 
 The class says whose doing it was; fields say where; ``str()`` makes the sentence. Nobody needs to parse text.
 
@@ -36,6 +36,34 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+
+__all__ = [
+    "DeviceMapError",
+    "GroupError",
+    "ItemLost",
+    "NotAllowed",
+    "NotInitialized",
+    "Overloaded",
+    "PeerLeft",
+    "PeerLost",
+    "PeerRefused",
+    "ProtocolError",
+    "QueueEmpty",
+    "QueueFull",
+    "QueueShutDown",
+    "RemoteError",
+    "RendezvousError",
+    "RpcCancelled",
+    "RpcError",
+    "RpcTimeout",
+    "RpcUsageError",
+    "SerializationError",
+    "StoreGone",
+    "UnknownObject",
+    "UnknownWorker",
+    "WorkerClosed",
+    "WouldBlockLoop",
+]
 
 if sys.version_info >= (3, 13):
     _ShutDown = asyncio.QueueShutDown
@@ -249,3 +277,7 @@ class RemoteError(RpcError):
         self.remote_message = remote_message
         self.remote_traceback = remote_traceback
         self.worker = worker
+
+
+def __dir__() -> list[str]:
+    return __all__

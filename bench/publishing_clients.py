@@ -25,7 +25,7 @@ WARM_UP = 3
 class _Reader:
     """What a reader process remembers between calls. computing: ends the thread that computes and reads meanwhile."""
 
-    subscription: aiorpc.Subscription | None = None
+    subscription: aiorpc.types.Subscription | None = None
     before: int = 0
     value: Any = None
     computing: threading.Event = field(default_factory=threading.Event)

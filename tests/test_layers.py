@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("examples",),
     ("compat",),
     ("testing",),
-    ("api", "sync", "functions"),
+    ("api", "sync", "functions", "types", "events"),
     ("autograd", "optim", "nn", "queues"),
     ("runtime",),
     ("channels",),

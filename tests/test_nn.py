@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcUsageError, RRef, UnknownWorker, Worker, WouldBlockLoop, autograd, nn
+from aiorpc import RpcUsageError, RRef, Worker, autograd, nn
+from aiorpc.errors import UnknownWorker, WouldBlockLoop
 from aiorpc.nn import RemoteModule, RemoteModuleError
 from aiorpc.optim import DistributedOptimizer
 from tests.processes import workers as processes

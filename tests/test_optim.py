@@ -15,18 +15,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import (
-    PeerLost,
-    RpcError,
-    RpcTimeout,
-    RpcUsageError,
-    RRef,
-    Worker,
-    WouldBlockLoop,
-    autograd,
-    futures,
-    optim,
-)
+from aiorpc import PeerLost, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, autograd, futures, optim
+from aiorpc.errors import WouldBlockLoop
 from aiorpc.optim import DistributedOptimizer, NoGradients
 from aiorpc.runtime.gradients.contexts import current_autograd
 from tests.processes import workers as processes

@@ -78,7 +78,7 @@ async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
         samples = rpc.queue("samples", owner="learner", timeout=0)
         with contextlib.suppress(rpc.QueueShutDown, rpc.PeerLeft):
             async with rpc.subscribe("policy", timeout=0) as versions:
-                weights: rpc.PublishedVersion | None = await anext(versions)
+                weights: rpc.types.PublishedVersion | None = await anext(versions)
                 while weights is not None:
                     policy.load_state_dict(weights.value, assign=True)
                     version, weights = weights.version, None
@@ -249,7 +249,7 @@ async def update(settings: Settings, samples: rpc.Queue, record: Record, progres
         while len(fragments) < settings.batch:
             try:
                 fragments += await samples.get_many(settings.batch - len(fragments))
-            except rpc.ItemLost as error:  # an actor was killed before we had fetched what it has put
+            except rpc.errors.ItemLost as error:  # an actor was killed before we had fetched what it has put
                 record.lost_items += error.count
         await asyncio.to_thread(learner.learn, fragments)
         record.add(fragments, weights.version)

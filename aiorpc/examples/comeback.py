@@ -89,7 +89,7 @@ async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -
         except rpc.PeerLost:
             print(f"step {made}: lost the server", flush=True)
             async for event in news:
-                if isinstance(event, rpc.WorkerReplaced):
+                if isinstance(event, rpc.events.WorkerReplaced):
                     break  # another process has its name
             server = worker.remote("server", Server, checkpoint)
 

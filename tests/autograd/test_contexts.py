@@ -18,11 +18,11 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker, autograd
 from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
-from aiorpc.errors import ProtocolError
+from aiorpc.errors import ProtocolError, SerializationError, WouldBlockLoop
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds

@@ -57,7 +57,7 @@ async def take_part(place: Place, link: Link) -> None:
                         link.tell(({info.name for info in delivery.has}, delivery.missing))
 
 
-async def read(subscription: rpc.Subscription, link: Link) -> None:
+async def read(subscription: rpc.types.Subscription, link: Link) -> None:
     """Tell each version that has come, or what is wrong with it."""
     async for got in subscription:
         elements = {float(limit) for tensor in got.value.values() for limit in tensor.aminmax()}

@@ -49,7 +49,7 @@ def join_and_stay(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, stay until told; the error of joining instead if there is one."""
     try:
         place.init_rpc(rpc_timeout=15.0, **options)
-    except rpc.RendezvousError as error:
+    except rpc.errors.RendezvousError as error:
         return str(error)
     link.tell("joined")
     link.hear()
@@ -267,7 +267,7 @@ def join_and_call(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, and call the first member; what became of both."""
     try:
         place.init_rpc(rpc_timeout=15.0, **options)
-    except rpc.RendezvousError as error:
+    except rpc.errors.RendezvousError as error:
         return str(error)
     link.tell("joined")
     try:

@@ -277,7 +277,7 @@ def ask_too_much(place: Place, link: Link, function: Any, size: int, window: int
     return error
 
 
-async def first_of(stream: rpc.Stream) -> None:
+async def first_of(stream: rpc.types.Stream) -> None:
     async with stream:
         async for _ in stream:
             return
@@ -445,18 +445,26 @@ async def test_a_message_that_is_longer_than_the_other_end_takes_is_not_sent(
     async with cluster(3, options=options) as workers:
         waiting = workers[0].call("worker1", asyncio.sleep, 30)
         tensors = await give_some(*sizes)
-        with pytest.raises(rpc.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"):
+        with pytest.raises(
+            rpc.errors.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"
+        ):
             await workers[0].call("worker1", give_some, *tensors)
-        with pytest.raises(rpc.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"):
+        with pytest.raises(
+            rpc.errors.SerializationError, match=rf"a call to worker 'worker1' cannot be sent: it has {said}"
+        ):
             workers[0].remote("worker1", give_some, *tensors)  # at once, as there is a link
-        with pytest.raises(rpc.SerializationError, match=rf"the result of .*give_some on worker 'worker1' has {said}"):
+        with pytest.raises(
+            rpc.errors.SerializationError, match=rf"the result of .*give_some on worker 'worker1' has {said}"
+        ):
             await workers[0].call("worker1", give_some, *sizes)
         stream = workers[0].stream("worker1", pour_some, *sizes)
         assert await anext(stream) == []
-        with pytest.raises(rpc.SerializationError, match=rf"an item of .*pour_some on worker 'worker1' has {said}"):
+        with pytest.raises(
+            rpc.errors.SerializationError, match=rf"an item of .*pour_some on worker 'worker1' has {said}"
+        ):
             await anext(stream)
         refused, served = await workers[0].group(["worker1", "worker2"]).call(count, *tensors)
-        assert isinstance(refused.error, rpc.SerializationError) and served.value == len(sizes)
+        assert isinstance(refused.error, rpc.errors.SerializationError) and served.value == len(sizes)
         assert await workers[0].call("worker1", count, torch.zeros(16 * MB - 4096, dtype=torch.uint8)) == 1
         assert len(await workers[2].call("worker1", give_some, *sizes)) == len(sizes)
         assert not waiting.done()
@@ -475,7 +483,7 @@ async def test_what_lies_in_shared_memory_is_not_counted_as_sent() -> None:
         large = torch.ones(9 * MB, dtype=torch.uint8)
 
         async def comes() -> bool:
-            with contextlib.suppress(rpc.SerializationError):  # the first offers of memory may be under way
+            with contextlib.suppress(rpc.errors.SerializationError):  # the first offers of memory may be under way
                 return torch.equal((await workers[0].call("worker1", echo_one, large)), large)
             return False
 

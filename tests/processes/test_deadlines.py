@@ -55,19 +55,19 @@ def be_stopped(place: Place, link: Link) -> None:
 class Here(NamedTuple):
     """What is there before the other worker is stopped."""
 
-    queue: rpc.QueueHandle
+    queue: rpc.types.QueueHandle
     mine: rpc.Queue
     ref: rpc.RRef[Any]
-    refs: rpc.RRefGroup
-    publication: rpc.Publication
+    refs: rpc.types.RRefGroup
+    publication: rpc.types.Publication
     threads: ThreadPoolExecutor
 
     @property
-    def peer(self) -> rpc.PeerHandle:
+    def peer(self) -> rpc.types.PeerHandle:
         return rpc.peer("w0", timeout=TIME)
 
     @property
-    def group(self) -> rpc.PeerGroup:
+    def group(self) -> rpc.types.PeerGroup:
         return rpc.group(["w0"], timeout=TIME)
 
     def blocking(self, verb: Callable[[], Any]) -> Awaitable[Any]:
@@ -165,13 +165,15 @@ _LAST = {"shutdown", "Worker.shutdown"}
 def test_no_verb_with_a_time_is_left_out() -> None:
     """Each public function and method that takes one is tried below, and each method of a handle of a queue."""
     found = set()
-    for name in rpc.__all__:
-        public = getattr(rpc, name)
+    for name in (*rpc.__all__, *rpc.types.__all__):
+        public = getattr(rpc, name, None) or getattr(rpc.types, name)
         if inspect.isfunction(public):
             found |= {name} & _with_time({name: public})
         elif inspect.isclass(public):
             found |= {f"{name}.{each}" for each in _with_time(vars(public)) if not each.startswith("_")}
-    found |= {f"QueueHandle.{each}" for each in vars(rpc.QueueHandle) if not each.startswith("_") and each != "bind"}
+    found |= {
+        f"QueueHandle.{each}" for each in vars(rpc.types.QueueHandle) if not each.startswith("_") and each != "bind"
+    }
     assert found == {verb.partition(",")[0] for verb in VERBS} & found | (_MAKERS | _LAST) & found
 
 
@@ -209,9 +211,9 @@ async def test_every_verb_ends_when_its_time_is_up() -> None:
             finally:
                 child.kill(signal.SIGCONT)
                 child.tell("go on")
-            expected = (rpc.RpcTimeout, rpc.GroupError)
+            expected = (rpc.RpcTimeout, rpc.errors.GroupError)
             odd = {verb: end for verb, end in zip(VERBS, ends, strict=True) if type(end) not in expected}
-            assert isinstance(odd.pop("wait_for"), rpc.UnknownWorker)  # in a group of fixed size that is known
+            assert isinstance(odd.pop("wait_for"), rpc.errors.UnknownWorker)  # in a group of fixed size that is known
             assert [each.name for each in odd.pop("Publication.delivered").missing] == ["w0"] and not odd, odd
         finally:
             await worker.shutdown(timeout=TIME)
@@ -223,7 +225,7 @@ async def end_of(verb: Callable[[Here], Any], here: Here) -> Any:
     try:
         async with asyncio.timeout(MOST):  # raised as TimeoutError, which no verb raises
             end = await verb(here)
-            end = end.values() if isinstance(end, rpc.Outcomes) else end
+            end = end.values() if isinstance(end, rpc.types.Outcomes) else end
     except Exception as error:
         end = error
     return end

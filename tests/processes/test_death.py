@@ -179,7 +179,7 @@ async def test_members_without_a_connection_learn_of_a_death() -> None:
         await asyncio.sleep(0)
         children["w2"].kill()
         event = await asyncio.wait_for(waiting, SOON * busy())
-        assert isinstance(event, rpc.WorkerLost)
+        assert isinstance(event, rpc.events.WorkerLost)
         assert event.worker.name == "w2"
         await events.aclose()
         assert await rpc.call("w1", lost_here_soon) == ["w2"]

@@ -284,7 +284,7 @@ async def test_what_a_peer_cannot_have_said(what: str) -> None:
         bodies.say_by_hand("w1", DEVICE, NONSENSE[what])
         for call in waiting:
             # The other one ends the connection, and leaves as soon as it has seen that.
-            with pytest.raises((rpc.PeerLost, rpc.PeerLeft, rpc.ProtocolError)):
+            with pytest.raises((rpc.PeerLost, rpc.PeerLeft, rpc.errors.ProtocolError)):
                 await asyncio.wait_for(call, BOUND)
 
     group = await play(scenario, *pair(), sound=False)

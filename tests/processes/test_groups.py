@@ -65,7 +65,7 @@ async def test_a_member_that_is_killed_is_lost_and_the_others_answer() -> None:
         assert outcomes.lost == ("w3",)
         assert list(outcomes.answers) == ["w0", "w1", "w2", "w4"]
         assert isinstance(outcomes["w3"].error, rpc.PeerLost)
-        with pytest.raises(rpc.GroupError) as caught:
+        with pytest.raises(rpc.errors.GroupError) as caught:
             await worker.group(["w1", "w3"], quorum=2).call(whoami)
         assert caught.value.lost == ("w3",)
         assert (await everybody.call(whoami)).values() == ["w0", "w1", "w2", "w4"]
@@ -156,7 +156,7 @@ class Load:
             await kind()
             self.done[kind.__name__] += 1
 
-    def _check(self, outcomes: rpc.Outcomes, value: object) -> None:
+    def _check(self, outcomes: rpc.types.Outcomes, value: object) -> None:
         assert set(outcomes.errors) == set(outcomes.lost) <= self.killed, outcomes.errors
         assert set(outcomes.answers.values()) == {value}
 
@@ -180,7 +180,7 @@ class Load:
         try:
             async for _ in self._worker.group("w[1-9]").stream(count, 40):
                 pass
-        except rpc.GroupError as error:
+        except rpc.errors.GroupError as error:
             assert set(error.lost) <= self.killed
             assert not error.failed + error.missing, error
 

@@ -49,7 +49,10 @@ def pretend(
                         sock.sendall(b"".join(shaking.feed(frame)))
                 if shaking.sealed and shaking.state is HandshakeState.PROVED and source is decoder:
                     source = Unsealer(Seal(shaking.keys()[1]), decoder)
-        except (rpc.PeerRefused, rpc.ProtocolError) as error:  # the second: a refusal has no seal before the proof
+        except (
+            rpc.errors.PeerRefused,
+            rpc.errors.ProtocolError,
+        ) as error:  # the second: a refusal has no seal before the proof
             return str(error)
         if says:
             sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [says], len(says))) if shaking.sealed else says)

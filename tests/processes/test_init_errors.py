@@ -29,7 +29,7 @@ def try_init(place: Place, link: Link, timeout: float) -> Any:
     try:
         place.init_rpc(rpc_timeout=timeout)
     except rpc.RpcError as error:
-        with pytest.raises(rpc.NotInitialized):
+        with pytest.raises(rpc.errors.NotInitialized):
             rpc.rpc_sync("w0", bodies.pid)
         return type(error).__name__, str(error), time.monotonic() - started
     rpc.shutdown()
@@ -106,9 +106,9 @@ def test_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """env:// without its variables says at once which one is missing."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(rpc.RendezvousError, match="MASTER_ADDR"):
+    with pytest.raises(rpc.errors.RendezvousError, match="MASTER_ADDR"):
         rpc.init_rpc("w0", rank=0, world_size=1)
-    with pytest.raises(rpc.RendezvousError, match="MASTER_PORT"):
+    with pytest.raises(rpc.errors.RendezvousError, match="MASTER_PORT"):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         rpc.init_rpc("w0", rank=0, world_size=1)
 

@@ -43,7 +43,7 @@ async def test_an_object_of_a_killed_process_is_found_in_the_one_that_takes_the_
             first = children.start(place, serve_until_told)
             assert await first.ahear() == "there"
             plain = worker.peer("owner").object("home")
-            with pytest.raises(rpc.UnknownObject):
+            with pytest.raises(rpc.errors.UnknownObject):
                 await plain.where()
             first.tell("serve")
             assert await first.ahear() == "serves"

@@ -35,7 +35,7 @@ async def read() -> tuple[int, float, str]:
 
 async def take() -> int:
     """The same, without a look at the value."""
-    got: rpc.PublishedVersion = await anext(_kept[0])
+    got: rpc.types.PublishedVersion = await anext(_kept[0])
     _kept.append(got.value)
     return got.version
 

@@ -48,7 +48,7 @@ async def _produce(place: Place, link: Link) -> None:
                 await asyncio.gather(*(queue.put(each) for each in items))
                 put += [name for name, _ in items]
             link.tell(put)
-        except (rpc.PeerLost, rpc.UnknownObject, rpc.QueueShutDown) as error:
+        except (rpc.PeerLost, rpc.errors.UnknownObject, rpc.QueueShutDown) as error:
             link.tell(type(error).__name__)
             await told
         del items
@@ -81,11 +81,11 @@ async def _consume(place: Place, link: Link, path: str) -> None:
         while True:
             try:
                 items = await queue.get_many(MANY)
-            except rpc.ItemLost as error:
+            except rpc.errors.ItemLost as error:
                 lost[error.worker] += error.count
                 os.write(losses, f"{place.name}: {error}\n".encode())
                 continue
-            except (rpc.PeerLost, rpc.UnknownObject, rpc.QueueShutDown) as error:
+            except (rpc.PeerLost, rpc.errors.UnknownObject, rpc.QueueShutDown) as error:
                 link.tell((type(error).__name__, dict(lost)))
                 break
             for name, tensor in items:
@@ -189,7 +189,7 @@ def find(name, owner):
         try:
             queue.qsize().wait()
             return queue
-        except rpc.UnknownObject:  # its owner is about to make it
+        except rpc.errors.UnknownObject:  # its owner is about to make it
             pass
 
 def read(name):

@@ -90,7 +90,7 @@ async def test_a_member_is_killed_and_started_again_twice() -> None:
                 await asyncio.wait_for(each, PATIENCE)
         await come_back(children, "w2")
         kinds = [type(await asyncio.wait_for(anext(news), PATIENCE)) for _ in range(2)]
-        assert kinds == [rpc.WorkerLost, rpc.WorkerReplaced]
+        assert kinds == [rpc.events.WorkerLost, rpc.events.WorkerReplaced]
         assert await rpc.call("w1", pid_of, "w2") == children["w2"].pid
         with pytest.raises(rpc.PeerLost, match="w2"):
             await old.rpc_async().add(1)

@@ -388,7 +388,7 @@ async def block_my_loop(verb: str) -> Any:
             rpc.remote("w0", bodies.Counter).rpc_sync().add(1)
         else:
             rpc.rpc_async("w0", bodies.add, args=(1, 2)).wait()
-    except rpc.WouldBlockLoop as error:
+    except rpc.errors.WouldBlockLoop as error:
         return str(error)
     return "it was not refused"
 
@@ -462,11 +462,11 @@ async def test_blocking_shutdown_of_a_worker_with_a_loop_of_its_own(in_thread: b
     """rpc.shutdown() ends a worker of dedicated_loop=True, from a cell or a thread; on the worker's loop it refuses."""
     options = rpc.RpcBackendOptions(dedicated_loop=True)
     worker = await rpc.init("w0", rank=0, world_size=1, store=HashStore(), options=options)
-    with pytest.raises(rpc.WouldBlockLoop):
+    with pytest.raises(rpc.errors.WouldBlockLoop):
         await rpc.call("w0", shuts_down)
     assert rpc.rpc_sync("w0", bodies.add, args=(1, 2)) == 3
     report = await asyncio.to_thread(rpc.shutdown) if in_thread else rpc.shutdown()
-    assert worker.closed and report == rpc.ShutdownReport()
+    assert worker.closed and report == rpc.types.ShutdownReport()
     assert await worker.shutdown() is report
     assert not any("w0-loop" in thread.name for thread in threading.enumerate())
 

@@ -109,7 +109,7 @@ async def test_shutdown_is_quick_once_all_have_entered() -> None:
     async with group(4) as (worker, children):
         await rpc.call("w1", bodies.add, 1, 2)
         started_at = time.monotonic()
-        assert await worker.shutdown() == rpc.ShutdownReport()
+        assert await worker.shutdown() == rpc.types.ShutdownReport()
         assert time.monotonic() - started_at < QUICK * busy()
         for child in children:
             assert await child.ahear(QUICK * busy()) == []
@@ -192,7 +192,7 @@ def wait_for_goodbye(place: Place, link: Link) -> str:
 
 def again_and_again(place: Place, link: Link) -> Any:
     """Body: shutdown() any number of times, from any thread, with and without a worker."""
-    assert rpc.shutdown() == rpc.ShutdownReport()
+    assert rpc.shutdown() == rpc.types.ShutdownReport()
     place.init_rpc()
     reports: list[Any] = []
     threads = [threading.Thread(target=lambda: reports.append(rpc.shutdown())) for _ in range(4)]
@@ -201,7 +201,7 @@ def again_and_again(place: Place, link: Link) -> Any:
     for thread in threads:
         thread.join(10)
     reports.append(rpc.shutdown())
-    with pytest.raises(rpc.NotInitialized):
+    with pytest.raises(rpc.errors.NotInitialized):
         rpc.rpc_sync("w0", bodies.add, args=(1, 2))
     return [(report.lost, report.timed_out) for report in reports]
 
@@ -220,10 +220,10 @@ def fail_then_join(place: Place, link: Link) -> Any:
     """Body: an init that cannot succeed, a shutdown, and a second try that can."""
     before = bodies.descriptor_count(), threading.active_count()
     for _ in range(2):
-        with pytest.raises(rpc.RendezvousError):
+        with pytest.raises(rpc.errors.RendezvousError):
             Place(place.name, 0, 2, place.init_method + place.name).init_rpc(rpc_timeout=0.3)
-        assert rpc.shutdown() == rpc.ShutdownReport()
-        with pytest.raises(rpc.NotInitialized):
+        assert rpc.shutdown() == rpc.types.ShutdownReport()
+        with pytest.raises(rpc.errors.NotInitialized):
             rpc.rpc_sync("w0", bodies.add, args=(1, 2))
     after = bodies.descriptor_count(), threading.active_count()
     place.init_rpc()
@@ -396,7 +396,7 @@ def compute():
 def call():
     try:
         print(rpc.rpc_sync("w0", len, ("abc",)))
-    except (rpc.WorkerClosed, rpc.NotInitialized) as error:
+    except (rpc.WorkerClosed, rpc.errors.NotInitialized) as error:
         print(error)
 atexit.register(call)
 rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))

@@ -213,7 +213,7 @@ async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
         theirs = Handshake(fake, os.urandom(32))
         ours = Handshake(worker.node.engine.record, worker.node.acceptor.secret, expect=fake)
         ours.feed(_frame(theirs.feed(_frame(ours.start()))))
-        with pytest.raises(rpc.PeerRefused, match="secret"):
+        with pytest.raises(rpc.errors.PeerRefused, match="secret"):
             ours.feed(Frame(Kind.WELCOME, 0, os.urandom(32)))
 
 
@@ -289,7 +289,7 @@ def join_with_secret(place: Place, link: Link) -> Any:
     """Body: join, call the other; the error of init_rpc instead if there is one."""
     try:
         place.init_rpc(rpc_timeout=20.0)
-    except rpc.RendezvousError as error:
+    except rpc.errors.RendezvousError as error:
         return str(error)
     result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), bytes(rpc.current().node.acceptor.secret)
     rpc.shutdown()

@@ -122,7 +122,7 @@ async def test_port_range_without_a_free_port_is_an_error() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         options = rpc.RpcBackendOptions(**TCP, port_range=(port, port), rpc_timeout=20.0)
-        with pytest.raises(rpc.RendezvousError, match=rf"no port to listen on.*{port}"):
+        with pytest.raises(rpc.errors.RendezvousError, match=rf"no port to listen on.*{port}"):
             await rpc.init("w0", rank=0, world_size=1, init_method=init_method, options=options)
         async with rpc.init("w0", rank=0, world_size=1, init_method=init_method):
             assert await rpc.call("w0", bodies.add, 1, 2) == 3

@@ -177,7 +177,7 @@ async def test_a_member_with_tls_is_told_on_the_wire(authority: Authority, caplo
         ((kind, body),) = said_by(answer)
         assert kind == Kind.REFUSED and b"speaks TLS, and this worker does not" in body
         assert any("speaks TLS" in line for line in logged)
-    with pytest.raises(rpc.PeerRefused, match="does not speak TLS"):
+    with pytest.raises(rpc.errors.PeerRefused, match="does not speak TLS"):
         layer.feed(answer)
 
 
@@ -317,7 +317,7 @@ async def test_a_member_with_another_name_cannot_stand_in_between(authority: Aut
         return mine, mine
 
     async with relayed(each, between) as (workers, relay):
-        with pytest.raises(rpc.PeerRefused, match="'worker2', and not for worker 'worker1'"):
+        with pytest.raises(rpc.errors.PeerRefused, match="'worker2', and not for worker 'worker1'"):
             await workers[0].peer("worker1", timeout=PATIENCE).call(abs, -3)
         assert relay.carried == 0
 
@@ -334,7 +334,7 @@ async def test_stolen_certificates_do_not_carry_the_proof(
         return nameless(each[1].tls or authority.tls("x")), nameless(each[0].tls or authority.tls("x"))
 
     async with relayed(each, between) as (workers, relay):
-        with pytest.raises(rpc.PeerRefused, match="secret does not match"):
+        with pytest.raises(rpc.errors.PeerRefused, match="secret does not match"):
             await workers[0].peer("worker1", timeout=PATIENCE).call(abs, -3)
         assert relay.carried > 0
 

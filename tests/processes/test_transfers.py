@@ -95,17 +95,17 @@ def let_go() -> int:
     return count
 
 
-def statistics() -> rpc.Statistics:
+def statistics() -> rpc.types.Statistics:
     """Of the worker that is asked."""
     return rpc.current().statistics()
 
 
-def shared(of: rpc.Statistics) -> Any:
+def shared(of: rpc.types.Statistics) -> Any:
     """What went through shared memory, and why some did not."""
     return of.channels["shared memory"]
 
 
-def sent(of: rpc.Statistics) -> tuple[int, int]:
+def sent(of: rpc.types.Statistics) -> tuple[int, int]:
     """How many buffers went any way, and their bytes."""
     return sum(way.sent for way in of.channels.values()), sum(way.bytes_sent for way in of.channels.values())
 

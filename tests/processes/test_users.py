@@ -76,7 +76,7 @@ def refused(place: Place, link: Link, folder: Path) -> str:
     become(place, folder)
     try:
         place.init_rpc()
-    except rpc.RendezvousError as error:
+    except rpc.errors.RendezvousError as error:
         return str(error)
     rpc.shutdown(graceful=False)
     return "joined"

@@ -21,23 +21,20 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import (
-    ItemLost,
     Overloaded,
     PeerLeft,
     PeerLost,
     QueueEmpty,
     QueueFull,
-    QueueHandle,
     QueueShutDown,
     RpcBackendOptions,
     RpcTimeout,
     RRef,
-    UnknownWorker,
     Worker,
     WorkerClosed,
     futures,
 )
-from aiorpc.errors import ProtocolError
+from aiorpc.errors import ItemLost, ProtocolError, UnknownWorker
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.queues import calls, packing, waiting
@@ -54,6 +51,7 @@ from aiorpc.runtime.calls.values import Results, encode
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links.distribution import LOOP_COPY
 from aiorpc.testing import Faults, cluster
+from aiorpc.types import QueueHandle
 from tests.runtime.joining import unheard_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
@@ -265,7 +263,7 @@ async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
         with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
             await consumer.call(hand_over, wanted, None, LONG)
     for undeclared in [(number, key, True), ("a", "b", "c")]:
-        with pytest.raises(rpc.ProtocolError, match="Expected `int`, got"):
+        with pytest.raises(rpc.errors.ProtocolError, match="Expected `int`, got"):
             await consumer.call(hand_over, undeclared, None, LONG)
     with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
         await consumer.call(hand_over, (others_number, others_key, 0), None, LONG)
@@ -449,7 +447,7 @@ async def test_who_has_given_up_leaves_also_where_the_owner_is_silent(monkeypatc
             for error in await asyncio.gather(*futures, return_exceptions=True):
                 assert isinstance(error, RpcTimeout)
             assert other.pending_calls()
-            assert await asyncio.wait_for(other.shutdown(), LONG) == rpc.ShutdownReport()
+            assert await asyncio.wait_for(other.shutdown(), LONG) == rpc.types.ShutdownReport()
 
 
 async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker]) -> None:
@@ -495,7 +493,7 @@ async def test_all_who_wait_to_put_hear_at_once_that_the_owner_is_away(
         mine._client()._most = 1
 
         def cannot_look() -> Any:
-            raise rpc.StoreGone("the store has gone")
+            raise rpc.errors.StoreGone("the store has gone")
 
         monkeypatch.setattr(free[1].node.rendezvous, "members", cannot_look)
         puts = [mine.put(number) for number in range(5)]
@@ -506,7 +504,7 @@ async def test_all_who_wait_to_put_hear_at_once_that_the_owner_is_away(
         puts = [first, *(mine.put(number) for number in range(2, 6))]
         await free[0].drop()
     errors = await asyncio.gather(*puts, return_exceptions=True)
-    assert type(errors[0]) is (rpc.RendezvousError if silent else PeerLost)
+    assert type(errors[0]) is (rpc.errors.RendezvousError if silent else PeerLost)
     assert all(error is errors[0] for error in errors), "another call was made for some of them"
 
 
@@ -642,7 +640,10 @@ async def test_large_items_for_an_owner_that_does_not_come_fail_as_small_ones() 
     options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=100 * LONG)
     async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
         ended, missing = handle(worker, "ended", "owner"), handle(worker, "missing", "owner")
-        expected: list[tuple[QueueHandle, type[Exception]]] = [(ended, QueueShutDown), (missing, rpc.UnknownObject)]
+        expected: list[tuple[QueueHandle, type[Exception]]] = [
+            (ended, QueueShutDown),
+            (missing, rpc.errors.UnknownObject),
+        ]
         puts = [(put, error) for queue, error in expected for put in (queue.put(large), queue.put_nowait(large))]
         served_later = ServedQueue("ended", 0, "owner", 1 << 20)
         await served_later.shut_down(False)
@@ -916,7 +917,7 @@ async def test_blocking_forms_wait_in_threads(pair: list[Worker]) -> None:
         return [*got, mine.get().wait()]
 
     assert await asyncio.to_thread(work) == [1, 2, 3]
-    with pytest.raises(rpc.WouldBlockLoop):
+    with pytest.raises(rpc.errors.WouldBlockLoop):
         mine.get().wait()
 
 
@@ -1154,7 +1155,9 @@ async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) 
         await served(pair[0], "take_items")
     with pytest.raises(QueueShutDown):
         await get
-    with pytest.raises(rpc.UnknownObject, match=r"worker 'worker0' has no queue 'q'\. .* rpc\.Queue\('q'\)") as raised:
+    with pytest.raises(
+        rpc.errors.UnknownObject, match=r"worker 'worker0' has no queue 'q'\. .* rpc\.Queue\('q'\)"
+    ) as raised:
         await handle(pair[1]).put(1)
     assert (raised.value.worker, raised.value.name) == ("worker0", "q")
     queue.close()
@@ -1171,10 +1174,10 @@ async def test_all_methods_say_how_a_queue_is_made_that_is_not_there(verb: str, 
     for worker in pair:
         mine = handle(worker)
         args = (1,) if verb.startswith("put") else ()
-        with pytest.raises(rpc.UnknownObject, match=text) as raised:
+        with pytest.raises(rpc.errors.UnknownObject, match=text) as raised:
             await getattr(mine, verb)(*args)
         assert (raised.value.worker, raised.value.name, raised.value.names) == ("worker0", "q", ("other",))
-        with pytest.raises(rpc.UnknownObject, match=text):
+        with pytest.raises(rpc.errors.UnknownObject, match=text):
             await asyncio.to_thread(getattr(mine, verb)(*args).wait)
         heard = await getattr(mine, verb)(*args).then(lambda done: repr(done.exception()))
         assert "has no queue 'q'" in heard
@@ -1264,9 +1267,9 @@ async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) 
         handle(pair[0], owner="no worker")
     mine = handle(pair[1])
     sent = pair[1].statistics().calls_made
-    with pytest.raises(rpc.SerializationError, match="generator"):
+    with pytest.raises(rpc.errors.SerializationError, match="generator"):
         mine.put(iter_nothing())
-    with pytest.raises(rpc.SerializationError):
+    with pytest.raises(rpc.errors.SerializationError):
         mine.put([torch.ones(LARGE), asyncio.get_running_loop()])
     counts: list[Any] = [0, -1, 1.0, True]
     for count in counts:
@@ -1275,9 +1278,9 @@ async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) 
     with pytest.raises(rpc.RpcUsageError, match="timeout"):
         mine.get(timeout=-1)
     assert pair[1].statistics().calls_made == sent
-    with pytest.raises(rpc.UnknownWorker):
+    with pytest.raises(rpc.errors.UnknownWorker):
         await handle(pair[1], owner="nobody").put(1)
-    with pytest.raises(rpc.NotInitialized):
+    with pytest.raises(rpc.errors.NotInitialized):
         rpc.queue("q", owner="worker0")
 
 
@@ -1704,7 +1707,7 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
         await put_all(mine, [{"x": torch.ones(2)}, torch.ones(LARGE)])
         small, large = await handle(workers[0]).get_many(2)
         assert small["x"].sum() == 2 and large.sum() == LARGE
-        with pytest.raises(rpc.SerializationError):
+        with pytest.raises(rpc.errors.SerializationError):
             mine.put(HashStore())
 
 
@@ -1811,7 +1814,9 @@ async def test_what_cannot_travel_by_value_is_for_those_with_the_same_main_modul
     assert await handle(first, owner="twin").get() is with_lock
     with pytest.raises(ItemLost, match=r"runs another main module.*by value the item \(a function\).*lock"):
         await handle(other, owner="twin").get()
-    with pytest.raises(rpc.SerializationError, match=r"an item for queue 'elsewhere' of worker 'other' \(a function\)"):
+    with pytest.raises(
+        rpc.errors.SerializationError, match=r"an item for queue 'elsewhere' of worker 'other' \(a function\)"
+    ):
         handle(first, "elsewhere", "other").put(with_lock)
 
 
@@ -1866,7 +1871,9 @@ async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() ->
     async with cluster(2, options=options) as workers:
         queue, mine = make(workers[0]), handle(workers[1])
         item = [torch.ones(600_000, dtype=torch.uint8) for _ in range(2)]
-        with pytest.raises(rpc.SerializationError, match=r"an item for queue 'q' .* too large.*max_tensor_bytes"):
+        with pytest.raises(
+            rpc.errors.SerializationError, match=r"an item for queue 'q' .* too large.*max_tensor_bytes"
+        ):
             mine.put(item)
         await mine.put(item, copy=False)
         assert all(map(torch.equal, await queue.get(), item))
@@ -1900,7 +1907,7 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         ("withdraw", ([1],)),
         ("shut_down", ()),
     ]
-    for args, expected in ((nonsense, rpc.RpcUsageError), (undeclared, rpc.ProtocolError)):
+    for args, expected in ((nonsense, rpc.RpcUsageError), (undeclared, rpc.errors.ProtocolError)):
         for method, said in args:
             with pytest.raises(expected):
                 await peer.call(ObjectMethod("q", method), said, None, LONG)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from aiorpc import PeerRefused, RpcBackendOptions, Worker
+from aiorpc import RpcBackendOptions, Worker
+from aiorpc.errors import PeerRefused
 from aiorpc.protocol import handshake
 from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import Handshake, Hello

@@ -231,7 +231,7 @@ async def patiently_all(step: Callable[[Doing], Awaitable[None]], do: Doing) -> 
     while True:
         try:
             await patiently(partial(step, do))
-        except rpc.GroupError as error:
+        except rpc.errors.GroupError as error:
             if not all(isinstance(each, rpc.Overloaded) for each in error.exceptions):
                 raise
         else:

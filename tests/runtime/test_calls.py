@@ -22,7 +22,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcError, RpcUsageError, SerializationError, UnknownWorker, Worker, WorkerInfo
+from aiorpc import RpcError, RpcUsageError, Worker, WorkerInfo
+from aiorpc.errors import SerializationError, UnknownWorker
 from aiorpc.protocol.frames import REPLY, Kind
 from aiorpc.protocol.messages import ByName
 from aiorpc.runtime.calls.current import current_node
@@ -174,7 +175,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
 async def test_a_blocking_verb_on_the_loop_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
     """The error names the awaitable to use instead, and no call was made."""
     current_node.set(pair[0].node)
-    with pytest.raises(aiorpc.WouldBlockLoop, match=r"await aiorpc\.call"):
+    with pytest.raises(aiorpc.errors.WouldBlockLoop, match=r"await aiorpc\.call"):
         aiorpc.rpc_sync("worker1", add, (1,))
     assert pair[0].statistics().calls_made == 0
 

@@ -235,7 +235,9 @@ def reason_missing(error: BaseException, do: Deed) -> str:
         return ""
     if isinstance(error, rpc.Overloaded):  # by options
         return ""
-    if isinstance(error, rpc.GroupError):  # a member that was called off for the errors of others is one of its errors
+    if isinstance(
+        error, rpc.errors.GroupError
+    ):  # a member that was called off for the errors of others is one of its errors
         caused = [each for each in error.exceptions if not isinstance(each, rpc.RpcCancelled)]
         return "; ".join(filter(None, (reason_missing(each, do) for each in caused or error.exceptions)))
     named = [name for name in NAMES if name in str(error)]
@@ -248,14 +250,14 @@ def reason_missing(error: BaseException, do: Deed) -> str:
     if isinstance(error, rpc.PeerLeft):
         fits = any(life.name in away and life.way not in ("", "killed") for life in world.lives)
         return "" if fits else described
-    if isinstance(error, rpc.UnknownWorker) and "is in the group" in str(error):
+    if isinstance(error, rpc.errors.UnknownWorker) and "is in the group" in str(error):
         pattern = str(error).split("'")[1]
         return "" if world.was_without(pattern, do.began) else described
-    if isinstance(error, rpc.UnknownWorker) and (
+    if isinstance(error, rpc.errors.UnknownWorker) and (
         found := re.match(r"there is no worker (\d+) in the group", str(error))
     ):
         return "" if any(life.id == int(found[1]) and life.way for life in world.lives) else described
-    if isinstance(error, rpc.WorkerClosed | rpc.UnknownWorker):
+    if isinstance(error, rpc.WorkerClosed | rpc.errors.UnknownWorker):
         return "" if away else described
     return described
 
@@ -323,7 +325,7 @@ async def call_some(do: Deed) -> None:
         group = rpc.group(do.random.choice(("actor*", sorted({do.to, do.third}))))
     try:
         call = group.call(noted, number)
-    except rpc.UnknownWorker as error:
+    except rpc.errors.UnknownWorker as error:
         if "of role" not in str(error):
             raise
         there = [each for each in WORLD[0].living() if each.role == "learner" and each.came < do.began - soon()]
@@ -383,7 +385,7 @@ async def put_items(do: Deed) -> None:
             await queue.put((item, full(size, item[1])))
         except rpc.RpcTimeout:
             return
-        except rpc.UnknownObject:
+        except rpc.errors.UnknownObject:
             assert before is None or before.queue is None or before.way
             return
         except rpc.QueueShutDown:
@@ -418,11 +420,11 @@ async def get_items(do: Deed) -> None:
         except rpc.RpcTimeout:
             if do.life.way and owner is not None:
                 world.wasted[owner] += count
-        except rpc.UnknownObject:
+        except rpc.errors.UnknownObject:
             assert owner is None or owner.queue is None or owner.way
         except rpc.QueueShutDown:
             assert owner is None or owner.stop.is_set() or owner.way
-        except rpc.ItemLost as error:
+        except rpc.errors.ItemLost as error:
             assert any(life.name == error.worker and life.way for life in world.lives), str(error)
         except BaseException:
             if owner is not None:
@@ -491,7 +493,7 @@ async def hear_of_its_end(do: Deed) -> None:
     except asyncio.CancelledError:
         if not waiting.cancelled():
             raise
-    except rpc.UnknownObject:
+    except rpc.errors.UnknownObject:
         assert kind in (by_get, by_join), kind
     except rpc.QueueShutDown:
         assert life.way or life.stop.is_set()
@@ -678,7 +680,7 @@ async def has_joined(life: Life, store: Store, chance: random.Random, gone: asyn
                     await life.worker.shutdown(graceful=chance.random() < 0.5)
                 try:
                     await joining
-                except (asyncio.CancelledError, rpc.WorkerClosed, rpc.RendezvousError):
+                except (asyncio.CancelledError, rpc.WorkerClosed, rpc.errors.RendezvousError):
                     pass
                 else:
                     await life.worker.shutdown()
@@ -687,7 +689,7 @@ async def has_joined(life: Life, store: Store, chance: random.Random, gone: asyn
         try:
             await joining
             return True
-        except rpc.RendezvousError as error:
+        except rpc.errors.RendezvousError as error:
             before = [each for each in world.lives if each.name == life.name and each is not life]
             assert any(each.ended > began or each.way == "killed" for each in before), str(error)
         await asyncio.sleep(0.01)
@@ -884,7 +886,7 @@ async def drain(life: Life) -> None:
             key, _ = await queue.get_nowait()
         except rpc.QueueEmpty:
             break
-        except rpc.ItemLost as error:
+        except rpc.errors.ItemLost as error:
             if not any(each.name == error.worker and each.way for each in world.lives):
                 world.wrong.append(f"drain: {error}")
             continue

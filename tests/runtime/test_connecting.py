@@ -23,18 +23,10 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import (
-    PeerLeft,
-    PeerLost,
-    RemoteError,
-    RpcBackendOptions,
-    RpcError,
-    RpcTimeout,
-    SerializationError,
-    Worker,
-    WorkerLeft,
-)
+from aiorpc import PeerLeft, PeerLost, RemoteError, RpcBackendOptions, RpcError, RpcTimeout, Worker
 from aiorpc.channels.arena import Block
+from aiorpc.errors import SerializationError
+from aiorpc.events import WorkerLeft
 from aiorpc.protocol.frames import MAX_SEGMENTS
 from aiorpc.protocol.packing import pack
 from aiorpc.protocol.states import PeerState

@@ -19,8 +19,9 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 import aiorpc
-from aiorpc import StoreGone, Worker
+from aiorpc import Worker
 from aiorpc.devices import DeviceClaims
+from aiorpc.errors import StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting import watch
 from aiorpc.runtime.meeting.board import Board

@@ -20,7 +20,9 @@ import uvloop
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerClosed, WorkerInfo, WorkerJoined, WorkerLeft
+from aiorpc import RpcBackendOptions, Worker, WorkerClosed, WorkerInfo
+from aiorpc.errors import NotInitialized
+from aiorpc.events import WorkerJoined, WorkerLeft
 from aiorpc.runtime.calls import current
 from aiorpc.runtime.calls.current import current_call, registry
 from aiorpc.runtime.group import events

@@ -16,16 +16,8 @@ from typing import Any, ClassVar
 import pytest
 
 import aiorpc
-from aiorpc import (
-    GroupError,
-    Overloaded,
-    RpcBackendOptions,
-    RpcError,
-    RpcTimeout,
-    RpcUsageError,
-    Worker,
-    WouldBlockLoop,
-)
+from aiorpc import Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
+from aiorpc.errors import GroupError, WouldBlockLoop
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
 from tests.conftest import LoopFactory
@@ -368,7 +360,7 @@ async def awaited(future: aiorpc.Future[Any]) -> Any:
     return await future
 
 
-async def first(outcomes: AsyncIterable[tuple[str, aiorpc.Outcome]]) -> Any:
+async def first(outcomes: AsyncIterable[tuple[str, aiorpc.types.Outcome]]) -> Any:
     """The first value of a group's call."""
     async for _, outcome in outcomes:
         return outcome.result()

@@ -390,7 +390,7 @@ async def put_and_get(do: Doing) -> None:
             try:
                 value, item = await patiently(queue.get)
                 gotten = True
-            except rpc.ItemLost as error:
+            except rpc.errors.ItemLost as error:
                 must_be_told(error)
                 put -= error.count
                 break
@@ -475,7 +475,14 @@ def is_told(error: BaseException) -> bool:
     return any(text in str(error) for text in TOLD)
 
 
-GONE = (rpc.PeerLost, rpc.PeerLeft, rpc.PeerRefused, rpc.UnknownWorker, rpc.WorkerClosed, rpc.ItemLost)
+GONE = (
+    rpc.PeerLost,
+    rpc.PeerLeft,
+    rpc.errors.PeerRefused,
+    rpc.errors.UnknownWorker,
+    rpc.WorkerClosed,
+    rpc.errors.ItemLost,
+)
 MORTAL: set[str] = set()  # workers that leave in the middle
 
 

@@ -20,11 +20,13 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import DeviceMapError, Queue, QueueHandle, RpcBackendOptions, RpcError, SerializationError, Worker
+from aiorpc import Queue, RpcBackendOptions, RpcError, Worker
 from aiorpc.autograd.parts import arrival_of
 from aiorpc.channels.landing import Landing
+from aiorpc.errors import DeviceMapError, SerializationError
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.contexts import AutogradContext
+from aiorpc.types import QueueHandle
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.runtime.test_overload import Threads
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until

@@ -12,7 +12,8 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import aiorpc
-from aiorpc import NotInitialized, PeerLeft, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc import PeerLeft, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc.errors import NotInitialized
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster

@@ -18,17 +18,8 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import aiorpc
-from aiorpc import (
-    PeerLeft,
-    PeerLost,
-    RendezvousError,
-    RpcBackendOptions,
-    RpcTimeout,
-    RpcUsageError,
-    UnknownWorker,
-    Worker,
-    WorkerClosed,
-)
+from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, WorkerClosed
+from aiorpc.errors import RendezvousError, UnknownWorker
 from aiorpc.protocol.frames import Frame
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import HandshakeState
@@ -139,7 +130,9 @@ async def test_who_gives_up_joining_is_not_taken_for_dead(
         joining: asyncio.Future[Worker] = asyncio.ensure_future(late.start())
         await stuck.wait()
         call = worker.call("late", where)
-        while not (isinstance(event := await anext(events), aiorpc.WorkerJoined) and event.worker.name == "late"):
+        while not (
+            isinstance(event := await anext(events), aiorpc.events.WorkerJoined) and event.worker.name == "late"
+        ):
             pass
         if way == "cancelled":
             joining.cancel()

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RemoteError, RpcBackendOptions, RpcError, SerializationError, Worker
+from aiorpc import RemoteError, RpcBackendOptions, RpcError, Worker
+from aiorpc.errors import SerializationError
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -503,9 +504,11 @@ async def test_a_module_the_callee_cannot_import(pair: list[Worker], monkeypatch
 async def test_a_tensor_past_the_limit_is_the_error_of_its_call() -> None:
     """As argument it raises at once, as result at the caller; the connection, and with it the group, lives on."""
     async with cluster(2, options=RpcBackendOptions(max_tensor_bytes=1 << 16)) as workers:
-        with pytest.raises(aiorpc.SerializationError, match=r"argument 0 of .*numel.*65540 bytes; the limit is 65536"):
+        with pytest.raises(
+            aiorpc.errors.SerializationError, match=r"argument 0 of .*numel.*65540 bytes; the limit is 65536"
+        ):
             workers[0].call("worker1", torch.numel, torch.zeros(16_385))
-        with pytest.raises(aiorpc.SerializationError, match=r"result of torch:zeros .*limit is 65536"):
+        with pytest.raises(aiorpc.errors.SerializationError, match=r"result of torch:zeros .*limit is 65536"):
             await workers[0].call("worker1", torch.zeros, 16_385)
         assert await workers[0].call("worker1", torch.numel, torch.zeros(16_384)) == 16_384
         assert await workers[1].call("worker0", len, "abc") == 3

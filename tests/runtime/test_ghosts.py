@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import Overloaded, RpcBackendOptions, RpcError, UnknownWorker, Worker
+from aiorpc import Overloaded, RpcBackendOptions, RpcError, Worker
+from aiorpc.errors import UnknownWorker
 from aiorpc.protocol.frames import Kind, encode_frame
 from aiorpc.protocol.messages import Fetch, Method
 from aiorpc.protocol.packing import pack

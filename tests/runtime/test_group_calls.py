@@ -20,9 +20,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    GroupError,
     NotAllowed,
-    Outcome,
     PeerLost,
     RpcBackendOptions,
     RpcCancelled,
@@ -30,10 +28,9 @@ from aiorpc import (
     RpcTimeout,
     RpcUsageError,
     RRef,
-    SerializationError,
-    UnknownWorker,
     Worker,
 )
+from aiorpc.errors import GroupError, SerializationError, UnknownWorker
 from aiorpc.futures import Future
 from aiorpc.runtime.caller import member_call
 from aiorpc.runtime.caller.known import FunctionEntry
@@ -43,6 +40,7 @@ from aiorpc.runtime.fanout.group_call import GroupCall
 from aiorpc.runtime.fanout.options import count_of
 from aiorpc.sites import call_site
 from aiorpc.testing import Faults, cluster
+from aiorpc.types import Outcome
 from tests.runtime.waiting import LIMIT, until, until_no_references
 from tests.transport.ends import interrupted
 
@@ -193,7 +191,7 @@ async def test_cancelling_calls_off_all_members(four: list[Worker]) -> None:
     await until(lambda: sorted(_stopped) == sorted(names))
 
 
-async def _awaited(make: Callable[[], aiorpc.GroupCall]) -> aiorpc.Outcomes:
+async def _awaited(make: Callable[[], aiorpc.types.GroupCall]) -> aiorpc.types.Outcomes:
     return await make()
 
 
@@ -259,7 +257,7 @@ class Unserialisable:
         pytest.param(
             lambda me: me.group("*").call(with_name, 1, key=Unserialisable()), SerializationError, "'key'", id="named"
         ),
-        pytest.param(lambda me: me.group("*").rpc_sync(name_of), aiorpc.WouldBlockLoop, "await", id="blocking"),
+        pytest.param(lambda me: me.group("*").rpc_sync(name_of), aiorpc.errors.WouldBlockLoop, "await", id="blocking"),
     ],
 )
 async def test_bad_input_is_refused_before_anything_is_sent(
@@ -427,7 +425,7 @@ async def test_an_error_that_nobody_looks_at_is_logged(
     assert not logged or ("test_group_calls.py" in logged[0] and "'worker1': ValueError" in logged[0])
 
 
-async def pass_on(pattern: str) -> aiorpc.Outcomes:
+async def pass_on(pattern: str) -> aiorpc.types.Outcomes:
     return await aiorpc.group(pattern).call(fail_at, "worker2")
 
 

@@ -513,7 +513,7 @@ async def test_a_method_of_an_object_alone_says_nothing_of_its_class(pair: list[
 async def test_a_blocking_proxy_is_refused_on_the_loop(pair: list[Worker]) -> None:
     """The error names the awaitable; the method was not run."""
     box = pair[0].remote("worker1", Box, 1)
-    with pytest.raises(aiorpc.WouldBlockLoop, match=r"await rref\.rpc_async\(\)\.add\(\)"):
+    with pytest.raises(aiorpc.errors.WouldBlockLoop, match=r"await rref\.rpc_async\(\)\.add\(\)"):
         box.rpc_sync().add(5)
     assert await box.rpc_async().add(0) == 1
 

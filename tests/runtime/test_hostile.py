@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import aiorpc
-from aiorpc import Future, RpcBackendOptions, RpcError, SerializationError, Worker, async_execution, batched
+from aiorpc import Future, RpcBackendOptions, RpcError, Worker, async_execution, batched
+from aiorpc.errors import SerializationError
 from aiorpc.testing import cluster
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT
@@ -133,7 +134,7 @@ GIVING = dict(
 )
 
 
-async def drain(stream: aiorpc.Stream) -> None:
+async def drain(stream: aiorpc.types.Stream) -> None:
     async for _ in stream:
         pass
 

@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import RendezvousError, RpcBackendOptions, RpcError, WorkerClosed
+from aiorpc import RpcBackendOptions, RpcError, WorkerClosed
+from aiorpc.errors import RendezvousError
 from aiorpc.protocol.handshake import VERSION
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime import life

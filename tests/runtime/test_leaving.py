@@ -17,17 +17,9 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import (
-    PeerLeft,
-    RendezvousError,
-    RpcBackendOptions,
-    RpcError,
-    RpcUsageError,
-    ShutdownReport,
-    Worker,
-    WorkerClosed,
-    WorkerLeft,
-)
+from aiorpc import PeerLeft, RpcBackendOptions, RpcError, RpcUsageError, Worker, WorkerClosed
+from aiorpc.errors import RendezvousError
+from aiorpc.events import WorkerLeft
 from aiorpc.protocol.frames import REPLY
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.values import LARGE_PICKLE
@@ -37,6 +29,7 @@ from aiorpc.runtime.engine.pool import ThreadPool
 from aiorpc.runtime.group.hearsay import Hearsay
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
+from aiorpc.types import ShutdownReport
 from tests.runtime.observers import seen, standing_still
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
 from tests.runtime.waiting import until, wait_until

@@ -21,7 +21,8 @@ import pytest
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import NotInitialized, PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc.errors import NotInitialized
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.engine import Engine
@@ -416,7 +417,7 @@ def test_a_worker_whose_loop_was_closed_ends_by_itself(
     ):
         with pytest.raises(WorkerClosed, match="its event loop has ended: start a new worker"):
             verb()
-    assert aiorpc.shutdown() == aiorpc.ShutdownReport()
+    assert aiorpc.shutdown() == aiorpc.types.ShutdownReport()
     with pytest.raises(NotInitialized, match="has not been initialized"):
         aiorpc.current()
 
@@ -475,7 +476,7 @@ def test_a_worker_whose_loop_was_closed_can_be_shut_down(loop_factory: LoopFacto
     """By either shutdown, as often as anybody likes; a plain `loop.close()` with tasks under way is an end, too."""
     worker = run_and_forget(loop_factory)
     report = asyncio.run(worker.shutdown()) if elsewhere else aiorpc.shutdown()
-    assert report == aiorpc.ShutdownReport()
+    assert report == aiorpc.types.ShutdownReport()
     assert worker.state is WorkerState.CLOSED
     assert asyncio.run(worker.shutdown()) == aiorpc.shutdown() == report
     with pytest.raises(NotInitialized):
@@ -613,7 +614,7 @@ def test_a_worker_that_was_joining_when_its_loop_was_closed(loop_factory: LoopFa
 
     joining = loop.run_until_complete(main())
     loop.close()
-    assert asyncio.run(worker.shutdown()) == aiorpc.ShutdownReport()
+    assert asyncio.run(worker.shutdown()) == aiorpc.types.ShutdownReport()
     assert worker.state is WorkerState.CLOSED
     keep.append(joining)
 
@@ -651,7 +652,7 @@ def test_a_shutdown_by_a_handler_of_the_worker_of_init_rpc(
     if again:
         assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
         aiorpc.shutdown()
-    assert aiorpc.shutdown() == aiorpc.ShutdownReport()
+    assert aiorpc.shutdown() == aiorpc.types.ShutdownReport()
     assert not [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
 
 

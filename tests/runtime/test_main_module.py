@@ -17,7 +17,8 @@ import torch
 from torch.distributed import HashStore, Store
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker
+from aiorpc import RpcBackendOptions, RpcUsageError, Worker
+from aiorpc.errors import SerializationError
 from aiorpc.protocol.codec import Incoming, loads
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.main_module import is_main

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 import aiorpc
-from aiorpc import PeerLost, RendezvousError, RpcBackendOptions, StoreGone, Worker
+from aiorpc import PeerLost, RpcBackendOptions, Worker
+from aiorpc.errors import RendezvousError, StoreGone
 from aiorpc.runtime import life
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.meeting import rendezvous

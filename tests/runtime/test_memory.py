@@ -20,21 +20,13 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import (
-    Overloaded,
-    PeerLost,
-    RpcBackendOptions,
-    RpcCancelled,
-    RpcError,
-    RpcTimeout,
-    SerializationError,
-    Worker,
-)
+from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, Worker
 from aiorpc.channels import arena, shared, shm
 from aiorpc.channels.arena import Block
 from aiorpc.channels.shared import COLD_SIZE
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.channels.space import PAGE
+from aiorpc.errors import SerializationError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
 from aiorpc.runtime.caller import addressee, future, peer

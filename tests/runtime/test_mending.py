@@ -338,7 +338,7 @@ async def test_callers_see_that_a_worker_is_suspended(far: list[Worker]) -> None
         assert not call.done()
     assert await call == 7
     await until(lambda: len(news) >= 2)
-    assert [type(event) for event in news] == [rpc.WorkerSuspended, rpc.WorkerResumed]
+    assert [type(event) for event in news] == [rpc.events.WorkerSuspended, rpc.events.WorkerResumed]
     assert {event.worker.name for event in news} == {"worker1"}
     await until(lambda: peer.state is PeerState.READY)
     statistics = far[0].statistics()
@@ -671,7 +671,7 @@ async def test_a_connection_that_its_opener_never_got_is_no_loss(
         assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
         assert len(lost) == 1
         await until(lambda: len(news) >= 2)
-        assert news == [rpc.WorkerSuspended, rpc.WorkerResumed]
+        assert news == [rpc.events.WorkerSuspended, rpc.events.WorkerResumed]
         assert all(not worker.node.group.lost for worker in workers)
         assert await workers[0].call("worker1", count, 2) == 2
         listening.cancel()
@@ -870,7 +870,7 @@ async def test_a_goodbye_is_no_break(far: list[Worker]) -> None:
     await asyncio.gather(*(worker.shutdown() for worker in far))
     assert time.monotonic() - began < 10  # of 20 s of grace
     await listening
-    assert rpc.WorkerSuspended not in news
+    assert rpc.events.WorkerSuspended not in news
 
 
 async def test_what_a_reader_does_not_take_is_bounded() -> None:

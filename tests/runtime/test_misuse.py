@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcUsageError, SerializationError, Worker
+from aiorpc import RpcUsageError, Worker
+from aiorpc.errors import SerializationError
 from aiorpc.nn import RemoteModule
 from aiorpc.runtime.calls.current import current_node
 from tests.runtime.waiting import until
@@ -134,7 +135,7 @@ async def test_timeouts_are_durations_of_all_kinds(current_pair: list[Worker]) -
     for made in forms_of_timeout(current_pair[0]):
         for timeout in (timedelta(seconds=30), numpy.float32(30), numpy.float64(30), 30, 0, -1):
             got = await made(timeout)
-            assert (got.values()[0] if isinstance(got, aiorpc.Outcomes) else got) == 3
+            assert (got.values()[0] if isinstance(got, aiorpc.types.Outcomes) else got) == 3
     for made in forms_of_timeout(current_pair[0])[:-2]:  # of `remote` it may be an argument of the function
         for timeout in wrong:
             with pytest.raises(RpcUsageError, match="timeout must be a number of seconds"):
@@ -403,7 +404,7 @@ def test_a_verb_behind_the_shutdown_names_the_worker_that_has_left(tmp_path: Pat
     options = aiorpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
     aiorpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
     aiorpc.shutdown()
-    with pytest.raises(aiorpc.NotInitialized, match="not been initialized since worker 'me' has shut down"):
+    with pytest.raises(aiorpc.errors.NotInitialized, match="not been initialized since worker 'me' has shut down"):
         aiorpc.rpc_sync("me", add, (1,))
 
 

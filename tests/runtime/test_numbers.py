@@ -96,9 +96,9 @@ async def test_what_is_kept_of_a_group_does_not_grow_with_joins(
         assert json.loads(store.get(ROSTER))["used"] == [[2, 32]]
         assert store.num_keys() <= 4
         for name in names[-1], names[0]:
-            with pytest.raises(rpc.UnknownWorker if name == "guest0" and not alike else rpc.PeerLeft):
+            with pytest.raises(rpc.errors.UnknownWorker if name == "guest0" and not alike else rpc.PeerLeft):
                 await a.call(name, bodies.add, 1, 2)
-        with pytest.raises(rpc.UnknownWorker):
+        with pytest.raises(rpc.errors.UnknownWorker):
             await a.call(2, bodies.add, 1, 2)
 
 
@@ -120,7 +120,7 @@ async def test_a_group_whose_ids_are_used_up_takes_nobody(store: Store) -> None:
     store.set(ROSTER.replace("roster", "ids"), str((1 << 31) - 1))
     async with Worker("a", store=store) as a:
         assert a.id == (1 << 31) - 1
-        with pytest.raises(rpc.RendezvousError, match="2147483648 workers have joined"):
+        with pytest.raises(rpc.errors.RendezvousError, match="2147483648 workers have joined"):
             await Worker("b", store=store).start()
         assert [info.name for info in a.worker_infos()] == ["a"]
         assert await a.call("a", bodies.add, 1, 2) == 3

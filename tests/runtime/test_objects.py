@@ -15,7 +15,8 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc as rpc
-from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, UnknownObject, Worker
+from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker
+from aiorpc.errors import UnknownObject
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until, until_no_references
@@ -79,7 +80,7 @@ async def test_methods_are_called_in_each_mode(pair: list[Worker]) -> None:
     pair[1].serve("buffer", Buffer())
     for worker in pair:
         buffer = worker.peer("worker1").object("buffer")
-        assert isinstance(buffer, rpc.ObjectHandle)
+        assert isinstance(buffer, rpc.types.ObjectHandle)
         count = await buffer.size()
         assert await buffer.put(torch.ones(2), times=2) == count + 2
         assert await buffer.size() == count + 2
@@ -94,7 +95,7 @@ async def test_the_manners_of_references_are_those_of_objects(pair: list[Worker]
     pair[1].serve("buffer", Buffer(1, 2))
     buffer = pair[0].peer("worker1").object("buffer")
     assert await asyncio.to_thread(buffer.rpc_sync().put, 3) == 3
-    with pytest.raises(rpc.WouldBlockLoop, match="put"):
+    with pytest.raises(rpc.errors.WouldBlockLoop, match="put"):
         buffer.rpc_sync().put(3)
     assert await buffer.rpc_async(timeout=20).size() == 3
     assert await buffer.rpc_async().remote() == "its own"
@@ -357,5 +358,5 @@ async def test_the_verb_serves_at_the_worker_that_is_current() -> None:
             assert repr(served) == "<aiorpc.serve 'buffer' on worker 'a'>"
             async with rpc.peer("a").object("buffer").stream().all() as items:
                 assert await anext(items) == 1
-    with pytest.raises(rpc.NotInitialized):
+    with pytest.raises(rpc.errors.NotInitialized):
         rpc.serve("buffer", Buffer())

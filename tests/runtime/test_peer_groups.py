@@ -22,22 +22,18 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
-    GroupError,
     NotAllowed,
     Overloaded,
     PeerLeft,
     PeerLost,
-    ProtocolError,
     RpcBackendOptions,
     RpcTimeout,
     RpcUsageError,
-    SerializationError,
-    UnknownWorker,
     Worker,
-    WouldBlockLoop,
     exposed,
     futures,
 )
+from aiorpc.errors import GroupError, ProtocolError, SerializationError, UnknownWorker, WouldBlockLoop
 from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.fanout import barriers as barriers_module
 from aiorpc.runtime.fanout import mapping
@@ -690,7 +686,7 @@ async def test_references_on_each_member_are_called_together(four: list[Worker])
     assert (await asyncio.to_thread(results.to_here)).values() == [17, 18, 17]
     with pytest.raises(KeyError):
         refs["worker9"]
-    with pytest.raises(aiorpc.WouldBlockLoop):
+    with pytest.raises(aiorpc.errors.WouldBlockLoop):
         refs.rpc_sync().add(0)
     with pytest.raises(SerializationError, match="argument 0"):
         refs.rpc_async().add(iter_nothing())
@@ -698,7 +694,7 @@ async def test_references_on_each_member_are_called_together(four: list[Worker])
     await until_no_references(four)
 
 
-def _add_blocking(refs: aiorpc.RRefGroup) -> list[int]:
+def _add_blocking(refs: aiorpc.types.RRefGroup) -> list[int]:
     return refs.rpc_sync().add(0).values()  # type: ignore[no-any-return]  # a proxy has no types
 
 
@@ -759,7 +755,7 @@ async def test_objects_of_one_name_are_called_together(four: list[Worker]) -> No
     assert await asyncio.to_thread(lambda: shelves.rpc_sync().add(0).values()) == [12, 13, 14]
     outcomes = await four[0].group("worker*").object("shelf").count()
     assert list(outcomes.answers) == ["worker1", "worker2", "worker3"]
-    assert type(outcomes["worker0"].error) is aiorpc.UnknownObject
+    assert type(outcomes["worker0"].error) is aiorpc.errors.UnknownObject
     assert [int(each[0]) for each in (await shelves.add(torch.ones(600_000))).values()] == [13, 14, 15]
     tried = four[0].group("worker[123]", retries=2, backoff=0.01).object("shelf")
     assert (await tried()).values() == ["worker1", "worker2", "worker3"]
@@ -767,7 +763,7 @@ async def test_objects_of_one_name_are_called_together(four: list[Worker]) -> No
         shelves._secret()
     with pytest.raises(RpcUsageError, match="name"):
         four[0].group("*").object("")
-    with pytest.raises(aiorpc.WouldBlockLoop):
+    with pytest.raises(aiorpc.errors.WouldBlockLoop):
         shelves.rpc_sync().count()
 
 
@@ -918,7 +914,7 @@ async def test_who_has_taken_the_place_of_a_lost_member_comes_to_barriers(rank: 
             assert (failure.value.worker, failure.value.rank) == (f"worker{rank}", rank)
 
 
-async def _awaited(group: aiorpc.PeerGroup) -> None:
+async def _awaited(group: aiorpc.types.PeerGroup) -> None:
     await group.barrier()
 
 

@@ -105,7 +105,7 @@ async def test_a_subscriber_hears_of_the_publisher_while_the_store_says_nothing(
 async def test_who_publishes_at_a_store_that_says_nothing_is_told_so_in_time() -> None:
     """After as long as a call may take, in place of a wait without an end."""
     async with with_a_silent_store(0.2) as workers:
-        with pytest.raises(rpc.RendezvousError, match=r"the store of the group has not answered for 0\.2 s"):
+        with pytest.raises(rpc.errors.RendezvousError, match=r"the store of the group has not answered for 0\.2 s"):
             await workers[1].publish("policy", weights(1))
 
 
@@ -369,7 +369,7 @@ async def test_the_end_of_a_subscription_that_was_not_heard_is_told_again(
         await anext(versions)
     await until(lambda: refused == 3)
     last = await pair[0].publish("policy", weights(2))
-    assert await last.delivered() == rpc.Delivery(2, (), (), (), reached=True)
+    assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
     await until(lambda: slots_of(pair[0]) == 1)
 
 
@@ -408,7 +408,7 @@ async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     gc.collect()
     await until(lambda: not pair[1].node.publications.feeds)
     last = await pair[0].publish("policy", weights(2))
-    assert await last.delivered() == rpc.Delivery(2, (), (), (), reached=True)
+    assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
 
 
 @pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -417,7 +417,7 @@ async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[A
     versions = pair[1].subscribe("policy")
     with pytest.raises(rpc.RpcUsageError, match="subscription to 'policy' cannot be copied"):
         use(versions)
-    with pytest.raises(rpc.SerializationError, match=r"argument 0 of .*subscription to 'policy'"):
+    with pytest.raises(rpc.errors.SerializationError, match=r"argument 0 of .*subscription to 'policy'"):
         pair[1].call("worker0", len, versions)
     gc.collect()
     await pair[0].publish("policy", weights(1))
@@ -569,7 +569,7 @@ async def test_a_version_that_is_too_long_for_its_reader_is_told_in_a_turn() -> 
         versions.close()
 
 
-async def told_and_then(versions: Subscription) -> rpc.PublishedVersion:
+async def told_and_then(versions: Subscription) -> rpc.types.PublishedVersion:
     """The next version, behind what was told of the one before."""
     while True:
         with contextlib.suppress(rpc.RpcError):
@@ -603,9 +603,9 @@ async def test_delivery_names_who_has_it_and_who_is_missing(trio: list[Worker]) 
     subscription = trio[1].subscribe("policy")
     first = await trio[0].publish("policy", weights(1))
     delivery = await first.delivered()
-    assert delivery == rpc.Delivery(1, (trio[1].info,), (), (), reached=True)
+    assert delivery == rpc.types.Delivery(1, (trio[1].info,), (), (), reached=True)
     delivery = await first.delivered(quorum=2, timeout=0.05)
-    assert delivery == rpc.Delivery(1, (trio[1].info,), (), (), reached=False)
+    assert delivery == rpc.types.Delivery(1, (trio[1].info,), (), (), reached=False)
     waiting = first.delivered(quorum=2)
     other = trio[2].subscribe("policy")
     assert (await waiting).has == (trio[1].info, trio[2].info)
@@ -762,7 +762,7 @@ async def test_what_no_reader_could_read_is_not_published() -> None:
             value = ["a" * size, *[torch.zeros(2000)] * 3]
             try:
                 await workers[0].publish("policy", value)
-            except rpc.SerializationError as error:
+            except rpc.errors.SerializationError as error:
                 assert "max_frame_bytes" in str(error)
                 refused += 1
             else:
@@ -804,7 +804,7 @@ async def test_the_blocking_form(pair: list[Worker]) -> None:
         return seen
 
     assert await asyncio.to_thread(read) == [1, 2]
-    with pytest.raises(rpc.WouldBlockLoop):
+    with pytest.raises(rpc.errors.WouldBlockLoop):
         next(iter(reader.subscribe("policy")))
 
 
@@ -831,7 +831,9 @@ async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) 
 async def test_a_reference_is_not_published(pair: list[Worker]) -> None:
     """It is counted for one receiver, and there is none."""
     reference = pair[0].remote("worker1", weights, 1)
-    with pytest.raises(rpc.SerializationError, match=r"published as 'policy' .*a reference is sent to one worker"):
+    with pytest.raises(
+        rpc.errors.SerializationError, match=r"published as 'policy' .*a reference is sent to one worker"
+    ):
         await pair[0].publish("policy", {"reference": reference})
     await reference
 
@@ -863,7 +865,7 @@ async def test_safe_groups_publish_too() -> None:
         async with workers[1].subscribe("policy") as versions:
             await workers[0].publish("policy", weights(1))
             assert number_of((await anext(versions)).value) == 1
-        with pytest.raises(rpc.SerializationError):
+        with pytest.raises(rpc.errors.SerializationError):
             workers[0].publish("policy", Unreadable())
 
 
@@ -1334,13 +1336,13 @@ async def test_a_name_stays_as_it_is_when_the_store_cannot_be_asked(
     """Others would not find it free; so it is published still, and may be unpublished later."""
 
     def swap(*_: object, **__: object) -> str:
-        raise rpc.RendezvousError("the store is gone")
+        raise rpc.errors.RendezvousError("the store is gone")
 
     async with pair[1].subscribe("policy") as versions:
         await pair[0].publish("policy", weights(1))
         with monkeypatch.context() as patch:
             patch.setattr(pair[0].node.rendezvous, "swap", swap)
-            with pytest.raises(rpc.RendezvousError, match="the store is gone"):
+            with pytest.raises(rpc.errors.RendezvousError, match="the store is gone"):
                 await pair[0].unpublish("policy")
         await pair[0].publish("policy", weights(2))
         assert number_of((await anext(versions)).value) in (1, 2)
@@ -1399,14 +1401,14 @@ async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
 
     def lose(*args: Any, **options: Any) -> str:
         swap(*args, **options)
-        raise rpc.RendezvousError("the answer was lost")
+        raise rpc.errors.RendezvousError("the answer was lost")
 
     swap = rendezvous.swap
     for taken in (False, True):
         version = (await first.publish("policy", [1])).version
         with monkeypatch.context() as patched:
             patched.setattr(rendezvous, "swap", lose)
-            with pytest.raises(rpc.RendezvousError, match="was lost"):
+            with pytest.raises(rpc.errors.RendezvousError, match="was lost"):
                 await first.unpublish("policy")
         if not taken:
             assert (await first.publish("policy", [2])).version == version + 1
@@ -1431,7 +1433,7 @@ async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
         def fail(*_: Any, **__: Any) -> str:
             began.set()
             fails.wait(20)
-            raise rpc.RendezvousError("it cannot be asked")
+            raise rpc.errors.RendezvousError("it cannot be asked")
 
         monkeypatch.setattr(rendezvous, "swap", fail)
         ending = publisher.unpublish("policy")
@@ -1439,6 +1441,6 @@ async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
         told = publications.publishers["policy"].told
         told.discard(other.node.engine.record.incarnation)  # as one that has joined just now
         fails.set()
-        with pytest.raises(rpc.RendezvousError, match="cannot be asked"):
+        with pytest.raises(rpc.errors.RendezvousError, match="cannot be asked"):
             await ending
         await until(lambda: other.node.engine.record.incarnation in told)

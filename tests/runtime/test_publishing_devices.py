@@ -26,7 +26,7 @@ async def test_what_lies_on_a_device_is_copied_to_the_host_once() -> None:
         versions.close()
 
 
-def publish_from_devices(fake: FakeCuda, worker: Worker, number: int) -> rpc.Future[rpc.Publication]:
+def publish_from_devices(fake: FakeCuda, worker: Worker, number: int) -> rpc.Future[rpc.types.Publication]:
     """Nothing that lies on a device outlives this but for what publishing holds."""
     whole = fake.tensor_of(torch.full((LARGE,), float(number)), 0)
     value = {"a": whole, "part": whole[5:9], "other": fake.tensor_of(torch.full((9,), float(number)), 1)}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Subscription, Worker, exposed
+from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import PieceWanted, VersionArrived, VersionsReleased, Want
 from aiorpc.runtime.calls.values import Results
@@ -22,6 +22,7 @@ from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
 from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf, Stored
 from aiorpc.testing import cluster
+from aiorpc.types import Subscription
 from tests.processes.workers import until
 from tests.runtime.test_publishing import number_of, weights
 

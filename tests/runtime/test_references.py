@@ -30,11 +30,10 @@ from aiorpc import (
     RpcTimeout,
     RpcUsageError,
     RRef,
-    SerializationError,
     Worker,
     WorkerClosed,
 )
-from aiorpc.errors import ProtocolError
+from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol import references as table_module
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
@@ -256,7 +255,7 @@ async def test_copies_of_a_proxy_copy_no_value(workers: list[Worker], verb: str)
     for use in uses:
         with pytest.raises(RpcUsageError, match=rf"{verb}\(\) of .*RRefId.* no deep copy"):
             use()
-    with pytest.raises(aiorpc.SerializationError, match=rf"argument 0 of .*{verb}\(\) of .* pickled or sent"):
+    with pytest.raises(aiorpc.errors.SerializationError, match=rf"argument 0 of .*{verb}\(\) of .* pickled or sent"):
         workers[0].call("worker1", len, proxy)
     assert workers[0].statistics().calls_made == made
     if verb == "rpc_async":
@@ -322,7 +321,7 @@ async def test_blocking_for_a_value_on_the_loop_is_refused(workers: list[Worker]
     """The error names `await rref`; a value that is there at its owner may be had."""
     rref, own = workers[0].remote("worker1", slow_thing, 2), workers[0].remote("worker0", slow_thing, 3)
     for reference in (rref, own):
-        with pytest.raises(aiorpc.WouldBlockLoop, match="await"):
+        with pytest.raises(aiorpc.errors.WouldBlockLoop, match="await"):
             reference.to_here()
     gate.open.set()
     await rref
@@ -614,9 +613,9 @@ async def test_a_call_that_is_not_sent_as_a_reference_in_it_is_broken_leaves_not
 async def test_arguments_that_cannot_travel_raise_at_once(workers: list[Worker]) -> None:
     """No reference is made, and those among the arguments are given back."""
     other = workers[0].remote("worker2", Thing, 1)
-    with pytest.raises(aiorpc.SerializationError, match="argument 1"):
+    with pytest.raises(aiorpc.errors.SerializationError, match="argument 1"):
         workers[0].remote("worker1", divmod, other, threading.Lock())
-    with pytest.raises(aiorpc.SerializationError, match="argument 1"):
+    with pytest.raises(aiorpc.errors.SerializationError, match="argument 1"):
         workers[0].call("worker1", divmod, other, threading.Lock())
     assert (await other).value == 1
 
@@ -624,7 +623,7 @@ async def test_arguments_that_cannot_travel_raise_at_once(workers: list[Worker])
 async def test_a_result_that_cannot_be_fetched(workers: list[Worker]) -> None:
     """A value that does not pickle is fine where it is; only fetching it is an error."""
     rref = workers[0].remote("worker1", threading.Lock)
-    with pytest.raises(aiorpc.SerializationError, match="the result of to_here"):
+    with pytest.raises(aiorpc.errors.SerializationError, match="the result of to_here"):
         await rref
     assert await rref.rpc_async().locked() is False
 
@@ -1042,7 +1041,7 @@ async def test_a_clean_shutdown_reports_nothing(caplog: pytest.LogCaptureFixture
             del rref
             await until_no_references(workers)
             reports = await asyncio.gather(*(worker.shutdown() for worker in workers))
-    assert all(report == aiorpc.ShutdownReport() for report in reports)
+    assert all(report == aiorpc.types.ShutdownReport() for report in reports)
     assert not caplog.records
 
 

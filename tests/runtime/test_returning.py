@@ -17,18 +17,9 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import (
-    PeerLeft,
-    PeerLost,
-    RendezvousError,
-    RpcBackendOptions,
-    RpcUsageError,
-    UnknownWorker,
-    Worker,
-    WorkerClosed,
-    WorkerLost,
-    WorkerReplaced,
-)
+from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcUsageError, Worker, WorkerClosed
+from aiorpc.errors import RendezvousError, UnknownWorker
+from aiorpc.events import WorkerLost, WorkerReplaced
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.declared import pack

@@ -407,7 +407,7 @@ async def test_a_call_by_hand_is_refused_before_it_is_unpickled(
         for place, (name, function) in enumerate(REFUSED.items(), 100):
             for fields in STREAMED:
                 sent = ByName(place, function) if function is not None else None
-                with pytest.raises(rpc.ProtocolError if name in INTRINSIC else rpc.NotAllowed) as refused:
+                with pytest.raises(rpc.errors.ProtocolError if name in INTRINSIC else rpc.NotAllowed) as refused:
                     await send(worker, sent, bomb(tmp_path / "ran"), **fields)
                 assert len(str(refused.value)) < 2000, name
                 assert not (tmp_path / "ran").exists(), name
@@ -421,7 +421,7 @@ async def test_a_pickle_is_never_read_for_the_runtime_s_own_handlers(serve: Any,
     """Whatever its caller may have run: they take what they declare."""
     async with served_by(serve) as (worker, _):
         for given in (bomb(tmp_path / "ran"), Values([None], opaque_at=[0], pickled=pickle.dumps((1,), 5))):
-            with pytest.raises(rpc.ProtocolError, match="values that are pickled, or written as a tree"):
+            with pytest.raises(rpc.errors.ProtocolError, match="values that are pickled, or written as a tree"):
                 await send(worker, ByName(7, name), given)
         assert not (tmp_path / "ran").exists()
 
@@ -440,7 +440,7 @@ async def test_a_number_that_was_refused_stands_for_nothing(tmp_path: Path) -> N
     async with served_by([f"{HERE}:add"]) as (worker, _):
         with pytest.raises(rpc.NotAllowed):
             await send(worker, ByName(7, "os:getpid"), bomb(tmp_path / "ran"))
-        with pytest.raises(rpc.ProtocolError, match="never named"):
+        with pytest.raises(rpc.errors.ProtocolError, match="never named"):
             await send(worker, 7, bomb(tmp_path / "ran"))
         assert await send(worker, ByName(7, f"{HERE}:add"), Values([1, 2])) == 3
         assert await send(worker, ByName(7, "os:getpid"), Values([1, 2])) == 3  # it has its function
@@ -503,7 +503,7 @@ async def test_a_refused_creation_keeps_nothing_but_its_error() -> None:
             while ways:
                 for given in (b"x" * size, ["x" * size]):
                     kept.append(ways[0](given))
-                    with pytest.raises((rpc.NotAllowed, rpc.UnknownObject)):
+                    with pytest.raises((rpc.NotAllowed, rpc.errors.UnknownObject)):
                         await kept[-1]
                     del given
                 del ways[0]

@@ -106,7 +106,7 @@ async def value_of(reference: RRef[Any]) -> Any:
     return await reference
 
 
-async def consume(stream: rpc.Stream) -> list[Any]:
+async def consume(stream: rpc.types.Stream) -> list[Any]:
     return [item async for item in stream]
 
 
@@ -241,7 +241,7 @@ async def test_an_argument_runs_nothing(group: Group, tmp_path: Path) -> None:
         path = tmp_path / f"{number}"
         value = gadget(str(path))
         error = await group.attacked(partial(group.bad.call, "worker0", echo, value), path)
-        assert not group.safe or isinstance(error, (rpc.SerializationError, rpc.ProtocolError)), attack
+        assert not group.safe or isinstance(error, (rpc.errors.SerializationError, rpc.errors.ProtocolError)), attack
 
 
 async def test_no_message_to_a_worker_runs_anything(group: Group, tmp_path: Path) -> None:
@@ -270,7 +270,9 @@ async def test_no_message_to_a_worker_runs_anything(group: Group, tmp_path: Path
             gadget = ATTACKS[attack](str(path))
             never = way == "gradients"  # a handler of the runtime, which reads what it declares
             error = await group.attacked(partial(send, gadget), path, never=never)
-            assert not (group.safe or never) or isinstance(error, (rpc.SerializationError, rpc.ProtocolError)), way
+            assert not (group.safe or never) or isinstance(
+                error, (rpc.errors.SerializationError, rpc.errors.ProtocolError)
+            ), way
 
 
 async def test_a_function_by_value_is_not_run(group: Group, tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ async def test_handles_of_queues_and_contexts_travel() -> None:
         options = rpc.RpcBackendOptions(serialization=serialization, serve="*")
         async with cluster(2, options=options) as workers:
             said.append(await workers[0].call("worker0", pass_on))
-    handle = rpc.QueueHandle("queue", "worker0")
+    handle = rpc.types.QueueHandle("queue", "worker0")
     for queue, named, context in said:
         assert queue == named == repr((handle, [handle]))
         assert re.fullmatch(r"\((\d+), \[\1\]\)", context)
@@ -375,24 +377,25 @@ async def test_a_training_step_reads_no_pickle(safe: list[Worker]) -> None:
 async def test_what_is_not_registered_is_refused_at_once(safe: list[Worker], value: Any) -> None:
     """Nothing is sent; the error names the argument, its type and what to do."""
     with pytest.raises(
-        rpc.SerializationError, match=r"argument 1 of .*echo for worker 'worker1' is .* call aiorpc.register_safe"
+        rpc.errors.SerializationError,
+        match=r"argument 1 of .*echo for worker 'worker1' is .* call aiorpc.register_safe",
     ):
         await safe[0].call("worker1", echo, 1, value)
-    with pytest.raises(rpc.SerializationError, match="argument 'named' of"):
+    with pytest.raises(rpc.errors.SerializationError, match="argument 'named' of"):
         await safe[0].call("worker1", echo, named=[value])
 
 
 @pytest.mark.parametrize("function", [lambda: 1, functools.partial(echo, 1)], ids=["lambda", "partial"])
 async def test_functions_by_value_are_refused_at_once(safe: list[Worker], function: Any) -> None:
     """The error says what to do."""
-    with pytest.raises(rpc.SerializationError, match=r"would travel by value.*at the top of a module"):
+    with pytest.raises(rpc.errors.SerializationError, match=r"would travel by value.*at the top of a module"):
         await safe[0].call("worker1", function)
 
 
 async def test_a_result_that_is_not_registered_is_told(safe: list[Worker]) -> None:
     """As the error that it is at the callee, and the same connection serves on."""
     with pytest.raises(
-        rpc.SerializationError, match=r"the result of .*loose on worker .* is an object of .*Loose, which is not"
+        rpc.errors.SerializationError, match=r"the result of .*loose on worker .* is an object of .*Loose, which is not"
     ):
         await safe[0].call("worker1", loose)
     assert await safe[0].call("worker1", echo, [1]) == [1]
@@ -424,7 +427,7 @@ async def test_a_class_that_only_the_sender_has_registered_is_refused(
 
     name = f"{__name__}:Box"
     monkeypatch.delitem(registered.registered._by_name, name)
-    with pytest.raises(rpc.SerializationError) as refused:
+    with pytest.raises(rpc.errors.SerializationError) as refused:
         await safe[0].call("worker1", echo, Box(1))
     for word in ("echo", "'worker0'", "'worker1'", name, "register_safe"):
         assert word in str(refused.value)
@@ -437,10 +440,12 @@ async def test_members_of_both_kinds_refuse_each_other() -> None:
     store = HashStore()
     members = [Worker(f"worker{n}", rank=n, world_size=2, store=store, options=options[n]) for n in range(2)]
     outcomes = await asyncio.gather(*(worker.start() for worker in members), return_exceptions=True)
-    assert [type(error) for error in outcomes] == [rpc.RendezvousError] * 2
+    assert [type(error) for error in outcomes] == [rpc.errors.RendezvousError] * 2
     assert all(re.search(told, str(error)) for error in outcomes)
     async with cluster(2, dynamic=True, store=(store := HashStore()), options=options[0]) as workers:
-        with pytest.raises(rpc.RendezvousError, match=r"^worker2 .* have serialization='safe', worker0 .*, worker1 "):
+        with pytest.raises(
+            rpc.errors.RendezvousError, match=r"^worker2 .* have serialization='safe', worker0 .*, worker1 "
+        ):
             await Worker("worker2", store=store, options=options[1]).start()
         assert await workers[0].call("worker1", echo, 1) == 1
         async with Worker("worker2", store=store, options=options[0]) as third:
@@ -454,7 +459,9 @@ async def test_a_newcomer_of_the_other_kind_does_not_get_the_place_of_a_lost_one
         assert await one.call("worker1", echo, 1) == await other.call("worker0", echo, 1) == 1
         await other.drop()
         await until(lambda: one.node.group.is_gone(other.node.engine.record))
-        with pytest.raises(rpc.RendezvousError, match=r"worker1 .* have serialization='safe', worker0 .* have 'free'"):
+        with pytest.raises(
+            rpc.errors.RendezvousError, match=r"worker1 .* have serialization='safe', worker0 .* have 'free'"
+        ):
             await Worker("worker1", rank=1, world_size=2, store=store, options=options[1]).start()
         async with Worker("worker1", rank=1, world_size=2, store=store, options=options[0]) as new:
             assert await one.call("worker1", echo, 2) == 2

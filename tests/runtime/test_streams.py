@@ -260,7 +260,7 @@ async def test_a_consumer_whose_stream_fails_is_freed_without_the_collector(apar
 async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(pair: list[Worker]) -> None:
     """Items before it arrive; the error names the item's type and the function."""
     seen = []
-    with pytest.raises(aiorpc.SerializationError, match=r"an item of .*unpicklable.*lock"):
+    with pytest.raises(aiorpc.errors.SerializationError, match=r"an item of .*unpicklable.*lock"):
         async for item in pair[0].stream("worker1", unpicklable, 3):
             seen.append(item)
     assert seen == [0, 1, 2]
@@ -268,7 +268,7 @@ async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(p
 
 async def test_arguments_that_cannot_be_serialised_raise_at_once(pair: list[Worker]) -> None:
     """The stream is not opened."""
-    with pytest.raises(aiorpc.SerializationError, match="argument 0"):
+    with pytest.raises(aiorpc.errors.SerializationError, match="argument 0"):
         pair[0].stream("worker1", plain, threading.Lock())
 
 
@@ -350,7 +350,7 @@ async def test_a_thread_takes_items_by_a_plain_loop(pair: list[Worker], producer
             every.extend(pair[0].stream("worker1", fails_after_two))
         return some, every
 
-    with pytest.raises(aiorpc.WouldBlockLoop, match="async for"):
+    with pytest.raises(aiorpc.errors.WouldBlockLoop, match="async for"):
         iter(pair[0].stream("worker1", slow, "it"))
     some, every = await asyncio.to_thread(take)
     assert (some, every) == ([0, 1, 2], [0, 1])
@@ -607,7 +607,7 @@ async def test_a_stream_is_not_copied(pair: list[Worker], producer: Producer, us
     stream = pair[0].stream("worker1", asynchronous, "it")
     with pytest.raises(RpcUsageError, match=r"stream of .*asynchronous.* from worker 'worker1' has one consumer"):
         use(stream)
-    with pytest.raises(aiorpc.SerializationError, match=r"argument 0 of .*has one consumer"):
+    with pytest.raises(aiorpc.errors.SerializationError, match=r"argument 0 of .*has one consumer"):
         pair[0].call("worker1", len, stream)
     gc.collect()
     assert [await anext(stream) for _ in range(100)] == [*range(100)]

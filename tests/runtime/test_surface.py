@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import ProtocolError, RpcBackendOptions, Worker
+from aiorpc import RpcBackendOptions, Worker
+from aiorpc.errors import ProtocolError
 from aiorpc.protocol.codec import Outgoing
 from aiorpc.protocol.frames import Frame, Kind
 from aiorpc.protocol.messages import ByName, Call, ObjectMethod, Recorded, Values

@@ -31,7 +31,7 @@ async def come_and_go() -> None:
     store = HashStore()
     options = [aiorpc.RpcBackendOptions(newcomer_grace=0.1), aiorpc.RpcBackendOptions()]
     async with cluster(2, dynamic=True, store=store, options=options) as workers:
-        with pytest.raises(aiorpc.UnknownWorker):
+        with pytest.raises(aiorpc.errors.UnknownWorker):
             await workers[0].call("late", where)
         early = workers[1].call("late", where)
         async with aiorpc.init("late", store=store) as late:

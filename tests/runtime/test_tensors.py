@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from aiorpc import SerializationError, Worker
+from aiorpc import Worker
+from aiorpc.errors import SerializationError
 from tests.tensors import KINDS, Tagged, assert_same, numbers, tagged, with_note
 
 Tensor = torch.Tensor

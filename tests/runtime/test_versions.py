@@ -12,7 +12,8 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import SerializationError, Worker
+from aiorpc import Worker
+from aiorpc.errors import SerializationError
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime import life
 from aiorpc.runtime.engine.host import versions

@@ -70,7 +70,7 @@ class GroupObject:
         raise stays_here(self, f"rpc.group(...).object({self._name!r})")
 
     def __repr__(self) -> str:
-        return f"<aiorpc.GroupObject {self._name!r}>"
+        return f"<aiorpc.types.GroupObject {self._name!r}>"
 
     def _proxy(self, verb: str, timeout: float) -> GroupProxy:
         def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Any:

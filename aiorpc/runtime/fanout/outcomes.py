@@ -145,9 +145,8 @@ class Outcomes(Sequence[Outcome]):
         values = sum(outcome.error is None for outcome in self._all)
         lost, missing = (sum(getattr(outcome, kind) for outcome in self._all) for kind in ("lost", "missing"))
         errors = len(self) - values - lost - missing
-        return (
-            f"<aiorpc.Outcomes of {self._function}: {values} values, {errors} errors, {lost} lost, {missing} missing>"
-        )
+        counts = f"{values} values, {errors} errors, {lost} lost, {missing} missing"
+        return f"<aiorpc.types.Outcomes of {self._function}: {counts}>"
 
 
 def _twin_of(error: BaseException | None) -> BaseException | None:

@@ -150,4 +150,4 @@ class RRefGroup(Sequence[RRef[Any]]):
         raise RpcUsageError("references of a group travel as a list: pass list(refs)")
 
     def __repr__(self) -> str:
-        return f"<aiorpc.RRefGroup of {len(self._refs)} references>"
+        return f"<aiorpc.types.RRefGroup of {len(self._refs)} references>"

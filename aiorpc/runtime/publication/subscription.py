@@ -70,7 +70,7 @@ class Publication:
         )
 
     def __repr__(self) -> str:
-        return f"<aiorpc.Publication {self.name!r}, version {self.version}>"
+        return f"<aiorpc.types.Publication {self.name!r}, version {self.version}>"
 
 
 class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
@@ -243,7 +243,7 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         )
 
     def __repr__(self) -> str:
-        return f"<aiorpc.Subscription to {self.name!r}>"
+        return f"<aiorpc.types.Subscription to {self.name!r}>"
 
 
 def _look_at_the_end() -> None:

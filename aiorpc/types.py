@@ -1,0 +1,59 @@
+"""The types of what the verbs return: handles, results and records. They are made by aiorpc, and named in annotations.
+
+What each is for stands with the verb that returns it: `aiorpc.peer` a `PeerHandle`, `aiorpc.group` a `PeerGroup`,
+`aiorpc.serve` a `ServedObject`, `aiorpc.queue` a `QueueHandle`, `aiorpc.stream` a `Stream`, `aiorpc.publish` a
+`Publication`, `aiorpc.subscribe` a `Subscription`.
+"""
+
+from __future__ import annotations
+
+from .channels import Traffic
+from .protocol.identity import WorkerInfo
+from .protocol.states import WorkerState
+from .queues import QueueHandle
+from .runtime.callee.objects import ServedObject
+from .runtime.caller.handle import PeerHandle
+from .runtime.caller.objects import ObjectHandle
+from .runtime.caller.stream import Stream
+from .runtime.calls.pending import PendingCall
+from .runtime.fanout.group_call import GroupCall
+from .runtime.fanout.group_object import GroupObject
+from .runtime.fanout.group_stream import GroupStream
+from .runtime.fanout.mapping import GroupMap
+from .runtime.fanout.outcomes import Outcome, Outcomes
+from .runtime.fanout.peer_group import PeerGroup
+from .runtime.fanout.rref_group import RRefGroup
+from .runtime.group.group import ShutdownReport
+from .runtime.publication.readers import Delivery
+from .runtime.publication.subscription import Publication, PublishedVersion, Subscription
+from .runtime.statistics import Statistics
+
+__all__ = [
+    "Delivery",
+    "GroupCall",
+    "GroupMap",
+    "GroupObject",
+    "GroupStream",
+    "ObjectHandle",
+    "Outcome",
+    "Outcomes",
+    "PeerGroup",
+    "PeerHandle",
+    "PendingCall",
+    "Publication",
+    "PublishedVersion",
+    "QueueHandle",
+    "RRefGroup",
+    "ServedObject",
+    "ShutdownReport",
+    "Statistics",
+    "Stream",
+    "Subscription",
+    "Traffic",
+    "WorkerInfo",
+    "WorkerState",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
