@@ -5,6 +5,12 @@ serve; without a comment these are `me` and `ps`:
 
     <!-- workers: learner actor0 actor1 -->
 
+A page whose blocks join by themselves has none: `<!-- workers: none -->`.
+
+A block behind a comment with a number of workers and what they print is a program of its own, started by torchrun:
+
+    <!-- torchrun 2: tensor([2., 2.]) -->
+
 In the tutorial the blocks make one program that grows. See `grown`.
 """
 
@@ -28,6 +34,7 @@ import aiorpc
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 MODULE = "page_of_aiorpc"
+PROGRAM = re.compile(r"^<!-- torchrun (\d+): (.+?) -->\n```python\n(.+?)^```\n", re.DOTALL | re.MULTILINE)
 LIMIT = 60.0  # seconds for a page; the longest takes about three
 
 
@@ -38,14 +45,20 @@ def pages() -> list[str]:
 
 
 def blocks(text: str) -> list[str]:
-    """The Python of a page, block by block."""
-    return re.findall(r"^```python\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
+    """The Python of a page, block by block, without programs of their own."""
+    return re.findall(r"^```python\n(.+?)^```", PROGRAM.sub("", text), re.DOTALL | re.MULTILINE)
+
+
+def programs() -> list[tuple[str, int, str, str]]:
+    """The programs in the pages: where each stands, how many workers it has, what it prints, and its text."""
+    texts = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+    return [(page, int(size), out, source) for page in texts for size, out, source in PROGRAM.findall(texts[page])]
 
 
 def workers(text: str) -> list[str]:
     """The names of the workers of a page; the first one runs its blocks."""
     found = re.search(r"^<!-- workers: (.+?) -->$", text, re.MULTILINE)
-    return found[1].split() if found else ["me", "ps"]
+    return (found[1] if found else "me ps").replace("none", "").split()
 
 
 def printed(pieces: list[str]) -> list[str]:
@@ -88,12 +101,13 @@ async def _run(page: str, pieces: list[str], members: list[str], names: dict[str
         async with aiorpc.init(members[rank], rank=rank, world_size=size, store=store):
             pass
 
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as stack:
         for rank in range(1, size):
             group.create_task(serve(rank))
-        async with aiorpc.init(members[0], rank=0, world_size=size, store=store):
-            for number, piece in enumerate(pieces, 1):
-                await _run_block(piece, f"{page}, block {number}", names)
+        if members:
+            await stack.enter_async_context(aiorpc.init(members[0], rank=0, world_size=size, store=store))
+        for number, piece in enumerate(pieces, 1):
+            await _run_block(piece, f"{page}, block {number}", names)
 
 
 async def _run_block(piece: str, name: str, names: dict[str, Any]) -> None:

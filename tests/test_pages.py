@@ -10,7 +10,7 @@ import pytest
 import aiorpc
 import aiorpc.testing  # names in the documents are looked up in it
 from tests import pages
-from tests.examples.programs import run_program
+from tests.examples.programs import run_program, torchrun
 
 ROOT = pages.ROOT
 DOCUMENTS = (
@@ -31,6 +31,15 @@ async def test_a_page_runs(page: str) -> None:
     expected = pages.printed(pages.blocks((pages.DOCS / page).read_text(encoding="utf-8")))
     out = await pages.run(page)
     assert pages.unmatched(out, expected) == [], out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "size", "printed", "program"), pages.programs())
+def test_a_program_of_a_page_runs(page: str, size: int, printed: str, program: str, tmp_path: Path) -> None:
+    """Saved to a file and started by torchrun, it prints what the page says."""
+    (tmp_path / "program.py").write_text(program)
+    outcome = run_program(torchrun(size, "program.py"), tmp_path, timeout=LIMIT)
+    assert (outcome.code, outcome.out.strip()) == (0, printed), f"{page}: {outcome.err}"
 
 
 def test_a_wrong_print_is_seen() -> None:
