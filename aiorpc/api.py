@@ -42,7 +42,7 @@ def init(
     name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. rank, world_size: with ``env://`` as torchrun
     sets them in RANK and WORLD_SIZE if not given; elsewhere a group without a world size is open at any time.
     init_method: ``env://`` (default), ``tcp://host:port`` or ``file:///path``. store: a torch Store to meet at instead.
-    role: what this worker is to the others, by which their option ``serve`` decides what it may call; of the letters
+    role: what this worker is to the others, by which their option ``allow`` decides what it may call; of the letters
     that names have.
     Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
     DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for a rank, a size or an
@@ -138,7 +138,7 @@ def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:
 
     name: one that this worker serves no other object under; of the letters that names of workers have. Public methods
     are served, each as a function of its kind is: in a thread, on the loop if it is a coroutine, as a stream if it is a
-    generator; who may call them is for the option ``serve``, as for references. replace: whether it may take the place
+    generator; who may call them is for the option ``allow``, as for references. replace: whether it may take the place
     of another object of that name, whose calls under way go on. What is returned ends the service by its ``close()``,
     or as a context manager; the worker's end does so as well, and until then the object is kept. RpcUsageError for a
     name that cannot be or is taken, for None and for references; NotInitialized, WorkerClosed.
@@ -253,7 +253,7 @@ def publish(name: str, value: Any) -> Future[Publication]:
     copy in shared memory, as long as ``options.shared_memory`` has room for it.
     A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
     its name, RendezvousError if the store of the group cannot be asked about that, the first time, and NotAllowed if no
-    other worker takes that name from this one's role (option ``serve``). Raised here:
+    other worker takes that name from this one's role (option ``allow``). Raised here:
     RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does
     not keep the version from being published. The newest version is kept until the name is unpublished, or this worker
     leaves.

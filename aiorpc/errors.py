@@ -161,7 +161,7 @@ class Overloaded(RpcError):
 
 
 class NotAllowed(RpcError, PermissionError):
-    """The callee does not run that for this caller (its option ``serve``). Nothing was run, and nothing unpickled.
+    """The callee does not run that for this caller (its option ``allow``). Nothing was run, and nothing unpickled.
 
     worker: the callee. caller, role: who called. function: what was called. rule: what the callee allows that role.
     """

@@ -17,7 +17,7 @@ from typing import Any, cast
 from . import foreign
 from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_map, to_device_maps, to_devices
 from .errors import RpcUsageError
-from .rights import Serve, frozen
+from .rights import Allow, frozen
 
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_NUM_WORKER_THREADS = 16
@@ -212,7 +212,7 @@ class RpcBackendOptions:
         (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and whoever
         reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
         The same on all workers.
-    serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, for what
+    allow: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, for what
         has a name, such as ``"queue/samples:put"``, and ``rpc.exposed`` for what bears that mark; one list for all
         callers, or a dict of lists by their role, with ``"*"`` for all other roles. Everything by default, and where a
         list is ``"*"``.
@@ -220,7 +220,7 @@ class RpcBackendOptions:
         None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
     serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
         unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
-        (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `serve` is ``rpc.exposed``
+        (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `allow` is ``rpc.exposed``
         then, with all queues, published values and barriers, if it is not set.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
@@ -267,7 +267,7 @@ class RpcBackendOptions:
     authenticate_frames: bool = True
     secret_file: str | os.PathLike[str] | None = None
     require_secret: bool | None = None
-    serve: Serve = None
+    allow: Allow = None
     tls: Tls | None = None
     serialization: str = "free"
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
@@ -386,12 +386,12 @@ class RpcBackendOptions:
         if self.serialization not in ("free", "safe"):
             raise RpcUsageError(f"serialization must be 'free' or 'safe', not {_shown(self.serialization)}")
         try:
-            self.serve = frozen(self.serve)
+            self.allow = frozen(self.allow)
         except RpcUsageError as error:
             text = str(error)
-            raise RpcUsageError(text if text.startswith("serve") else f"serve: {text}") from None
+            raise RpcUsageError(text if text.startswith("allow") else f"allow: {text}") from None
         except Exception as error:  # of what stands in it and cannot be shown
-            raise RpcUsageError(f"serve is no rule that can be read: {foreign.said(error)}") from None
+            raise RpcUsageError(f"allow is no rule that can be read: {foreign.said(error)}") from None
 
     def _check_device_types(self) -> None:
         """RpcUsageError for what holds no devices at all. torch's options take None for both."""

@@ -1,4 +1,4 @@
-"""What a worker runs for others: the option ``serve`` and the decorator `exposed`. It decides about names, without I/O.
+"""What a worker runs for others: the option ``allow`` and the decorator `exposed`. It decides about names, without I/O.
 
 A rule says what callers of one role may have run. It is a list of patterns for names on the wire (``module:qualname``),
 and of `exposed`, which stands for everything that bears the mark of this decorator. A method of a reference's value has
@@ -79,19 +79,19 @@ def check_role(role: object) -> str:
     return role
 
 
-def frozen(serve: object) -> Any:
-    """The option ``serve`` as a value that nobody changes: None, a tuple, or a new dict of tuples by role.
+def frozen(allow: object) -> Any:
+    """The option ``allow`` as a value that nobody changes: None, a tuple, or a new dict of tuples by role.
 
     RpcUsageError for what is no rule.
     """
-    if serve is None:
+    if allow is None:
         return None
-    if not isinstance(serve, Mapping):
-        return _frozen_rule(serve, "serve")
-    for role in serve:
+    if not isinstance(allow, Mapping):
+        return _frozen_rule(allow, "allow")
+    for role in allow:
         if role != EVERYTHING:
             check_role(role)
-    return {role: _frozen_rule(rule, f"serve[{role!r}]") for role, rule in serve.items()}
+    return {role: _frozen_rule(rule, f"allow[{role!r}]") for role, rule in allow.items()}
 
 
 def _frozen_rule(rule: object, where: str) -> tuple[Any, ...]:
@@ -145,11 +145,11 @@ def _check_resource(pattern: str, where: str) -> None:
 
 
 class Rights:
-    """What the callers of each role may have run on one worker: the option ``serve``, read once. Any thread."""
+    """What the callers of each role may have run on one worker: the option ``allow``, read once. Any thread."""
 
-    def __init__(self, serve: object = None) -> None:
-        """serve: as the option. Raises RpcUsageError for what is no rule."""
-        rules = frozen(serve)
+    def __init__(self, allow: object = None) -> None:
+        """allow: as the option. Raises RpcUsageError for what is no rule."""
+        rules = frozen(allow)
         if not isinstance(rules, dict):
             rules = {EVERYTHING: rules}
         self._rules = {role: _Rule(rule) for role, rule in rules.items() if role != EVERYTHING}
@@ -220,7 +220,7 @@ class Rights:
         rule = self._of(role)
         if role not in self._rules and self._rules:
             who = f"{who} (as all that it does not name)"
-        return f"serve allows {who} {rule.text}"
+        return f"allow= gives {who} {rule.text}"
 
     def _of(self, role: str) -> _Rule:
         return self._rules.get(role, self._others)
@@ -295,6 +295,6 @@ def name_of_class(kind: type) -> str:
 
 
 #: The option where nothing is unpickled and nothing else is said: what is marked runs, and what has a name is there.
-SAFE_SERVE = (exposed, *(f"{kind}/*:*" for kind in RESOURCES if kind != "object"))
+SAFE_RULE = (exposed, *(f"{kind}/*:*" for kind in RESOURCES if kind != "object"))
 
-Serve = str | Callable[..., Any] | Iterable[Any] | Mapping[str, Any] | None
+Allow = str | Callable[..., Any] | Iterable[Any] | Mapping[str, Any] | None

@@ -138,7 +138,7 @@ def test_patterns_for_what_has_a_name_allow_no_function() -> None:
     rights = Rights(["queue/*:*", "object/*:*", "a:f"])
     assert not rights.allowed("", "queue/q:put") and not rights.allowed("", "object/q:f")
     assert [*rights.patterns()] == ["a:f"] and rights.limited("")
-    assert rights.describe("") == "serve allows workers without a role only 'queue/*:*', 'object/*:*', 'a:f'"
+    assert rights.describe("") == "allow= gives workers without a role only 'queue/*:*', 'object/*:*', 'a:f'"
 
 
 def test_an_attribute_of_an_object_is_listed_by_its_name() -> None:
@@ -227,14 +227,14 @@ def test_a_value_may_be_fetched() -> None:
 def test_a_rule_is_told() -> None:
     """For the error of whoever was refused, and not at any length."""
     rights = Rights({"actor": ["a:f", exposed], "none": []})
-    assert rights.describe("actor") == "serve allows role 'actor' only 'a:f', rpc.exposed"
-    assert rights.describe("none") == "serve allows role 'none' nothing"
-    assert rights.describe("") == "serve allows workers without a role (as all that it does not name) nothing"
+    assert rights.describe("actor") == "allow= gives role 'actor' only 'a:f', rpc.exposed"
+    assert rights.describe("none") == "allow= gives role 'none' nothing"
+    assert rights.describe("") == "allow= gives workers without a role (as all that it does not name) nothing"
     assert len(Rights([f"a:{'f' * 100}{each}" for each in range(100)]).describe("")) < 400
 
 
 @pytest.mark.parametrize(
-    ("serve", "said"),
+    ("allow", "said"),
     [
         (1, "a list of patterns"),
         (b"a:f", "a list of patterns"),
@@ -266,26 +266,26 @@ def test_a_rule_is_told() -> None:
         (["aiorpc.queues.served:ServedQueue.put_items"], "'queue/NAME:put'"),
         (["aiorpc.queues.*:*"], "'queue/NAME:put'"),
         (["*:ServedQueue.take_items"], "'queue/NAME:put'"),
-        ({"actor": 1}, "serve['actor'] is a list"),
-        ({"actor": {"x": "a:f"}}, "serve['actor'] is a list"),
+        ({"actor": 1}, "allow['actor'] is a list"),
+        ({"actor": {"x": "a:f"}}, "allow['actor'] is a list"),
         ({"an actor": "a:f"}, "a role has"),
         ({1: "a:f"}, "a role must be a string"),
         ({None: "a:f"}, "a role must be a string"),
     ],
 )
-def test_what_is_no_rule_is_refused(serve: object, said: str) -> None:
+def test_what_is_no_rule_is_refused(allow: object, said: str) -> None:
     """When the options are made, with what it should be."""
     with pytest.raises(RpcUsageError) as refused:
-        RpcBackendOptions(serve=serve)  # type: ignore[arg-type]  # wrong on purpose
+        RpcBackendOptions(allow=allow)  # type: ignore[arg-type]  # wrong on purpose
     assert said in str(refused.value)
 
 
 def test_later_changes_do_not_reach_a_rule() -> None:
     """A copy is kept, and is a rule itself."""
     given = {"actor": ["a:f"]}
-    options = RpcBackendOptions(serve=given)
+    options = RpcBackendOptions(allow=given)
     given["actor"].append("*")
-    assert options.copy().serve == frozen(options.serve) == {"actor": ("a:f",)}
+    assert options.copy().allow == frozen(options.allow) == {"actor": ("a:f",)}
 
 
 @pytest.mark.parametrize("role", ["", "actor", "a-b_c:1"])

@@ -119,7 +119,7 @@ class QueueHandle:
         """So many items that were got are finished, for `join`. ValueError if there are not so many in all.
 
         By any worker: what is more than it has got itself counts for the others, for those first that have got theirs
-        the longest ago; a worker that may not shut the queue down (option ``serve``) finishes its own alone.
+        the longest ago; a worker that may not shut the queue down (option ``allow``) finishes its own alone.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RpcUsageError(

@@ -66,7 +66,7 @@ class ServedQueue:
     What puts, takes, returns and finishes items is the runtime's own as far as its answers go: none is dropped because
     too much waits to be sent, as items would be lost by that, or be told of again and so be there twice. So is
     `join_items`, else an owner that leaves a group without a size would wait for whoever joins. So no limit of calls
-    holds for them, but one of their own for those that wait. Who may put, or get, by the option ``serve``, may call
+    holds for them, but one of their own for those that wait. Who may put, or get, by the option ``allow``, may call
     what ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
     """
 

@@ -188,7 +188,7 @@ class Life:
     async def _make(self, steps: Steps, patience: Patience) -> Node:
         plan, stack = self._plan, self._stack
         await steps.run(registry.take_down_closed)  # one of them may host the store that this one is to find
-        for pattern in Rights(plan.options.serve).patterns():
+        for pattern in Rights(plan.options.allow).patterns():
             check_pattern(pattern)
         layout.warm_up()
         try:

@@ -1,6 +1,6 @@
 """The runtime's own handlers: all of them, who may call each, about whom it may speak, and what bounds it.
 
-They serve members that may call nothing else (the option ``serve``). What they take is what their annotations declare
+They serve members that may call nothing else (the option ``allow``). What they take is what their annotations declare
 (`calls.declared`). Tests compare this list with the handlers that bear a mark, and with the table in SECURITY.md.
 """
 

@@ -998,7 +998,7 @@ def test_each_id_of_a_context_says_who_has_opened_it(worker_id: int) -> None:
 
 async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
     """Neither in a context that is there, nor in one that it would bring; and so does one of the runtime's handlers."""
-    nothing = RpcBackendOptions(serve={"actor": [], "*": "*"})
+    nothing = RpcBackendOptions(allow={"actor": [], "*": "*"})
     store = HashStore()
     async with (
         Worker("worker0", world_size=None, store=store, options=nothing) as learner,

@@ -1,4 +1,4 @@
-"""Programs of torch.distributed.rpc with the option `serve`: what these modules say to each other needs no rule."""
+"""Programs of torch.distributed.rpc with the option `allow`: what these modules say to each other needs no rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def served(rank):
 
 
 def run(rank, path):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", serve=["__main__:served"])
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", allow=["__main__:served"])
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     other = f"worker{1 - rank}"
     said = [rpc.rpc_sync(other, served, args=(rank,)), rpc.remote(other, served, args=(rank,)).to_here()]
@@ -75,7 +75,7 @@ def loss(x):
 def run(rank, how, path):
     rules = ["__main__:Counter", "__main__:Counter.*", "__main__:loss"]
     serialization = {"serialization": "safe"} if how == "safe" else {}
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", serve=rules, **serialization)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", allow=rules, **serialization)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
         counter = rpc.remote("worker1", Counter)

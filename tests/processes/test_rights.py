@@ -37,14 +37,14 @@ def join(place: Place, role: str, **options: Any) -> None:
 
 def learn(place: Place, link: Link, rules: Any) -> list[Any]:
     """Body: serve until all have left; what has come."""
-    join(place, "learner", serve=rules)
+    join(place, "learner", allow=rules)
     rpc.shutdown()
     return received
 
 
 def work(place: Place, link: Link, to: str) -> list[Any]:
     """Body of an honest actor."""
-    join(place, "actor", serve=[])
+    join(place, "actor", allow=[])
     got = [
         rpc.rpc_sync(to, weights).sum().item(),
         rpc.rpc_sync(to, take, (1.0,)),
@@ -56,7 +56,7 @@ def work(place: Place, link: Link, to: str) -> list[Any]:
 
 def misbehave(place: Place, link: Link, to: str, folder: str) -> list[str]:
     """Body of an actor that wants to leave traces at the learner: what has refused it, by the number of its attempt."""
-    join(place, "actor", serve=[])
+    join(place, "actor", allow=[])
     folders = [f"{folder}/{number}" for number in range(5)]
     attempts: list[Callable[[str], Any]] = [
         lambda path: rpc.rpc_sync(to, os.mkdir, (path,)),

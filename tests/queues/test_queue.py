@@ -1689,8 +1689,8 @@ async def test_the_same_handle_finds_the_queue_of_a_worker_that_takes_the_name()
 
 async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
     """A rule says who may put, get, look and shut down; where nothing is pickled and no rule is given, all may."""
-    learner = RpcBackendOptions(serve={"actor": ["queue/q:put"], "other": ["queue/*:[!s]*"], "": "*"})
-    options = [learner, RpcBackendOptions(serve=[]), RpcBackendOptions()]
+    learner = RpcBackendOptions(allow={"actor": ["queue/q:put"], "other": ["queue/*:[!s]*"], "": "*"})
+    options = [learner, RpcBackendOptions(allow=[]), RpcBackendOptions()]
     async with cluster(3, options=options, roles=["", "actor", "other"]) as workers:
         make(workers[0])
         await handle(workers[1]).put(torch.ones(LARGE))
@@ -1713,8 +1713,8 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
 
 async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
     """What ends it needs no rule of its own: what was given up is not put later, and no item is lost."""
-    serve = {"actor": "queue/q:put", "reader": "queue/q:get", "": "*"}
-    options = RpcBackendOptions(serve=serve)
+    allow = {"actor": "queue/q:put", "reader": "queue/q:get", "": "*"}
+    options = RpcBackendOptions(allow=allow)
     async with cluster(4, options=options, roles=["", "actor", "reader", "other"]) as workers:
         queue = make(workers[0], maxsize=1)
         puts, gets = handle(workers[1]), handle(workers[2])
@@ -2013,8 +2013,8 @@ async def test_only_its_own_items_are_said_to_be_kept_by_a_producer(trio: list[W
 
 async def test_no_other_name_leads_to_a_queue() -> None:
     """Neither the name of its class, whose methods are no functions of their own, nor a reference, nor `object/`."""
-    serve = {"all": ["*:*", "object/*:*", rpc.exposed], "": "*"}
-    async with cluster(2, options=RpcBackendOptions(serve=serve), roles=["", "all"]) as workers:
+    allow = {"all": ["*:*", "object/*:*", rpc.exposed], "": "*"}
+    async with cluster(2, options=RpcBackendOptions(allow=allow), roles=["", "all"]) as workers:
         queue = make(workers[0])
         await queue.put("an item")
         peer = workers[1].node.peers.find("worker0")
@@ -2028,8 +2028,8 @@ async def test_no_other_name_leads_to_a_queue() -> None:
 
 async def test_who_has_few_rights_finishes_what_it_has_got() -> None:
     """And not what others have got, unless it may shut the queue down: that ends their items as well."""
-    serve = {"reader": "queue/q:get", "boss": ["queue/q:get", "queue/q:shutdown"], "": "*"}
-    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "reader", "boss"]) as workers:
+    allow = {"reader": "queue/q:get", "boss": ["queue/q:get", "queue/q:shutdown"], "": "*"}
+    async with cluster(3, options=RpcBackendOptions(allow=allow), roles=["", "reader", "boss"]) as workers:
         queue, reader, boss = make(workers[0]), handle(workers[1]), handle(workers[2])
         await put_all(queue, [1, 2, 3])
         assert [await queue.get(), await reader.get()] == [1, 2]

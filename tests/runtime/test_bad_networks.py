@@ -289,7 +289,7 @@ def some_options(chance: random.Random, tls: rpc.Tls) -> list[dict[str, Any]]:
     """Of each worker: what all have to have alike, and up to three small limits of its own."""
     common: dict[str, Any] = {"transports": ("tcp",), "rpc_timeout": 2 * PATIENCE, "reconnect_grace": LIMIT}
     common |= chance.choice(({}, {"authenticate_frames": False}, {"tls": tls}))
-    common |= chance.choice(({}, {"serialization": "safe", "serve": "*"}))
+    common |= chance.choice(({}, {"serialization": "safe", "allow": "*"}))
     chosen = [chance.sample(sorted(SMALL), chance.choice((0, 1, 3))) for _ in NAMES]
     return [common | {each: chance.choice(SMALL[each]) for each in names} for names in chosen]
 

@@ -518,7 +518,7 @@ async def time_left() -> float:
 
 async def test_rights_hold_for_each_member() -> None:
     """A member that does not run it for this caller says so; the others answer."""
-    closed = RpcBackendOptions(serve=[])
+    closed = RpcBackendOptions(allow=[])
     async with cluster(3, options=[RpcBackendOptions(), RpcBackendOptions(), closed]) as workers:
         outcomes = await workers[0].group("worker[12]").call(name_of)
     assert list(outcomes.answers) == ["worker1"]
@@ -527,7 +527,7 @@ async def test_rights_hold_for_each_member() -> None:
 
 async def test_without_pickles() -> None:
     """In a group with safe serialization the same holds, and functions by value are refused."""
-    async with cluster(3, options=RpcBackendOptions(serialization="safe", serve="*")) as workers:
+    async with cluster(3, options=RpcBackendOptions(serialization="safe", allow="*")) as workers:
         group = workers[0].group("worker*")
         assert len((await group.call(with_name, {"a": torch.ones(3)})).values()) == 3
         with pytest.raises(SerializationError, match="by value"):

@@ -168,13 +168,13 @@ def test_a_copy_that_the_program_has_imported_is_another_module(script: Any) -> 
     assert resolve("served_script:predict").function is copy.predict
 
 
-@pytest.mark.parametrize("serve", [["__main__:*"], [aiorpc.exposed]])
-def test_rights_have_the_name_of_the_script(script: Any, serve: Any) -> None:
+@pytest.mark.parametrize("allow", [["__main__:*"], [aiorpc.exposed]])
+def test_rights_have_the_name_of_the_script(script: Any, allow: Any) -> None:
     """Rules for ``__main__`` hold for what is called by the module's name; one by that name is refused at joining."""
     caller = WorkerRecord("caller", 0, "1", "h", "h", 1, "", "", "", 0)
-    permits = Permits(Rights(serve), "server", caller)
+    permits = Permits(Rights(allow), "server", caller)
     assert permits.find("served_script:shown").function is script.shown
-    with pytest.raises(RpcUsageError, match="serve '__main__:shown'"):
+    with pytest.raises(RpcUsageError, match="allow '__main__:shown'"):
         check_pattern("served_script:shown")
 
 
@@ -186,7 +186,7 @@ async def test_without_pickle_they_go_by_name_or_not_at_all(
     store: Store, join_with_other_main: Callable[..., Worker]
 ) -> None:
     """With safe serialization a call waits for a worker with the same main module, and is refused by another one."""
-    options = RpcBackendOptions(serialization="safe", serve="*")
+    options = RpcBackendOptions(serialization="safe", allow="*")
     async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
         early, stuck = worker.call("late", bump), worker.call("other", bump)
         async with aiorpc.init("late", store=store, options=options):

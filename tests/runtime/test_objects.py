@@ -266,10 +266,10 @@ async def test_an_object_comes_back_with_the_worker_that_takes_the_name() -> Non
                 await patient.fail()
 
 
-@pytest.mark.parametrize("serve", [[rpc.exposed], ["tests.runtime.test_objects:Buffer.*"]])
-async def test_rights_hold_for_methods_of_objects(serve: Any) -> None:
+@pytest.mark.parametrize("allow", [[rpc.exposed], ["tests.runtime.test_objects:Buffer.*"]])
+async def test_rights_hold_for_methods_of_objects(allow: Any) -> None:
     """What the rule does not have is refused, and who is limited is not told which objects there are."""
-    options = [RpcBackendOptions(), RpcBackendOptions(serve=serve)]
+    options = [RpcBackendOptions(), RpcBackendOptions(allow=allow)]
     async with cluster(2, options=options) as (worker, owner):
         owner.serve("buffer", Buffer())
         owner.serve("list", [])
@@ -285,8 +285,8 @@ async def test_rights_hold_for_methods_of_objects(serve: Any) -> None:
 
 async def test_rights_hold_for_objects_by_their_names() -> None:
     """Which methods of which object, whatever its class; a method of one is none of another, nor of a reference."""
-    serve = ["object/first:put", "object/other:*", "object/list:append", f"{__name__}:make_buffer"]
-    async with cluster(2, options=[RpcBackendOptions(), RpcBackendOptions(serve=serve)]) as (worker, owner):
+    allow = ["object/first:put", "object/other:*", "object/list:append", f"{__name__}:make_buffer"]
+    async with cluster(2, options=[RpcBackendOptions(), RpcBackendOptions(allow=allow)]) as (worker, owner):
         for name in ("first", "second", "other"):
             owner.serve(name, Buffer())
         owner.serve("list", [])
@@ -311,8 +311,8 @@ def make_buffer() -> Buffer:
 
 async def test_an_attribute_of_an_object_is_called_if_it_is_named() -> None:
     """It may be anything: a pattern with wildcards is for methods alone."""
-    serve = {"a": "object/box:*", "b": "object/box:run"}
-    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "a", "b"]) as workers:
+    allow = {"a": "object/box:*", "b": "object/box:run"}
+    async with cluster(3, options=RpcBackendOptions(allow=allow), roles=["", "a", "b"]) as workers:
         workers[0].serve("box", Holder(abs))
         with pytest.raises(NotAllowed, match="run"):
             await workers[1].peer("worker0").object("box").run(-1)
@@ -341,7 +341,7 @@ async def test_private_methods_are_refused_by_the_owner(pair: list[Worker]) -> N
 
 async def test_objects_are_served_where_nothing_is_pickled() -> None:
     """Arguments and results are as those of functions; errors keep what is plain of them."""
-    async with cluster(2, options=RpcBackendOptions(serialization="safe", serve="*")) as (worker, owner):
+    async with cluster(2, options=RpcBackendOptions(serialization="safe", allow="*")) as (worker, owner):
         owner.serve("buffer", Buffer())
         buffer = worker.peer("worker1").object("buffer")
         assert await buffer.put({"x": torch.ones(2)}) == 1

@@ -920,8 +920,8 @@ async def _awaited(group: aiorpc.types.PeerGroup) -> None:
 
 async def test_who_may_come_to_a_barrier_is_said_by_a_rule() -> None:
     """Of the member where all wait, by the tag; who may not come hears so at once, and is not counted."""
-    serve = {"actor": "barrier/epoch-*:come", "other": [exposed], "": "*"}
-    async with cluster(3, options=RpcBackendOptions(serve=serve), roles=["", "actor", "other"]) as workers:
+    allow = {"actor": "barrier/epoch-*:come", "other": [exposed], "": "*"}
+    async with cluster(3, options=RpcBackendOptions(allow=allow), roles=["", "actor", "other"]) as workers:
         first = workers[0].group(["worker0", "worker1"]).barrier("epoch-1")
         await workers[1].group(["worker0", "worker1"]).barrier("epoch-1")
         await first
@@ -1021,7 +1021,7 @@ async def test_a_barrier_with_a_member_that_has_not_joined_says_how_to_wait_for_
 
 async def test_barriers_without_pickles() -> None:
     """In a group with safe serialization, which runs nothing for anybody."""
-    options = RpcBackendOptions(serialization="safe", serve=["barrier/*:come"])
+    options = RpcBackendOptions(serialization="safe", allow=["barrier/*:come"])
     async with cluster(2, options=options) as workers:
         await asyncio.gather(*(worker.group("*").barrier() for worker in workers))
 

@@ -39,9 +39,9 @@ PUBLIC = {
 MARKED = {"marked", "marked_batch", "marked_later", "Marked", "Marked.get", "Marked.static"}
 
 
-def permits(serve: Any) -> Permits:
+def permits(allow: Any) -> Permits:
     """Of a caller where so much is served."""
-    made = permits_of(Rights(serve), CALLEE, CALLER)
+    made = permits_of(Rights(allow), CALLEE, CALLER)
     assert made is not None
     return made
 

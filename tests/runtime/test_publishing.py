@@ -871,20 +871,20 @@ async def test_safe_groups_publish_too() -> None:
 
 async def test_a_publisher_with_few_rights_runs_no_pickle() -> None:
     """A reader whose rule is for the publisher's role reads plain tensors of it, and nothing that names a function."""
-    options = RpcBackendOptions(serve={"learner": ["published/policy:publish"], "actor": ["published/policy:read"]})
+    options = RpcBackendOptions(allow={"learner": ["published/policy:publish"], "actor": ["published/policy:read"]})
     async with cluster(2, options=options, roles=["learner", "actor"]) as workers:
         versions = workers[1].subscribe("policy")
         await workers[0].publish("policy", torch.ones(LARGE))
         assert torch.equal((await anext(versions)).value, torch.ones(LARGE))
         await workers[0].publish("policy", weights(1))
-        with pytest.raises(rpc.NotAllowed, match=r"serve.* publish each tensor by itself"):
+        with pytest.raises(rpc.NotAllowed, match=r"allow.* publish each tensor by itself"):
             await anext(versions)
 
 
 @pytest.mark.parametrize("role", ["actor", "learner"])
 async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_had(role: str) -> None:
     """Also by who comes after it had gone, and never knew it: whoever hands the version on says what role it had."""
-    store, options = HashStore(), RpcBackendOptions(serve={"actor": ["published/*:publish"], "*": "*"})
+    store, options = HashStore(), RpcBackendOptions(allow={"actor": ["published/*:publish"], "*": "*"})
     async with Worker("reader", store=store, options=options) as reader:
         versions = reader.subscribe("policy")
         async with Worker("publisher", store=store, role=role) as publisher:
@@ -896,7 +896,7 @@ async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_ha
         ):
             for each in (versions, late):
                 if role == "actor":
-                    with pytest.raises(rpc.NotAllowed, match="serve"):
+                    with pytest.raises(rpc.NotAllowed, match="allow"):
                         await anext(each)
                 else:
                     assert number_of((await anext(each)).value) == 1
@@ -905,7 +905,7 @@ async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_ha
 
 async def test_what_this_worker_has_of_a_publisher_is_read_by_the_rights_of_that_one() -> None:
     """By a further subscription here, when the publisher has gone; this worker serves nothing to its own role."""
-    store, options = HashStore(), RpcBackendOptions(serve={"learner": "*"})
+    store, options = HashStore(), RpcBackendOptions(allow={"learner": "*"})
     async with Worker("reader", store=store, options=options) as reader:
         first = reader.subscribe("policy")
         async with Worker("publisher", store=store, role="learner") as publisher:
@@ -920,7 +920,7 @@ async def test_what_this_worker_has_of_a_publisher_is_read_by_the_rights_of_that
 
 async def test_what_was_left_behind_comes_from_one_whose_pickles_are_read() -> None:
     """Where several have it, whatever their order."""
-    store, options = HashStore(), RpcBackendOptions(serve={"actor": ["published/*:publish"], "*": "*"})
+    store, options = HashStore(), RpcBackendOptions(allow={"actor": ["published/*:publish"], "*": "*"})
     async with contextlib.AsyncExitStack() as stack:
         publisher = await Worker("publisher", store=store)
         readers: list[Worker] = []

@@ -159,7 +159,7 @@ async def test_the_store_knows_a_limit_before_versions_get_there(monkeypatch: py
 
 async def test_who_may_not_publish_a_name_gets_nothing_of_it() -> None:
     """It is told so by a rule of those that would read it; others may have the name, and its own names are its own."""
-    options = RpcBackendOptions(serve=FEW)
+    options = RpcBackendOptions(allow=FEW)
     async with cluster(3, options=options, roles=["learner", "actor", "reader"]) as (learner, actor, reader):
         with pytest.raises(rpc.NotAllowed, match=r"may not publish 'policy'.*Add 'published/policy:publish'") as raised:
             await actor.publish("policy", torch.zeros(4))
@@ -171,10 +171,10 @@ async def test_who_may_not_publish_a_name_gets_nothing_of_it() -> None:
             assert (await anext(steps)).publisher == actor.info
 
 
-@pytest.mark.parametrize("serve", [{"actor": [rpc.exposed], "*": "*"}, {"actor": [], "*": "*"}])
-async def test_who_may_not_read_a_name_gets_nothing_of_it(serve: Any) -> None:
+@pytest.mark.parametrize("allow", [{"actor": [rpc.exposed], "*": "*"}, {"actor": [], "*": "*"}])
+async def test_who_may_not_read_a_name_gets_nothing_of_it(allow: Any) -> None:
     """Neither a version, nor a piece of one or its digest, nor what there is; functions that are exposed are none."""
-    async with cluster(2, options=RpcBackendOptions(serve=serve), roles=["learner", "actor"]) as (learner, actor):
+    async with cluster(2, options=RpcBackendOptions(allow=allow), roles=["learner", "actor"]) as (learner, actor):
         await learner.publish("policy", torch.ones(1 << 16))
         async with actor.subscribe("policy", timeout=20) as versions:
             with pytest.raises(rpc.NotAllowed, match=r"may not read 'policy'.*Add 'published/policy:read'"):
@@ -190,7 +190,7 @@ async def test_who_may_not_read_a_name_gets_nothing_of_it(serve: Any) -> None:
 
 async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None:
     """Also one that it has written into the store itself: readers do not follow it, and another one takes the name."""
-    store, options = HashStore(), RpcBackendOptions(serve=FEW)
+    store, options = HashStore(), RpcBackendOptions(allow=FEW)
     async with AsyncExitStack() as stack:
         learner = await stack.enter_async_context(Worker("learner", store=store, options=options))
         actor = await stack.enter_async_context(Worker("actor", store=store, role="actor"))
@@ -208,7 +208,7 @@ async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None
         with pytest.raises(rpc.NotAllowed):
             await say(actor, learner, claimed, claim)
         versions = stack.enter_context(learner.subscribe("policy", timeout=0.2))
-        with pytest.raises(rpc.RpcTimeout, match=r"'actor' \(id 1\) claims it, and is not followed: serve allows"):
+        with pytest.raises(rpc.RpcTimeout, match=r"'actor' \(id 1\) claims it, and is not followed: allow= gives"):
             await anext(versions)
         published = await learner.publish("policy", torch.ones(4))
         stays = stack.enter_context(learner.subscribe("policy", timeout=20))
@@ -223,7 +223,7 @@ async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None
 
 async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it() -> None:
     """What a member hands on is its own word: it has to be one whose own versions would be read."""
-    store, options = HashStore(), RpcBackendOptions(serve=FEW)
+    store, options = HashStore(), RpcBackendOptions(allow=FEW)
     async with AsyncExitStack() as stack:
         actor = await stack.enter_async_context(Worker("actor", store=store, role="actor"))
         kept = stack.enter_context(actor.subscribe("policy", timeout=20))

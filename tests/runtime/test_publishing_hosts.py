@@ -31,14 +31,14 @@ SIZE = PIECES * PIECE_SIZE // 4
 
 
 @contextlib.asynccontextmanager
-async def hosts(patch: pytest.MonkeyPatch, *, serve: Any = None, **names: str) -> AsyncIterator[dict[str, Worker]]:
-    """A free group of workers, each on the host that is said. serve: the option; with it, each has its name as role."""
+async def hosts(patch: pytest.MonkeyPatch, *, allow: Any = None, **names: str) -> AsyncIterator[dict[str, Worker]]:
+    """A free group of workers, each on the host that is said. allow: the option; with it, each has its name as role."""
     store, workers = HashStore(), {}
     try:
         for name, host in names.items():
             patch.setattr("aiorpc.runtime.life.host_identity", lambda host=host: host)
-            options = RpcBackendOptions(require_secret=False, address="127.0.0.1", rpc_timeout=30, serve=serve)
-            workers[name] = await Worker(name, store=store, options=options, role=name if serve else "")
+            options = RpcBackendOptions(require_secret=False, address="127.0.0.1", rpc_timeout=30, allow=allow)
+            workers[name] = await Worker(name, store=store, options=options, role=name if allow else "")
         yield workers
     finally:
         for worker in reversed(list(workers.values())):
@@ -94,8 +94,8 @@ async def test_who_fetches_for_a_host_takes_no_rights_from_the_publisher(
 ) -> None:
     """A pickle that may be read is, whoever of the host fetches it: the reader itself, or one whose pickles are not."""
     names = {"learner": "a", **({leads: "b"} if leads else {}), "reader": "b"}
-    serve = {"learner": "*", "actor": [exposed, "published/policy:read"], "reader": "published/*:read"}
-    async with hosts(monkeypatch, serve=serve, **names) as workers:
+    allow = {"learner": "*", "actor": [exposed, "published/policy:read"], "reader": "published/*:read"}
+    async with hosts(monkeypatch, allow=allow, **names) as workers:
         learner, subscriptions = workers["learner"], []
         await learner.publish("policy", weights(1, SIZE))
         for name in (leads, "reader") if leads else ("reader",):
@@ -349,7 +349,7 @@ async def test_what_a_relay_hands_on_is_what_was_published(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[Stored], None]
 ) -> None:
     """A reader compares it with the digest of the publisher, takes the version from there, and says so once."""
-    async with hosts(monkeypatch, learner="a", b1="b", b2="b", serve=FEW) as workers:
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b", allow=FEW) as workers:
         learner, relays, reader = workers["learner"], workers["b1"].node.publications.relays, workers["b2"]
         subscriptions = await read_first(learner, workers["b1"], reader)
         finish = relays["policy"].finish
@@ -371,7 +371,7 @@ async def test_what_a_relay_hands_on_is_what_was_published(
 
 async def test_what_was_compared_cannot_be_changed_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader has a copy of its own of what came through the memory of another worker than the publisher."""
-    async with hosts(monkeypatch, learner="a", b1="b", b2="b", serve=FEW) as workers:
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b", allow=FEW) as workers:
         subscriptions = await read_first(workers["learner"], workers["b1"])
         subscriptions.append(workers["b2"].subscribe("policy"))
         got = await anext(subscriptions[1])
@@ -387,7 +387,7 @@ async def test_the_next_host_gets_what_was_published(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the one before it in the chain hands on: who fetches for a host compares it as well."""
-    async with hosts(monkeypatch, learner="a", b1="b", c1="c", serve=FEW) as workers:
+    async with hosts(monkeypatch, learner="a", b1="b", c1="c", allow=FEW) as workers:
         subscriptions = await read_first(workers["learner"], workers["b1"], workers["c1"])
         relay = workers["b1"].node.publications.relays["policy"]
         filled_to = relay.filled_to

@@ -261,7 +261,7 @@ async def test_bad_input_is_raised_at_once(pair: list[Worker]) -> None:
 
 async def test_what_is_not_allowed_stays_so(store: Store) -> None:
     """NotAllowed comes with the first try."""
-    async with cluster(2, store=store, options=[RpcBackendOptions(), RpcBackendOptions(serve=[])]) as workers:
+    async with cluster(2, store=store, options=[RpcBackendOptions(), RpcBackendOptions(allow=[])]) as workers:
         with pytest.raises(NotAllowed):
             await workers[0].peer("worker1", retries=5, backoff=QUICK).call(ran, "a")
         assert not workers[0].statistics().calls_retried

@@ -1,4 +1,4 @@
-"""What the option `serve` does not allow is refused by each verb, and on the wire before arguments are unpickled."""
+"""What the option `allow` does not allow is refused by each verb, and on the wire before arguments are unpickled."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TRAINING = [f"{HERE}:Net", f"{HERE}:Net.*", "aiorpc.nn:*", "aiorpc.optim:*", "to
 
 
 @contextlib.asynccontextmanager
-async def served_by(serve: Any, role: str = "") -> AsyncIterator[list[rpc.Worker]]:
+async def served_by(allow: Any, role: str = "") -> AsyncIterator[list[rpc.Worker]]:
     """worker0 with that role, and worker1 that serves so much."""
-    options = [rpc.RpcBackendOptions(), rpc.RpcBackendOptions(serve=serve)]
+    options = [rpc.RpcBackendOptions(), rpc.RpcBackendOptions(allow=allow)]
     async with cluster(2, options=options, roles=[role, ""]) as workers:
         yield workers
 
@@ -74,7 +74,7 @@ async def test_what_is_not_served_is_refused() -> None:
                 await call(worker)
             error = refused.value
             assert (error.worker, error.caller, error.role) == ("worker1", "worker0", "actor"), verb
-            assert error.rule == f"serve allows role 'actor' only '{HERE}:marked'"
+            assert error.rule == f"allow= gives role 'actor' only '{HERE}:marked'"
             assert all(part in str(error) for part in ("'worker1'", "'worker0'", error.function, error.rule)), verb
             assert isinstance(error, PermissionError)
         assert await worker.call("worker1", served.marked) == 2
@@ -93,7 +93,7 @@ async def test_what_is_served_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("serve", "function", "runs"),
+    ("allow", "function", "runs"),
     [
         ([f"{HERE}:add"], served.add, True),
         ([rpc.exposed], served.add, False),
@@ -107,9 +107,9 @@ async def test_what_is_served_runs() -> None:
         (["*:*"], os.getpid, True),
     ],
 )
-async def test_a_function_is_called_by_the_name_that_it_has(serve: Any, function: Any, runs: bool) -> None:
+async def test_a_function_is_called_by_the_name_that_it_has(allow: Any, function: Any, runs: bool) -> None:
     """Patterns are compared with the place where a function is defined."""
-    async with served_by(serve) as (worker, _):
+    async with served_by(allow) as (worker, _):
         call = worker.call("worker1", function)
         with contextlib.suppress(TypeError):  # it has been called
             if runs:
@@ -304,8 +304,8 @@ async def test_script_functions_are_served_by_their_own_names() -> None:
     name = f"__torch__.{HERE}.scripted"
     assert torch._jit_internal._qualified_name(scripted) == name
     handler = f"{script.__name__}:run"
-    for serve, runs in (([handler], False), ([handler, f"{HERE}:scripted"], True)):
-        async with served_by(serve) as (worker, _):
+    for allow, runs in (([handler], False), ([handler, f"{HERE}:scripted"], True)):
+        async with served_by(allow) as (worker, _):
             call = send(worker, ByName(7, handler), arguments(name, (1,), {}))
             if runs:
                 assert await call == 2
@@ -416,10 +416,10 @@ async def test_a_call_by_hand_is_refused_before_it_is_unpickled(
 
 
 @pytest.mark.parametrize("name", INTRINSIC.values())
-@pytest.mark.parametrize("serve", [None, []], ids=["everything", "nothing"])
-async def test_a_pickle_is_never_read_for_the_runtime_s_own_handlers(serve: Any, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("allow", [None, []], ids=["everything", "nothing"])
+async def test_a_pickle_is_never_read_for_the_runtime_s_own_handlers(allow: Any, name: str, tmp_path: Path) -> None:
     """Whatever its caller may have run: they take what they declare."""
-    async with served_by(serve) as (worker, _):
+    async with served_by(allow) as (worker, _):
         for given in (bomb(tmp_path / "ran"), Values([None], opaque_at=[0], pickled=pickle.dumps((1,), 5))):
             with pytest.raises(rpc.errors.ProtocolError, match="values that are pickled, or written as a tree"):
                 await send(worker, ByName(7, name), given)
@@ -514,7 +514,7 @@ async def test_a_refused_creation_keeps_nothing_but_its_error() -> None:
 
 async def test_a_member_without_rights_joins_and_leaves() -> None:
     """The runtime's own calls need no rule, and a group of those who serve nothing ends in good order."""
-    async with cluster(3, options=rpc.RpcBackendOptions(serve=[])) as workers:
+    async with cluster(3, options=rpc.RpcBackendOptions(allow=[])) as workers:
         with pytest.raises(rpc.NotAllowed):
             await workers[0].call("worker1", served.add, 1, 2)
     reports = [await worker.shutdown() for worker in workers]
@@ -540,7 +540,7 @@ async def test_a_member_without_rights_joins_and_leaves() -> None:
 )
 async def test_a_pattern_that_matches_nothing_is_refused_at_joining(pattern: str, said: str) -> None:
     """As far as that can be seen without an import."""
-    options = rpc.RpcBackendOptions(serve={"actor": [pattern]})
+    options = rpc.RpcBackendOptions(allow={"actor": [pattern]})
     with pytest.raises(rpc.RpcUsageError) as refused:
         await rpc.init("alone", rank=0, world_size=1, store=HashStore(), options=options)
     assert said in str(refused.value) and pattern in str(refused.value)
@@ -568,10 +568,10 @@ async def test_a_pattern_that_matches_nothing_is_refused_at_joining(pattern: str
 async def test_a_pattern_that_may_match_is_taken(pattern: str) -> None:
     """Nothing is imported for it."""
     sys.modules.pop("wave", None)
-    options = rpc.RpcBackendOptions(serve=pattern)
+    options = rpc.RpcBackendOptions(allow=pattern)
     async with rpc.init("alone", rank=0, world_size=1, store=HashStore(), options=options) as worker:
         assert "wave" not in sys.modules
-        assert worker.options.serve == (pattern,)
+        assert worker.options.allow == (pattern,)
 
 
 async def test_a_served_module_is_imported_when_it_is_called() -> None:

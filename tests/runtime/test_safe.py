@@ -229,7 +229,7 @@ class Group:
 @pytest.fixture(params=["free", "safe"])
 async def group(request: pytest.FixtureRequest) -> AsyncIterator[Group]:
     """In both modes: what is refused in one is seen to run in the other."""
-    async with cluster(2, options=rpc.RpcBackendOptions(serialization=request.param, serve="*")) as (honest, bad):
+    async with cluster(2, options=rpc.RpcBackendOptions(serialization=request.param, allow="*")) as (honest, bad):
         for one, name in ((honest, "worker1"), (bad, "worker0")):
             assert await one.call(name, echo, (1,)) == (1,)
         yield Group(request.param == "safe", honest, bad)
@@ -319,7 +319,7 @@ async def test_no_error_runs_anything(group: Group, tmp_path: Path, monkeypatch:
 @pytest.fixture
 async def safe() -> AsyncIterator[list[Worker]]:
     """Two workers that read no pickles."""
-    async with cluster(2, options=rpc.RpcBackendOptions(serialization="safe", serve="*")) as workers:
+    async with cluster(2, options=rpc.RpcBackendOptions(serialization="safe", allow="*")) as workers:
         yield workers
 
 
@@ -348,7 +348,7 @@ async def test_handles_of_queues_and_contexts_travel() -> None:
     """As they do with pickles: a handle is one there, and a context a plain number."""
     said = []
     for serialization in ("free", "safe"):
-        options = rpc.RpcBackendOptions(serialization=serialization, serve="*")
+        options = rpc.RpcBackendOptions(serialization=serialization, allow="*")
         async with cluster(2, options=options) as workers:
             said.append(await workers[0].call("worker0", pass_on))
     handle = rpc.types.QueueHandle("queue", "worker0")
@@ -435,7 +435,7 @@ async def test_a_class_that_only_the_sender_has_registered_is_refused(
 
 async def test_members_of_both_kinds_refuse_each_other() -> None:
     """As they join, by name and with the option; in a group without a size those who were there go on."""
-    options = [rpc.RpcBackendOptions(serialization=mode, serve="*", rpc_timeout=10.0) for mode in ("free", "safe")]
+    options = [rpc.RpcBackendOptions(serialization=mode, allow="*", rpc_timeout=10.0) for mode in ("free", "safe")]
     told = r"^worker1 .* have serialization='safe', worker0 .* have 'free': give it the same value on all workers$"
     store = HashStore()
     members = [Worker(f"worker{n}", rank=n, world_size=2, store=store, options=options[n]) for n in range(2)]
@@ -454,7 +454,7 @@ async def test_members_of_both_kinds_refuse_each_other() -> None:
 
 async def test_a_newcomer_of_the_other_kind_does_not_get_the_place_of_a_lost_one() -> None:
     """It is told as it comes, and the place stays for another one."""
-    options = [rpc.RpcBackendOptions(serialization=mode, serve="*", rpc_timeout=10.0) for mode in ("free", "safe")]
+    options = [rpc.RpcBackendOptions(serialization=mode, allow="*", rpc_timeout=10.0) for mode in ("free", "safe")]
     async with cluster(2, store=(store := HashStore()), options=options[0]) as (one, other):
         assert await one.call("worker1", echo, 1) == await other.call("worker0", echo, 1) == 1
         await other.drop()
@@ -489,7 +489,7 @@ async def test_only_what_is_exposed_is_run_by_default(function: Any, tmp_path: P
 
 async def test_what_the_option_names_is_run(tmp_path: Path) -> None:
     """As without safe serialization."""
-    options = rpc.RpcBackendOptions(serialization="safe", serve=["posix:mkdir"])
+    options = rpc.RpcBackendOptions(serialization="safe", allow=["posix:mkdir"])
     async with cluster(2, options=options) as workers:
         await workers[0].call("worker1", os.mkdir, str(tmp_path / "made"))
         with pytest.raises(rpc.NotAllowed):

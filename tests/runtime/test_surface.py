@@ -246,7 +246,7 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
     options = RpcBackendOptions(
         rpc_timeout=LIMIT,
         serialization=serialization,
-        serve={"actor": ["queue/open:*"], "*": [f"{__name__}:double"]},
+        allow={"actor": ["queue/open:*"], "*": [f"{__name__}:double"]},
     )
     chance = random.Random(7)
     async with cluster(3, options=options, roles=["", "", "actor"]) as (victim, other, bad):

@@ -405,7 +405,7 @@ def _in_class(kind: type, name: str) -> Any:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise RpcUsageError if a pattern of the option ``serve`` can match nothing here, as far as that costs no import.
+    """Raise RpcUsageError if a pattern of the option ``allow`` can match nothing here, as far as that costs no import.
 
     A module that is not imported yet need only be there. What is an attribute of instances alone cannot be known.
     """
@@ -413,10 +413,10 @@ def check_pattern(pattern: str) -> None:
     if not colon or _WILD.search(module):
         return
     if not _is_there(module):
-        raise RpcUsageError(f"serve has {pattern!r}, which matches nothing: there is no module {module!r} here")
+        raise RpcUsageError(f"allow has {pattern!r}, which matches nothing: there is no module {module!r} here")
     if module not in MAIN_NAMES and is_main(module):
         raise RpcUsageError(
-            f"serve has {pattern!r}, and {module!r} is the script that runs here: serve '__main__:{qualname}', which "
+            f"allow has {pattern!r}, and {module!r} is the script that runs here: allow '__main__:{qualname}', which "
             "is what that is called, also for workers that import it from there"
         )
     parts = [*itertools.takewhile(lambda part: not _WILD.search(part), qualname.split("."))]
@@ -427,10 +427,10 @@ def check_pattern(pattern: str) -> None:
         kind = find_place(f"{module}:{'.'.join(parts[:-1])}", ask=True) if len(parts) > 1 else None
         if kind is not None and isinstance(kind.found, type) and _may_have(kind.found, parts[-1]):
             return
-        raise RpcUsageError(f"serve has {pattern!r}, which matches nothing: {module!r} has no {'.'.join(parts)!r}")
+        raise RpcUsageError(f"allow has {pattern!r}, which matches nothing: {module!r} has no {'.'.join(parts)!r}")
     true = name_of(place.found) if place.within is None and "." not in qualname else None
     if true is not None and true != normal(pattern) and pattern.endswith(f":{parts[-1]}"):
-        raise RpcUsageError(f"serve has {pattern!r}, which is called {true!r} where it is defined: serve that name")
+        raise RpcUsageError(f"allow has {pattern!r}, which is called {true!r} where it is defined: allow that name")
 
 
 def _is_there(module: str) -> bool:

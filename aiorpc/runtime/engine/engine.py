@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
-from ...rights import SAFE_SERVE, Rights
+from ...rights import SAFE_RULE, Rights
 from ...threads import waits_in_main_thread
 from ...transport.certificates import Credentials
 from ...transport.lasting import LastingConnection
@@ -86,7 +86,7 @@ class Engine:
         self.options = options
         self.safe = options.serialization == "safe"
         # Where nothing is unpickled, nothing is run either that nobody has named.
-        self.rights = Rights(SAFE_SERVE if self.safe and options.serve is None else options.serve)
+        self.rights = Rights(SAFE_RULE if self.safe and options.allow is None else options.allow)
         self.record = record
         self.id = record.id  # its number in the group: the rank, if it is no replacement
         self.credentials = credentials

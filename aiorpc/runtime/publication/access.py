@@ -1,4 +1,4 @@
-"""Who may publish a name for this worker, and who may read it here: the option ``serve``, asked in one place.
+"""Who may publish a name for this worker, and who may read it here: the option ``allow``, asked in one place.
 
 A rule says so by the patterns ``published/NAME:publish`` and ``published/NAME:read``. Each worker decides for itself:
 it follows no publisher whose role may not publish the name here, and gives versions to no reader whose role may not

@@ -156,7 +156,7 @@ def put_together(
         said, spans = read_values(body), spans[others:]
     if plain and not engine.safe and not names_nothing(said.pickled):
         raise NotAllowed(
-            f"worker {engine.name!r} has a rule in its option serve for the role of who has published this, or has "
+            f"worker {engine.name!r} has a rule in its option allow for the role of who has published this, or has "
             "handed it on, and reads no pickle of it that names a class or a function, as that of a dict of tensors "
             "does; publish each tensor by itself, or set serialization='safe'"
         )

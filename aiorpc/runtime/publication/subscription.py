@@ -92,7 +92,7 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
     A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; in a handler it waits
     no longer than the handler's caller does. It raises WorkerClosed once this worker has shut down; NotAllowed where
-    the publisher's option ``serve`` keeps this worker's role from reading the name, and for a pickle of a publisher
+    the publisher's option ``allow`` keeps this worker's role from reading the name, and for a pickle of a publisher
     that may not have everything run here; RpcError for a value that cannot be read here, or that is longer than what
     this worker takes (`max_incoming_bytes`). When the publisher has left or was lost nothing is raised: whoever
     publishes the name next is followed.

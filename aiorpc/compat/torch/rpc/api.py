@@ -437,7 +437,7 @@ def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> Any:
     roles = {each.role for each in node.group.members.values() if each.name in names}
     if any(map(node.engine.rights.limited, roles)) and not names_nothing(given):
         raise NotAllowed(
-            f"a worker gave _all_gather more than plain values, and the option serve of worker {node.engine.name!r} "
+            f"a worker gave _all_gather more than plain values, and the option allow of worker {node.engine.name!r} "
             "does not let all of them have everything run",
             worker=node.engine.name,
             function="_all_gather",

@@ -158,7 +158,7 @@ class PyRRef(BaseRRef[T]):
 class _Checked:
     """A proxy that asks for the type of the value, once, before it makes a call.
 
-    Where the owner does not tell the type, as its option ``serve`` or safe serialization keeps it, the call is made.
+    Where the owner does not tell the type, as its option ``allow`` or safe serialization keeps it, the call is made.
     """
 
     def __init__(self, rref: PyRRef[Any], proxy: Any, timeout: float) -> None:
