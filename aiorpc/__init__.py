@@ -37,7 +37,7 @@ from .errors import (
 )
 from .functions import async_execution, batched
 from .futures import Future
-from .options import RpcBackendOptions, Tls
+from .options import LimitOptions, NetworkOptions, RpcBackendOptions, SecurityOptions, Tls
 from .protocol.identity import WorkerInfo
 from .protocol.registered import register_safe
 from .queues import Queue
@@ -54,6 +54,8 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 __all__ = [
     "BackendType",
     "Future",
+    "LimitOptions",
+    "NetworkOptions",
     "NotAllowed",
     "Overloaded",
     "PeerLeft",
@@ -69,6 +71,7 @@ __all__ = [
     "RpcError",
     "RpcTimeout",
     "RpcUsageError",
+    "SecurityOptions",
     "TensorPipeRpcBackendOptions",
     "Tls",
     "Worker",

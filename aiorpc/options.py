@@ -10,9 +10,10 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, InitVar, dataclass, field, fields
 from datetime import timedelta
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Self, cast
 
 from . import foreign
 from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_map, to_device_maps, to_devices
@@ -140,227 +141,139 @@ def _as_set(maps: dict[str, DeviceMap]) -> dict[str, dict[Device, Device]]:
     return cast("dict[str, dict[Device, Device]]", maps)
 
 
-@dataclass
-class RpcBackendOptions:
-    """Options of one worker. Read once, at init.
+class _Group:
+    """Some of the options of a worker. They stay as they were made; which of them were given is known."""
 
-    num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; one that waits for a nested
-        call does not count. For calls of others there are some more, an eighth and one at least, as handlers may block
-        for ever. With 1 there are no more: handlers run one after the other.
-    rpc_timeout: seconds a call may take when it says nothing itself, and init too; 0 means no limit.
-    init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
-    address: the host or address others reach this worker at over TCP (containers, NAT); found by itself if None.
-    bind_address: the local address the TCP listener binds; that of the interface that reaches the rendezvous if None.
-    port_range: first and last TCP port to listen on; any free port if None.
+    _given: frozenset[str]
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        made = super().__new__(cls)
+        made.__dict__["_given"] = frozenset(given)
+        return made
+
+    def __post_init__(self) -> None:
+        self._check()
+        self.__dict__["_made"] = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_made" in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+    def _check(self) -> None:
+        """Raise RpcUsageError naming the first option that makes no sense; those that may be written in several ways
+        are as the fields say from then on."""
+        raise NotImplementedError
+
+    def _check_durations(self, *names: str) -> None:
+        """Make seconds of options; there is one way only to say that there is no limit."""
+        for name in names:
+            value = seconds(getattr(self, name), name)
+            if value == math.inf:
+                raise RpcUsageError(f"{name} must be a finite number of seconds (0 means no limit), not {value!r}")
+            setattr(self, name, value)
+
+    def _check_integers(self, *names: str) -> None:
+        for name in names:
+            _check_integer(getattr(self, name), name, "an integer", 1)
+
+
+@dataclass(kw_only=True)
+class LimitOptions(_Group):
+    """How much others may make a worker hold: ``RpcBackendOptions(limits=...)``. Immutable.
+
+    What happens at each limit is in the reference, under "What others can make a worker hold".
+
     max_pending_calls: calls one peer may owe us before ``Overloaded`` is raised here.
     max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``; and as
         many that wait at one queue for an item or for room.
     max_call_rate: calls a second that one caller may make here, before it is answered ``Overloaded``. As many at once,
         if it has made none for a second, and so up to twice as many within one second. None: any number.
+    max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
+        is answered ``Overloaded``, unless a call has next to none; a quarter of the machine's memory by default.
     max_frame_bytes: longest message body taken from a peer, tensors apart.
     max_tensor_bytes: longest single tensor taken from a peer.
-    stream_window: items of a stream that may be under way before its producer waits.
-    max_stream_window: items of one stream that a consumer may have asked for ahead here, or its call is answered
-        ``Overloaded``.
-    max_streams: streams that one consumer may have open here before it is answered ``Overloaded``.
     max_incoming_bytes: bytes of tensors of one peer that may be under way to here at once, over each of its
         connections, before that ends; the machine's memory by default.
     max_unsent_bytes: bytes of answers and of items of streams that may wait here until one caller reads them; from half
         of it on no more of its calls are started, and none are read; past it results are dropped, and ``Overloaded`` is
         answered; a quarter of the machine's memory by default.
+    stream_window: items of a stream that may be under way before its producer waits.
+    max_stream_window: items of one stream that a consumer may have asked for ahead here, or its call is answered
+        ``Overloaded``.
+    max_streams: streams that one consumer may have open here before it is answered ``Overloaded``.
     max_references: references to values of this worker that one other worker may have made or been passed, or may ask
         for, before its connection ends; each costs about 1 KiB, and the value that it keeps. Those that this worker has
         given it, as results or arguments, do not count.
     max_contexts: autograd contexts that calls of one caller may have brought here, and that have not ended, before its
         calls in further ones are answered ``Overloaded``.
-    max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
-        is answered ``Overloaded``, unless a call has next to none; a quarter of the machine's memory by default.
     max_remembered_answers: answers of idempotent calls that are remembered for one caller, to be given again; the
         oldest are forgotten.
     max_remembered_bytes: bytes of these answers.
-    shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
-        machine's, at most 4 GiB, by default; 0 turns it off.
-    min_shared_bytes: shortest tensor that goes through shared memory by itself.
-    min_bulk_bytes: shortest tensor that, without shared memory, goes in pieces over a second connection.
-    dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
-    switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives, unless that is shorter already: how
-        long calls wait for the interpreter beside a thread that computes in Python; None leaves it alone.
-    busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
-        waits are no longer than that on average. So many, but 0.0002 at most, the loop and a thread of handlers stay
-        awake after each message, where the next one comes so soon. 0 turns both off: less latency for the price of
-        idle time.
-    lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
-    shutdown_timeout: seconds a graceful shutdown that says nothing itself waits for the work of the others, as at the
-        end of ``async with``; 0 means no limit.
-    newcomer_grace: seconds for which calls to a name that was never seen in a group without a size wait for a worker of
-        that name, from the first of them on; 0: they do not wait.
+    """
+
+    max_pending_calls: int = 65_536
+    max_queued_calls: int = 131_072
+    max_call_rate: float | None = None
+    max_queued_bytes: int = field(default_factory=_part_of_memory)
+    max_frame_bytes: int = 1 << 30
+    max_tensor_bytes: int = 1 << 40
+    max_incoming_bytes: int = field(default_factory=_memory)
+    max_unsent_bytes: int = field(default_factory=_part_of_memory)
+    stream_window: int = 16
+    max_stream_window: int = 65_536
+    max_streams: int = 16_384
+    max_references: int = 1 << 20
+    max_contexts: int = 65_536
+    max_remembered_answers: int = 1024
+    max_remembered_bytes: int = 16 << 20
+
+    def _check(self) -> None:
+        self._check_integers(*(each.name for each in fields(LimitOptions) if each.name != "max_call_rate"))
+        rate = self.max_call_rate
+        if rate is not None and (type(rate) not in (int, float) or not 0 < rate <= MOST):
+            raise RpcUsageError(f"max_call_rate must be a number of calls above 0, or None for any, not {_shown(rate)}")
+
+
+@dataclass(kw_only=True)
+class NetworkOptions(_Group):
+    """How others reach a worker, and how bytes get there: ``RpcBackendOptions(network=...)``. Immutable.
+
+    address: the host or address others reach this worker at over TCP (containers, NAT); found by itself if None.
+    bind_address: the local address the TCP listener binds; that of the interface that reaches the rendezvous if None.
+    port_range: first and last TCP port to listen on; any free port if None.
+    transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
+        group that lives on one host does not even listen on TCP then.
     reconnect_grace: seconds in which a TCP connection that has broken is made again, and goes on where it was, before
         its worker counts as lost; 0, at either end, turns it off. For so long a store is tried as well to which the
         connection has broken; with 0 once.
     max_unacknowledged_bytes: bytes that were sent over one TCP connection, and are kept until the other end has them;
         no more is sent then. At least 4 MiB.
-    transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
-        group that lives on one host does not even listen on TCP then.
-    authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
-        counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
-        on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need
-        none, and neither does TLS, which does the same.
-    secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
-        takes what AIORPC_SECRET_FILE names, if it is set.
-    require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
-        where they meet, are on another host, in another container or of another user, and there are no certificates
-        (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and whoever
-        reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
-        The same on all workers.
-    allow: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, for what
-        has a name, such as ``"queue/samples:put"``, and ``rpc.exposed`` for what bears that mark; one list for all
-        callers, or a dict of lists by their role, with ``"*"`` for all other roles. Everything by default, and where a
-        list is ``"*"``.
-    tls: files by which workers prove who they are; then all that goes over TCP is TLS 1.3, on all workers or on none.
-        None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
-    serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
-        unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
-        (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `allow` is ``rpc.exposed``
-        then, with all queues, published values and barriers, if it is not set.
-    device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
-        results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
-        stay on the cpu if it is left out. One-to-one.
-    devices: the CUDA devices that this worker uses; if empty, those that its own maps and those of others name.
-    device_channel: how tensors travel between devices of two processes: ``ipc`` (memory of the device that both
-        processes see), ``staging`` (through the host), or ``auto``: ipc where it works.
-    device_buffer: bytes of device memory, for each peer and device, that tensors pass through with ipc; at least 4 MiB.
+    shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
+        machine's, at most 4 GiB, by default; 0 turns it off.
+    min_shared_bytes: shortest tensor that goes through shared memory by itself.
+    min_bulk_bytes: shortest tensor that, without shared memory, goes in pieces over a second connection.
     """
 
-    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
-    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
-    init_method: str = "env://"
     address: str | None = None
     bind_address: str | None = None
     port_range: tuple[int, int] | None = None
-    max_pending_calls: int = 65_536
-    max_queued_calls: int = 131_072
-    max_call_rate: float | None = None
-    max_frame_bytes: int = 1 << 30
-    max_tensor_bytes: int = 1 << 40
-    stream_window: int = 16
-    max_stream_window: int = 65_536
-    max_streams: int = 16_384
-    max_incoming_bytes: int = field(default_factory=_memory)
-    max_unsent_bytes: int = field(default_factory=_part_of_memory)
-    max_references: int = 1 << 20
-    max_contexts: int = 65_536
-    max_queued_bytes: int = field(default_factory=_part_of_memory)
-    max_remembered_answers: int = 1024
-    max_remembered_bytes: int = 16 << 20
+    transports: tuple[str, ...] = field(default=("unix", "tcp"))
+    reconnect_grace: float = 20.0
+    max_unacknowledged_bytes: int = 64 << 20
     shared_memory: int = field(default_factory=_quarter_of_memory)
     min_shared_bytes: int = SHARE_SIZE
     min_bulk_bytes: int = BULK_SIZE
-    dedicated_loop: bool = False
-    switch_interval: float | None = 0.0005
-    busy_wait: float = 0.004
-    lag_warning: float = 1.0
-    shutdown_timeout: float = 0.0
-    newcomer_grace: float = 10.0
-    reconnect_grace: float = 20.0
-    max_unacknowledged_bytes: int = 64 << 20
-    transports: tuple[str, ...] = field(default=("unix", "tcp"))
-    authenticate_frames: bool = True
-    secret_file: str | os.PathLike[str] | None = None
-    require_secret: bool | None = None
-    allow: Allow = None
-    tls: Tls | None = None
-    serialization: str = "free"
-    device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
-    devices: list[Device] = field(default_factory=list)
-    device_channel: str = "auto"
-    device_buffer: int = 64 << 20
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Sets an option. RpcUsageError for what is none: it would be taken, and change nothing.
-
-        A subclass that has more of them says so, as this class does.
-        """
-        if not name.startswith("_") and not hasattr(self, name):
-            known = [each for made in type(self).__mro__ for each in inspect.get_annotations(made)]
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
-                raise RpcUsageError(f"there is no option {_shown(name)}{meant}")
-        super().__setattr__(name, value)
-
-    def __post_init__(self) -> None:
-        self._check_device_types()
-        for device_map in (self.device_maps or {}).values():
-            to_device_map(device_map)  # as torch: one that is given as a whole is one-to-one
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for devices and their maps.
-
-        What may be written in several ways (a timedelta, a list) is as the fields say from then on.
-        """
-        self._validate_numbers()
-        self._validate_connections()
-        if not isinstance(self.dedicated_loop, bool):
-            raise RpcUsageError(f"dedicated_loop must be True or False, not {_shown(self.dedicated_loop)}")
-        if not isinstance(self.init_method, str):
-            raise RpcUsageError(f"init_method must be a URL, not {_shown(self.init_method)}")
-        self._validate_rights()
-        self._validate_devices()
-
-    def _validate_numbers(self) -> None:
-        for name in (
-            "rpc_timeout",
-            "shutdown_timeout",
-            "newcomer_grace",
-            "reconnect_grace",
-            "lag_warning",
-            "busy_wait",
-        ):
-            setattr(self, name, self._duration(name))
-        if self.switch_interval is not None:
-            self.switch_interval = self._duration("switch_interval")
-            if not self.switch_interval:
-                raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
-        for name in (
-            "num_worker_threads",
-            "max_pending_calls",
-            "max_queued_calls",
-            "max_frame_bytes",
-            "max_tensor_bytes",
-            "stream_window",
-            "max_stream_window",
-            "max_streams",
-            "max_incoming_bytes",
-            "max_unsent_bytes",
-            "max_references",
-            "max_contexts",
-            "max_queued_bytes",
-            "max_unacknowledged_bytes",
-            "max_remembered_answers",
-            "max_remembered_bytes",
-            "min_shared_bytes",
-            "min_bulk_bytes",
-        ):
-            _check_integer(getattr(self, name), name, "an integer", 1)
+    def _check(self) -> None:
+        self._check_durations("reconnect_grace")
+        self._check_integers("max_unacknowledged_bytes", "min_shared_bytes", "min_bulk_bytes")
         if self.max_unacknowledged_bytes < MIN_UNACKNOWLEDGED:
             raise RpcUsageError(
                 f"max_unacknowledged_bytes must be at least {MIN_UNACKNOWLEDGED} (4 MiB), as less than that is "
                 f"acknowledged too seldom, not {self.max_unacknowledged_bytes!r}"
             )
         _check_integer(self.shared_memory, "shared_memory", "a number of bytes", 0)
-        rate = self.max_call_rate
-        if rate is not None and (type(rate) not in (int, float) or not 0 < rate <= MOST):
-            raise RpcUsageError(f"max_call_rate must be a number of calls above 0, or None for any, not {_shown(rate)}")
-
-    def _duration(self, name: str) -> float:
-        """An option as seconds; there is one way only to say that there is no limit."""
-        value = seconds(getattr(self, name), name)
-        if value == math.inf:
-            raise RpcUsageError(f"{name} must be a finite number of seconds (0 means no limit), not {value!r}")
-        return value
-
-    def _validate_connections(self) -> None:
         if self.port_range is not None:
             ports = tuple(self.port_range) if isinstance(self.port_range, (tuple, list)) else ()
             if not (len(ports) == 2 and all(type(port) is int for port in ports) and 0 < ports[0] <= ports[1] < 65_536):
@@ -373,8 +286,42 @@ class RpcBackendOptions:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {_shown(given)}")
         self.transports = kinds
 
-    def _validate_rights(self) -> None:
-        """Who may join, and what they may do."""
+
+@dataclass(kw_only=True)
+class SecurityOptions(_Group):
+    """Who may join the group, and what members may do: ``RpcBackendOptions(security=...)``. Immutable.
+
+    allow: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, for what
+        has a name, such as ``"queue/samples:put"``, and ``rpc.exposed`` for what bears that mark; one list for all
+        callers, or a dict of lists by their role, with ``"*"`` for all other roles. Everything by default, and where a
+        list is ``"*"``.
+    serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
+        unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
+        (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `allow` is ``rpc.exposed``
+        then, with all queues, published values and barriers, if it is not set.
+    tls: files by which workers prove who they are; then all that goes over TCP is TLS 1.3, on all workers or on none.
+        None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
+    secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
+        takes what AIORPC_SECRET_FILE names, if it is set.
+    require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
+        where they meet, are on another host, in another container or of another user, and there are no certificates
+        (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and whoever
+        reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
+        The same on all workers.
+    authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
+        counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
+        on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need
+        none, and neither does TLS, which does the same.
+    """
+
+    allow: Allow = None
+    serialization: str = "free"
+    tls: Tls | None = None
+    secret_file: str | os.PathLike[str] | None = None
+    require_secret: bool | None = None
+    authenticate_frames: bool = True
+
+    def _check(self) -> None:
         if not isinstance(self.authenticate_frames, bool):
             raise RpcUsageError(f"authenticate_frames must be True or False, not {_shown(self.authenticate_frames)}")
         if self.require_secret is not None and not isinstance(self.require_secret, bool):
@@ -392,6 +339,112 @@ class RpcBackendOptions:
             raise RpcUsageError(text if text.startswith("allow") else f"allow: {text}") from None
         except Exception as error:  # of what stands in it and cannot be shown
             raise RpcUsageError(f"allow is no rule that can be read: {foreign.said(error)}") from None
+
+
+@dataclass(kw_only=True)
+class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
+    """Options of one worker. Read once, at init.
+
+    limits, network, security: groups of options, each with a class that says what is in it. An option of a group may be
+        given by its own name as well, ``RpcBackendOptions(max_queued_calls=100)``, and is read and set by that:
+        ``options.max_queued_calls``. RpcUsageError for one that is given both ways.
+    num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; one that waits for a nested
+        call does not count. For calls of others there are some more, an eighth and one at least, as handlers may block
+        for ever. With 1 there are no more: handlers run one after the other.
+    rpc_timeout: seconds a call may take when it says nothing itself, and init too; 0 means no limit.
+    init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+    dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
+    switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives, unless that is shorter already: how
+        long calls wait for the interpreter beside a thread that computes in Python; None leaves it alone.
+    busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
+        waits are no longer than that on average. So many, but 0.0002 at most, the loop and a thread of handlers stay
+        awake after each message, where the next one comes so soon. 0 turns both off: less latency for the price of
+        idle time.
+    lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
+    shutdown_timeout: seconds a graceful shutdown that says nothing itself waits for the work of the others, as at the
+        end of ``async with``; 0 means no limit.
+    newcomer_grace: seconds for which calls to a name that was never seen in a group without a size wait for a worker of
+        that name, from the first of them on; 0: they do not wait.
+    device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
+        results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
+        stay on the cpu if it is left out. One-to-one.
+    devices: the CUDA devices that this worker uses; if empty, those that its own maps and those of others name.
+    device_channel: how tensors travel between devices of two processes: ``ipc`` (memory of the device that both
+        processes see), ``staging`` (through the host), or ``auto``: ipc where it works.
+    device_buffer: bytes of device memory, for each peer and device, that tensors pass through with ipc; at least 4 MiB.
+    """
+
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    init_method: str = "env://"
+    dedicated_loop: bool = False
+    switch_interval: float | None = 0.0005
+    busy_wait: float = 0.004
+    lag_warning: float = 1.0
+    shutdown_timeout: float = 0.0
+    newcomer_grace: float = 10.0
+    device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
+    devices: list[Device] = field(default_factory=list)
+    device_channel: str = "auto"
+    device_buffer: int = 64 << 20
+    limits: InitVar[LimitOptions | None] = None
+    network: InitVar[NetworkOptions | None] = None
+    security: InitVar[SecurityOptions | None] = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an option. RpcUsageError for what is none: it would be taken, and change nothing.
+
+        A subclass that has more of them says so, as this class does.
+        """
+        if not name.startswith("_") and not hasattr(self, name):
+            known = [each for made in type(self).__mro__ for each in inspect.get_annotations(made)]
+            if name in _GROUPS:
+                raise RpcUsageError(f"{name} is given as options are made; set each of its options by its own name")
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                raise RpcUsageError(f"there is no option {_shown(name)}{meant}")
+        object.__setattr__(self, name, value)
+
+    def __post_init__(
+        self, limits: LimitOptions | None, network: NetworkOptions | None, security: SecurityOptions | None
+    ) -> None:
+        for name, group in (("limits", limits), ("network", network), ("security", security)):
+            if group is not None:
+                self._take(name, group)
+        self._check_device_types()
+        for device_map in (self.device_maps or {}).values():
+            to_device_map(device_map)  # as torch: one that is given as a whole is one-to-one
+        self.validate()
+
+    def _take(self, name: str, group: _Group) -> None:
+        """Have the options that were given in a group; the others may have been given by their own names."""
+        kind = _GROUPS[name]
+        if type(group) is not kind:
+            raise RpcUsageError(f"{name} must be rpc.{kind.__name__}(...) or None, not {_shown(group)}")
+        for option in sorted(group._given):
+            if option in self._given:
+                raise RpcUsageError(f"{option} is given twice: as {option}=, and in {name}=rpc.{kind.__name__}(...)")
+            setattr(self, option, getattr(group, option))
+
+    def validate(self) -> None:
+        """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for devices and their maps.
+
+        What may be written in several ways (a timedelta, a list) is as the fields say from then on.
+        """
+        for group in _GROUPS.values():
+            group._check(self)
+        self._check_integers("num_worker_threads")
+        self._check_durations("rpc_timeout", "shutdown_timeout", "newcomer_grace", "lag_warning", "busy_wait")
+        if self.switch_interval is not None:
+            self._check_durations("switch_interval")
+            if not self.switch_interval:
+                raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
+        if not isinstance(self.dedicated_loop, bool):
+            raise RpcUsageError(f"dedicated_loop must be True or False, not {_shown(self.dedicated_loop)}")
+        if not isinstance(self.init_method, str):
+            raise RpcUsageError(f"init_method must be a URL, not {_shown(self.init_method)}")
+        self._validate_devices()
 
     def _check_device_types(self) -> None:
         """RpcUsageError for what holds no devices at all. torch's options take None for both."""
@@ -438,3 +491,11 @@ class RpcBackendOptions:
         made.devices = list(self.devices or ())
         made.validate()
         return made
+
+
+_GROUPS: Mapping[str, type[_Group]] = MappingProxyType(
+    {"limits": LimitOptions, "network": NetworkOptions, "security": SecurityOptions}
+)
+# They were for __init__ alone: what is read and set later are their options, by their own names.
+for _name in _GROUPS:
+    delattr(RpcBackendOptions, _name)

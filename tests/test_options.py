@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import fields
+import pickle
+import re
+from dataclasses import FrozenInstanceError, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +22,7 @@ from aiorpc import Worker
 from aiorpc.compat.torch.rpc.options import TensorPipeRpcBackendOptions
 from aiorpc.devices import DeviceClaims, check_device_maps
 from aiorpc.errors import DeviceMapError, RpcUsageError
-from aiorpc.options import RpcBackendOptions, Tls, seconds
+from aiorpc.options import LimitOptions, NetworkOptions, RpcBackendOptions, SecurityOptions, Tls, seconds
 
 COUNTS = [
     "num_worker_threads",
@@ -84,6 +86,10 @@ TAKEN = {
 }
 
 
+#: The groups by the names that they are given by.
+GROUPS: dict[str, type[Any]] = {"limits": LimitOptions, "network": NetworkOptions, "security": SecurityOptions}
+
+
 def test_defaults_are_those_of_torch() -> None:
     """A minute for a call, sixteen threads, env://: programs that say nothing behave as they did."""
     options = RpcBackendOptions()
@@ -91,10 +97,12 @@ def test_defaults_are_those_of_torch() -> None:
 
 
 def test_every_option_is_documented() -> None:
-    """The docstring names each option."""
-    lines = (inspect.getdoc(RpcBackendOptions) or "").splitlines()  # Python 3.13 leaves out the indentation itself
-    named = {line.partition(": ")[0].strip() for line in lines}
-    assert [field.name for field in fields(RpcBackendOptions) if field.name not in named] == []
+    """The docstring of the class that has an option names it, and no other does."""
+    named: list[str] = []
+    for kind in (RpcBackendOptions, *GROUPS.values()):
+        lines = (inspect.getdoc(kind) or "").splitlines()  # Python 3.13 leaves out the indentation itself
+        named += [line.partition(": ")[0] for line in lines if re.match(r"\w+: |\w+, \w+, \w+: ", line)]
+    assert sorted(named) == sorted([*(field.name for field in fields(RpcBackendOptions)), ", ".join(GROUPS)])
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(RpcBackendOptions)])
@@ -135,6 +143,74 @@ def test_what_is_set_and_is_no_option_is_refused(kind: type[RpcBackendOptions]) 
     options = Painted()
     options.max_queued_bytes = 5
     assert (options.copy().colour, options.copy()._shade, options.copy().max_queued_bytes) == ("red", 1, 5)
+
+
+#: An option of each group, with a value that is not its default.
+OF_GROUPS: list[tuple[str, str, Any]] = [
+    ("limits", "max_streams", 5),
+    ("limits", "max_call_rate", 2.5),
+    ("network", "reconnect_grace", 3.0),
+    ("network", "transports", ("tcp",)),
+    ("security", "allow", ("a:f",)),
+    ("security", "require_secret", True),
+]
+
+
+@pytest.mark.parametrize("kind", [RpcBackendOptions, TensorPipeRpcBackendOptions])
+@pytest.mark.parametrize(("group", "name", "value"), OF_GROUPS)
+def test_an_option_is_given_in_its_group_or_by_its_name(
+    kind: type[RpcBackendOptions], group: str, name: str, value: Any
+) -> None:
+    """It comes to the same, and is read and set by its name; the others of the group may be given beside it."""
+    grouped: dict[str, Any] = {group: GROUPS[group](**{name: value})}
+    flat: dict[str, Any] = {name: value}
+    options = kind(**grouped, max_queued_calls=7, min_bulk_bytes=9)
+    assert options == kind(**flat, max_queued_calls=7, min_bulk_bytes=9)
+    assert options.copy() == options == pickle.loads(pickle.dumps(options))
+    assert (getattr(options, name), options.max_queued_calls, options.min_bulk_bytes) == (value, 7, 9)
+    options.max_queued_calls = 8
+    setattr(options, name, getattr(kind(), name))
+    assert options == kind(max_queued_calls=8, min_bulk_bytes=9)
+
+
+@pytest.mark.parametrize(("group", "name", "value"), OF_GROUPS)
+def test_an_option_that_is_given_twice_is_refused(group: str, name: str, value: Any) -> None:
+    """Both places are named, also where both say the same, or the default."""
+    kind = GROUPS[group]
+    for inside, outside in ((value, value), (value, getattr(kind(), name)), (getattr(kind(), name), value)):
+        given: dict[str, Any] = {group: kind(**{name: inside}), name: outside}
+        with pytest.raises(RpcUsageError, match=rf"^{name} is given twice: as {name}=, and in {group}=rpc\."):
+            RpcBackendOptions(**given)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_checked_as_it_is_made_and_stays_as_it_is(group: str) -> None:
+    """What cannot be is told where it stands; what is made is compared by values, copied with changes, and pickled."""
+    kind = GROUPS[group]
+    for name in (field.name for field in fields(kind)):
+        for odd, value in ODD.items():
+            with pytest.raises(RpcUsageError) as caught:
+                kind(**{name: value})
+            assert str(caught.value).startswith(name), odd
+        made = kind()
+        with pytest.raises(FrozenInstanceError, match=name):
+            setattr(made, name, getattr(made, name))
+        assert made == replace(made) == pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_no_group_is_refused(group: str) -> None:
+    """Another group, a dict, all options; and a group that is set when the options are there."""
+    other = GROUPS["security" if group == "limits" else "limits"]()
+    wrongs: list[object] = [other, {}, RpcBackendOptions(), 5, False]
+    for wrong in wrongs:
+        given: dict[str, Any] = {group: wrong}
+        with pytest.raises(RpcUsageError, match=rf"^{group} must be rpc\.{GROUPS[group].__name__}\(\.\.\.\) or None"):
+            RpcBackendOptions(**given)
+    options = RpcBackendOptions()
+    with pytest.raises(RpcUsageError, match=f"^{group} is given as options are made; set each"):
+        setattr(options, group, GROUPS[group]())
+    assert not hasattr(options, group)
 
 
 @pytest.mark.parametrize("value", [5, "tcp", {"transports": ("tcp",)}, 0, False])
