@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import re
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import aiorpc
 import aiorpc.testing  # names in the documents are looked up in it
 from tests import pages
 from tests.examples.programs import run_program, torchrun
+from tests.test_errors import public_errors
 
 ROOT = pages.ROOT
 DOCUMENTS = (
@@ -99,3 +102,28 @@ def headings(path: Path) -> set[str]:
     """The anchors of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_tables_of_options_are_complete() -> None:
+    """Names and defaults in the reference are those of RpcBackendOptions."""
+    rows = table("options.md", r"^\| `(\w+)` \|[^|]*\| `(.+?)` \|")
+    options = aiorpc.RpcBackendOptions()
+    defaults = {each.name: repr(getattr(options, each.name)) for each in dataclasses.fields(options)}
+    parts = dict.fromkeys(("shared_memory", "max_unsent_bytes", "max_queued_bytes"), "a quarter")
+    assert rows == defaults | parts | {"max_incoming_bytes": "all of it"}  # of this machine's memory
+
+
+def test_the_table_of_errors_is_complete() -> None:
+    """The reference lists every error, with its other base classes."""
+    rows = table("errors.md", r"^\| `([\w.]+)` \|(.*?)\|")
+    errors = public_errors()
+    assert set(rows) == set(errors) - {"RpcError"}
+    for name, others in rows.items():
+        bases = {base.__name__ for base in errors[name].__bases__} - {"RpcError", "Exception"}
+        missing = {"QueueShutDown"} - set(vars(asyncio))  # it has that from Python 3.13 on
+        assert set(re.findall(r"`(\w+)`", others)) - missing == bases, name
+
+
+def table(page: str, row: str) -> dict[str, str]:
+    """The rows of the tables on a page of the reference: a name, and what the pattern of a row has besides."""
+    return dict(re.findall(row, (pages.DOCS / "reference" / page).read_text(encoding="utf-8"), re.MULTILINE))
