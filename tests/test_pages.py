@@ -37,12 +37,23 @@ async def test_a_page_runs(page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("page", "size", "printed", "program"), pages.programs())
 def test_a_program_of_a_page_runs(page: str, size: int, printed: str, program: str, tmp_path: Path) -> None:
     """Saved to a file and started by torchrun, it prints what the page says."""
     (tmp_path / "program.py").write_text(program)
     outcome = run_program(torchrun(size, "program.py"), tmp_path, timeout=LIMIT)
     assert (outcome.code, outcome.out.strip()) == (0, printed), f"{page}: {outcome.err}"
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.name for path in (pages.DOCS / "howto").glob("*.md") if path.stem != "index")
+)
+def test_a_how_to_page_says_first_what_one_wants(page: str) -> None:
+    """Behind its title, in a sentence that says `you`; and it is short enough to be read at once."""
+    text = (pages.DOCS / "howto" / page).read_text(encoding="utf-8")
+    assert re.match(r"# .+\n\nYou (want|have|run)\b", text)
+    assert 300 <= len(text.split()) <= 1000
 
 
 def test_a_wrong_print_is_seen() -> None:
