@@ -155,7 +155,7 @@ def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle
     worker's ``rpc_timeout``. Any thread. RpcUsageError for names that cannot be, NotInitialized. That there is no
     such queue is told by the methods: UnknownObject.
     """
-    return QueueHandle(name, owner, timeout).bind()
+    return QueueHandle(name, owner, timeout)._bind()
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:

@@ -22,7 +22,7 @@ from .threads import daemon
 class Settled(Protocol):
     """A Future that has settled, as far as running its callbacks takes."""
 
-    def describe(self) -> str: ...
+    def _describe(self) -> str: ...
 
 
 class BlockObserver(Protocol):
@@ -122,7 +122,7 @@ class UserCallback:
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
             if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
                 raise
-            raised = f"a callback of {future.describe()} raised"
+            raised = f"a callback of {future._describe()} raised"
             more = spates.line(raised)
             if more is not None:
                 foreign.log_error(logger, logging.ERROR, error, "%s%s", raised, more)

@@ -42,8 +42,8 @@ def _twin_of(future: AnyFuture) -> AnyFuture:
     if twins is None and error is None:
         return future
     twin: Future[Any] = Future()
-    twin.subject = future.subject
-    twin.settle(twins, None if error is None else twin_of(error))
+    twin._subject = future._subject
+    twin._settle(twins, None if error is None else twin_of(error))
     return twin
 
 
@@ -58,15 +58,15 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
         if not is_future(future):
             raise TypeError(f"collect_all() takes torch Futures, not {type(future).__name__}")
     result = _Collection()
-    result.subject = f"collect_all of {len(futures)} Futures"
+    result._subject = f"collect_all of {len(futures)} Futures"
     for future in futures:
         if isinstance(future, Future):
-            result.loop = result.loop or future.loop
-            result.executor = result.executor or future.executor
-    result.sources = [future for future in futures if isinstance(future, Future)]
+            result._loop = result._loop or future._loop
+            result._executor = result._executor or future._executor
+    result._sources = [future for future in futures if isinstance(future, Future)]
     left = dict.fromkeys(range(len(futures)))  # to take one out of it is atomic: no lock is needed
     if not futures:
-        result.settle(futures)
+        result._settle(futures)
     for place, future in enumerate(futures):
         when_done(future, Again(_count, place, left, futures, result))
     return result
@@ -78,7 +78,7 @@ def _count(
     """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
     left.pop(place, None)
     if not left:
-        settle_within(result, result.executor, lambda _: result.settle(futures))
+        settle_within(result, result._executor, lambda _: result._settle(futures))
 
 
 def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
@@ -89,7 +89,7 @@ def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
     done = collect_all(list(futures)).wait()
     for future in done:
         if isinstance(future, Future):
-            future.mark_seen()
+            future._mark_seen()
     return [future.wait() for future in done]
 
 

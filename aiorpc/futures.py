@@ -7,7 +7,7 @@ learns that it was too late.
     PENDING   set_result / the answer arrived           VALUE    waiters woken, callbacks run
     PENDING   set_exception / error, deadline, lost peer ERROR   the same, the exception is raised
     PENDING   cancel                                    ERROR    RpcCancelled; the callee is told
-    VALUE, ERROR   any settler                          unchanged; `set_*` raise, `settle` returns False
+    VALUE, ERROR   any settler                          unchanged; `set_*` raise, `_settle` returns False
 
 Invariants
 1. ``_callbacks`` begins with `UNCLAIMED`; whoever takes that out with the atomic ``list.remove`` settles. Nothing else
@@ -88,27 +88,27 @@ class Future(torch.futures.Future[T], Generic[T]):
     # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
 
     # For whoever settles it, to be set before anybody else has it.
-    subject: str = "a Future"  # what it stands for
-    site: CallSite | None = None  # where it was made; a failure that nobody looks at is logged if that is known
-    loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
-    home_thread: int | None = None  # the thread that made that loop, and is to run it; None if that is not known
-    deadline: float | None = None  # when it settles at the latest, in `time.monotonic()` seconds; None: not known
-    executor: Executor | None = None
-    sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
-    arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
+    _subject: str = "a Future"  # what it stands for
+    _site: CallSite | None = None  # where it was made; a failure that nobody looks at is logged if that is known
+    _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
+    _home_thread: int | None = None  # the thread that made that loop, and is to run it; None if that is not known
+    _deadline: float | None = None  # when it settles at the latest, in `time.monotonic()` seconds; None: not known
+    _executor: Executor | None = None
+    _sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
+    _arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
 
     _state: int = PENDING
     _value: Any = None
     _error: BaseException | None = None
     _trace: TracebackType | None = None  # what the error's traceback was when it came
     _unobserved: Unobserved | None = None
-    _seen: bool = False  # whether nobody is to be told of its error: see `mark_seen`
+    _seen: bool = False  # whether nobody is to be told of its error: see `_mark_seen`
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
     _twins: bool = False  # whether torch's half gets a twin of the value: see `_twin`
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
     _parent: Callable[[], Future[Any] | None] = staticmethod(lambda: None)  # whose `then` has made it
-    _homes_beside: Collection[Home] = ()  # loops that have to run besides `loop` and those of `sources`
+    _homes_beside: Collection[Home] = ()  # loops that have to run besides `_loop` and those of `_sources`
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         if devices:
@@ -118,7 +118,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
-    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+    def _settle(self, value: Any, error: BaseException | None = None) -> bool:
         """Complete with a value or any error; False if somebody else did so first. Any thread.
 
         Raises nothing, but for what a signal handler does, or Ctrl-C in a callback that runs here; it is complete then.
@@ -130,7 +130,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 return False
             if (
                 error is None
-                and self.arrival is None
+                and self._arrival is None
                 and not (self._devices or self._twins or issubclass(type(value), BaseException))
             ):  # most calls
                 self._value = value
@@ -146,7 +146,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return True
 
     def _publish_outcome(self, value: Any, error: BaseException | None) -> None:
-        """What `settle` does before callbacks run, or, if that was interrupted, what is left of it."""
+        """What `_settle` does before callbacks run, or, if that was interrupted, what is left of it."""
         if self._state != PENDING:
             pass
         elif error is None:
@@ -155,8 +155,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         else:
             self._error = error
             self._trace = foreign.field(error, "__traceback__")
-            if self.site is not None and self._unobserved is None:  # before anybody can look at it
-                self._unobserved = Unobserved(self.describe(), error)
+            if self._site is not None and self._unobserved is None:  # before anybody can look at it
+                self._unobserved = Unobserved(self._describe(), error)
                 if self._seen:
                     self._unobserved.seen = True
             self._state = ERROR
@@ -166,8 +166,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, _Failure(self, self._error))
             return
-        if self.arrival is not None:  # torch's helpers take the value from its half
-            _CFuture._set_unwrap_func(self, partial(_joined, self.arrival))
+        if self._arrival is not None:  # torch's helpers take the value from its half
+            _CFuture._set_unwrap_func(self, partial(_joined, self._arrival))
         if self._devices:
             self._complete_on_devices(value)
         elif self._twins:
@@ -179,7 +179,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture.set_result(self, value)
 
     def _settle_the_rest(self, value: Any, error: BaseException | None) -> None:
-        """Do what an interrupted `settle` has left to do: nobody else will. Nothing if it had not begun."""
+        """Do what an interrupted `_settle` has left to do: nobody else will. Nothing if it had not begun."""
         if UNCLAIMED not in self._callbacks:
             self._publish_outcome(value, error)
             self._run_callbacks(True)
@@ -189,7 +189,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             _CFuture.set_result(self, value)
         except BaseException as error:
-            self._value, self._error = None, RpcError(f"the value of {self.describe()} is none: {foreign.said(error)}")
+            self._value, self._error = None, RpcError(f"the value of {self._describe()} is none: {foreign.said(error)}")
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, _Failure(self, self._error))
@@ -200,7 +200,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def set_result(self, result: T) -> None:
         """Complete with `result`. RpcUsageError if it is already complete."""
-        if not self.settle(result):
+        if not self._settle(result):
             raise self._already_complete()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch types result as T
@@ -210,12 +210,12 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        if not self.settle(None, result):
+        if not self._settle(None, result):
             raise self._already_complete()
 
     def _already_complete(self) -> RpcUsageError:
         return RpcUsageError(
-            f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
+            f"{self._describe()} is already complete. Note that a Future can only be marked completed once."
         )
 
     def cancel(self, msg: object = None) -> bool:
@@ -225,9 +225,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         ``aiorpc.cancelled()``; its result is dropped.
         """
         reason = f": {msg}" if msg else ""
-        error = RpcCancelled(f"{self.describe()} was cancelled{reason}")
+        error = RpcCancelled(f"{self._describe()} was cancelled{reason}")
         try:
-            if not self.settle(None, error):
+            if not self._settle(None, error):
                 return False
             self._on_cancel()
         except BaseException:  # a signal handler has raised it
@@ -252,8 +252,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     def value(self) -> T:
         """The result of a completed Future; raises its error, or RpcUsageError if it is not complete."""
         if self._state == PENDING:
-            raise RpcUsageError(f"value() of {self.describe()}: it is not complete yet; use wait() or await it")
-        if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
+            raise RpcUsageError(f"value() of {self._describe()}: it is not complete yet; use wait() or await it")
+        if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
             value: T = self._value
             return value
         try:
@@ -264,25 +264,25 @@ class Future(torch.futures.Future[T], Generic[T]):
     def exception(self) -> BaseException | None:
         """The error of a completed Future, None if it has a value; RpcUsageError if it is not complete."""
         if self._state == PENDING:
-            raise RpcUsageError(f"exception() of {self.describe()}: it is not complete yet")
+            raise RpcUsageError(f"exception() of {self._describe()}: it is not complete yet")
         if self._unobserved is not None:
             self._unobserved.seen = True
         return self._error
 
     @property
-    def waiters(self) -> int:
+    def _waiters(self) -> int:
         """How many wait for it now: threads in `wait`, tasks that await it, and callbacks."""
         return len(self._callbacks) - (UNCLAIMED in self._callbacks)
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         """What this Future stands for, with the place that made it where that is known."""
-        return self.subject if self.site is None else f"{self.subject} (made at {describe_site(self.site)})"
+        return self._subject if self._site is None else f"{self._subject} (made at {describe_site(self._site)})"
 
     def __repr__(self) -> str:
         state = ("pending", "done", "failed")[self._state]
-        return f"<aiorpc.Future {state}: {self.describe()}>"
+        return f"<aiorpc.Future {state}: {self._describe()}>"
 
-    def mark_seen(self) -> None:
+    def _mark_seen(self) -> None:
         """Somebody has dealt with its error, which may be about to come, so nothing is logged when it is collected."""
         self._seen = True
         if self._unobserved is not None:
@@ -290,13 +290,13 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _outcome(self) -> T:
         if self._error is None:
-            if self.arrival is not None:
-                self.arrival.join()
+            if self._arrival is not None:
+                self._arrival.join()
             elif self._devices:
                 _CFuture.wait(self)  # torch's half knows on which streams it was completed
             value: T = self._value
             return value
-        self.mark_seen()
+        self._mark_seen()
         try:
             # Each raise appends to the traceback, so it starts again from what came with the error.
             raise foreign.with_traceback(self._error, self._trace)
@@ -319,7 +319,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
         if self._state == PENDING:
             self._block(timeout)
-        if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
+        if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
             value: T = self._value
             return value
         try:
@@ -329,13 +329,13 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _block(self, timeout: float | None) -> None:
         loop = _running_loop()
-        if loop is not None and (loop is self.loop or any(loop is home for home, _ in self._homes())):
+        if loop is not None and (loop is self._loop or any(loop is home for home, _ in self._homes())):
             raise WouldBlockLoop(
-                f"wait() on {self.describe()} would block the event loop that has to answer it; "
+                f"wait() on {self._describe()} would block the event loop that has to answer it; "
                 "use `await future` here, or call it from a `def` handler or another thread"
             )
         give_back()
-        executor = self.executor
+        executor = self._executor
         if executor is None or not executor.may_stay_awake:
             self._sleep(timeout)
             return
@@ -353,14 +353,14 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _awaited(self) -> Iterator[Future[Any]]:
         """It, and what it waits for, as far as that has not settled."""
-        left: list[Future[Any]] = [self]  # not by recursion, and each once: `end_overdue` says why
+        left: list[Future[Any]] = [self]  # not by recursion, and each once: `_end_overdue` says why
         seen: dict[int, Future[Any]] = {}
         while left:
             one = left.pop()
             if one._state == PENDING and id(one) not in seen:
                 seen[id(one)] = one
                 yield one
-                left.extend(reversed(one.sources))
+                left.extend(reversed(one._sources))
 
     def _sleep(self, timeout: float | None) -> None:
         # A Python lock, not torch's C++ wait: it can be interrupted by a signal on the main thread.
@@ -378,7 +378,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             if call is not None:
                 call.enter_wait(partial(self._let_go, gate))
-            due = (self.end_overdue(now) if self.deadline is None else self.deadline) + GRACE
+            due = (self._end_overdue(now) if self._deadline is None else self._deadline) + GRACE
             while True:
                 woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, LOOK)))
                 if woken or self._state != PENDING:
@@ -386,8 +386,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                 now = time.monotonic()
                 if now >= until:
                     break
-                self.refuse_idle_loop(False)
-                due = self.end_overdue(now) + GRACE
+                self._refuse_idle_loop(False)
+                due = self._end_overdue(now) + GRACE
         except BaseException:
             self._remove_callback(gate)
             raise
@@ -398,19 +398,19 @@ class Future(torch.futures.Future[T], Generic[T]):
                 given_up = call.exit_wait()
         if given_up:  # as in `__await__`
             self._remove_callback(gate)
-            if not self.waiters and not self.cancel():  # as there
-                self.mark_seen()
+            if not self._waiters and not self.cancel():  # as there
+                self._mark_seen()
             raise RpcCancelled(given_up)
         # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
         if not woken and self._remove_callback(gate) and self._state == PENDING:
-            raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
+            raise RpcTimeout(f"waited {timeout:g} s for {self._describe()}", seconds=timeout or 0.0)
 
     def _let_go(self, gate: threading.Lock) -> None:
         """The thread that waits there is to wait no longer. Whoever has taken the lock out of the list releases it."""
         if self._remove_callback(gate):
             gate.release()
 
-    def end_overdue(self, now: float) -> float:
+    def _end_overdue(self, now: float) -> float:
         """End the calls that it waits for and whose time was up a while ago, as their loop has not done so. Any thread.
 
         Returns the earliest deadline of the others, or infinity.
@@ -422,9 +422,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         while left:
             one = left.pop()
             parent = one._parent()
-            for each in one.sources if parent is None else [*one.sources, parent]:
-                if type(each).end_overdue is not Future.end_overdue:  # a call, which says it for itself
-                    due = min(due, each.end_overdue(now))
+            for each in one._sources if parent is None else [*one._sources, parent]:
+                if type(each)._end_overdue is not Future._end_overdue:  # a call, which says it for itself
+                    due = min(due, each._end_overdue(now))
                 elif id(each) not in seen:
                     seen[id(each)] = each
                     left.append(each)
@@ -434,11 +434,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         """The loops that have to run for it to settle."""
         homes: set[Home] = set()
         for one in self._awaited():
-            homes.add((one.loop, one.home_thread))
+            homes.add((one._loop, one._home_thread))
             homes.update(one._homes_beside)
         return homes
 
-    def refuse_idle_loop(self, awaited: bool) -> None:
+    def _refuse_idle_loop(self, awaited: bool) -> None:
         """Raise WouldBlockLoop if a loop has to run that is this thread's, and does not.
 
         awaited: whether this thread runs another one meanwhile; else it waits.
@@ -447,7 +447,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         for loop, thread in self._homes():
             if thread == here and loop is not None and not (loop.is_running() or loop.is_closed()):
                 raise WouldBlockLoop(
-                    f"{'to await' if awaited else 'wait() on'} {self.describe()} would never end: this thread is to "
+                    f"{'to await' if awaited else 'wait() on'} {self._describe()} would never end: this thread is to "
                     f"run the loop that has to settle it, and {'runs another one' if awaited else 'waits'}; run `await "
                     "future` on that loop, as `loop.run_until_complete(...)` does"
                 )
@@ -462,15 +462,15 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._run_callbacks()
             watched: Watched | None = None
             try:
-                if loop is not self.loop and (self.loop is not None or self.sources):
+                if loop is not self._loop and (self._loop is not None or self._sources):
                     watched = oversee(self, loop, waiter)
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit, WouldBlockLoop):
                 # It was cancelled, its coroutine was dropped, or the overseer says that it would never settle here.
                 # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
                 # If it has settled just now, or another thread is just settling it, with what does not matter any more.
-                if not self._remove_callback(wake) or not (self.waiters or self.cancel()):
-                    self.mark_seen()
+                if not self._remove_callback(wake) or not (self._waiters or self.cancel()):
+                    self._mark_seen()
                 raise
             except BaseException:  # this process was forked, says the overseer
                 self._remove_callback(wake)
@@ -478,13 +478,13 @@ class Future(torch.futures.Future[T], Generic[T]):
             finally:
                 if watched is not None:
                     del watched[waiter]
-        if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
+        if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
             value: T = self._value
             return value
         try:
             return self._outcome()
         except asyncio.CancelledError as error:  # it has ended with that; nobody has cancelled the task that awaits it
-            raise RpcCancelled(f"{self.describe()} has ended with {foreign.said(error)}") from None
+            raise RpcCancelled(f"{self._describe()} has ended with {foreign.said(error)}") from None
         finally:
             del self  # see _outcome
 
@@ -501,7 +501,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
-        self.when_settled(UserCallback(callback, self.executor))
+        self._when_settled(UserCallback(callback, self._executor))
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error.
@@ -511,12 +511,12 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
         child: Future[S] = Future(devices=self._devices)
-        child.subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {_shortened(self.subject)}"
-        child.site = self.site  # what it fails with has been looked at by the callback alone
-        child.loop, child.executor = self.loop, self.executor
-        child.home_thread = self.home_thread
+        child._subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {_shortened(self._subject)}"
+        child._site = self._site  # what it fails with has been looked at by the callback alone
+        child._loop, child._executor = self._loop, self._executor
+        child._home_thread = self._home_thread
         child._parent = weakref.ref(self)  # weak: chains of them would keep all values
-        if self.sources or self._homes_beside:
+        if self._sources or self._homes_beside:
             child._homes_beside = self._homes()
 
         marks = self._marks
@@ -527,10 +527,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             made = held[0]  # it runs once
             try:
                 value = callback(parent)
-                made.arrival = marks(value) if marks is not None else None
-                made.settle(value)
+                made._arrival = marks(value) if marks is not None else None
+                made._settle(value)
             except BaseException as error:
-                made.settle(None, error)
+                made._settle(None, error)
                 if foreign.is_interrupt(error):
                     raise
             finally:
@@ -538,10 +538,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                 held.clear()
                 del made, parent
 
-        self.when_settled(UserCallback(run, self.executor))
+        self._when_settled(UserCallback(run, self._executor))
         return child
 
-    def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
+    def _when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """Register an internal callback: runs in the settling thread, must be quick and must not raise."""
         self._callbacks.append(callback)
         if self._state != PENDING:
@@ -672,7 +672,7 @@ Home = tuple[asyncio.AbstractEventLoop | None, int | None]
 def when_done(future: AnyFuture, callback: Callable[[AnyFuture], None]) -> None:
     """Run an internal callback once any kind of torch Future settles, in the settling thread."""
     if isinstance(future, Future):
-        future.when_settled(callback)
+        future._when_settled(callback)
     else:
         _CFuture.add_done_callback(future, callback)
 

@@ -147,7 +147,7 @@ class DistributedOptimizer:
                 there[rref._owner] = pack_reference(rref._rref)
         one = make_pass(context_id, roots, False, node, Last(here, there, partial(self._no_gradients, context_id)))
         if node.engine.on_loop:
-            one.done.site = call_site(outside(__name__))
+            one.done._site = call_site(outside(__name__))
             node.engine.pool.submit(one.start)
         else:
             one.drive()
@@ -301,9 +301,9 @@ def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future
     try:
         stepped = optimizer.step_on(node, context_id, limit)
     except Exception as error:
-        done.settle(None, error)
+        done._settle(None, error)
     else:
-        done.settle(stepped)
+        done._settle(stepped)
     return done
 
 
@@ -317,9 +317,9 @@ class _Gathered(Future[T]):
         """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
         reads the last answer, and maybe again."""
         super().__init__()
-        self.subject, engine = what, node.engine
-        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
-        self.site = call_site(outside(__name__))
+        self._subject, engine = what, node.engine
+        self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
+        self._site = call_site(outside(__name__))
         self._finish = finish
         self._starts: dict[str, Callable[[], Future[Any]]] = {}
         self._calls: dict[str, Future[Any]] = {}
@@ -340,9 +340,9 @@ class _Gathered(Future[T]):
                 raise
         self._left = dict.fromkeys(self._calls)
         self._starts.clear()
-        self.sources = [*self._calls.values()]
+        self._sources = [*self._calls.values()]
         for name, call in self._calls.items():
-            call.when_settled(Again(self._answered, name))
+            call._when_settled(Again(self._answered, name))
         return self
 
     def _answered(self, name: str, call: Future[Any]) -> None:
@@ -352,7 +352,7 @@ class _Gathered(Future[T]):
             note = self._where(name)
             if note not in foreign.field(error, "__dict__").get("__notes__", ()):
                 foreign.add_note(error, note)
-            self.settle(None, error)
+            self._settle(None, error)
             return
         self._left.pop(name, None)
         if self._left:
@@ -360,12 +360,12 @@ class _Gathered(Future[T]):
         try:
             value = self._finish({name: call._value for name, call in self._calls.items()})
         except RpcError as wrong:
-            self.settle(None, wrong)
+            self._settle(None, wrong)
         else:
-            self.settle(value)
+            self._settle(value)
 
     def _where(self, name: str) -> str:
-        return f"{self.subject}, on worker {name!r}"
+        return f"{self._subject}, on worker {name!r}"
 
     def _on_cancel(self) -> None:
         for call in self._calls.values():

@@ -122,7 +122,7 @@ class Tls:
             raise RpcUsageError(f"verify_names of Tls must be True or False, not {_shown(self.verify_names)}")
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Tls | None:
+    def _from_environment(cls, environment: Mapping[str, str]) -> Tls | None:
         """What AIORPC_TLS_CERT, _KEY, _CA and _VERIFY_NAMES say; None if none of them is set. RpcUsageError."""
         said = {name: environment.get(f"AIORPC_TLS_{name.upper()}") for name in ("cert", "key", "ca", "verify_names")}
         if all(value is None for value in said.values()):
@@ -415,7 +415,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         self._check_device_types()
         for device_map in (self.device_maps or {}).values():
             to_device_map(device_map)  # as torch: one that is given as a whole is one-to-one
-        self.validate()
+        self._validate()
 
     def _take(self, name: str, group: _Group) -> None:
         """Have the options that were given in a group; the others may have been given by their own names."""
@@ -427,7 +427,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
                 raise RpcUsageError(f"{option} is given twice: as {option}=, and in {name}=rpc.{kind.__name__}(...)")
             setattr(self, option, getattr(group, option))
 
-    def validate(self) -> None:
+    def _validate(self) -> None:
         """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for devices and their maps.
 
         What may be written in several ways (a timedelta, a list) is as the fields say from then on.
@@ -479,7 +479,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         """Say which CUDA devices this worker uses. DeviceMapError, a ValueError, if one is none."""
         self.devices = [*to_devices(devices)]
 
-    def device_claims(self, count: int, kind: str = "cuda") -> DeviceClaims:
+    def _device_claims(self, count: int, kind: str = "cuda") -> DeviceClaims:
         """What a worker that has so many devices of that kind says of them when it joins."""
         return DeviceClaims(count, tuple(to_devices(self.devices)), to_device_maps(self.device_maps), kind)
 
@@ -489,7 +489,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         made = copy.copy(self)
         made.device_maps = {name: dict(device_map) for name, device_map in (self.device_maps or {}).items()}
         made.devices = list(self.devices or ())
-        made.validate()
+        made._validate()
         return made
 
 

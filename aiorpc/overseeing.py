@@ -15,9 +15,9 @@ LOOK = 1.0
 class Overseen(Protocol):
     """What is awaited (`futures.Future`)."""
 
-    def end_overdue(self, now: float) -> float: ...
+    def _end_overdue(self, now: float) -> float: ...
 
-    def refuse_idle_loop(self, awaited: bool) -> None: ...
+    def _refuse_idle_loop(self, awaited: bool) -> None: ...
 
 
 #: What is awaited on a loop, by what waits for it there.
@@ -48,8 +48,8 @@ class _Overseer:
         now = time.monotonic()
         for waiter, future in list(self.watched.items()):
             try:
-                future.end_overdue(now)
-                future.refuse_idle_loop(True)
+                future._end_overdue(now)
+                future._refuse_idle_loop(True)
             except Exception as error:  # it never comes: this thread is to run that loop, or the process was forked
                 if not waiter.done():
                     waiter.set_exception(error)

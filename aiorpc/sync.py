@@ -70,18 +70,18 @@ def host(worker: Worker) -> None:
         former = registry.host(worker)
         if former is None:
             break
-        if former.state not in _ENDING or former.thread is None:  # the latter: another thread has it join
+        if former.state not in _ENDING or former._thread is None:  # the latter: another thread has it join
             raise _already(former.name)
-        if former.thread.is_here:
+        if former._thread.is_here:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
         _end(former, False, None, "init_rpc()")  # a handler has shut it down, and may not be through with that
     try:
         thread = LoopThread(worker.name)
-        thread.on_end = worker.loop_ended
+        thread.on_end = worker._loop_ended
         try:
             thread.start()
             thread.run(worker.start())
-            worker.hosted_by = thread
+            worker._hosted_by = thread
         except BaseException:
             _abandon(worker, thread)
             raise
@@ -117,17 +117,17 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
     else:  # one may be on its way out
         registry.forget()
         worker = registry.hosted
-        if worker is None or worker.state not in _ENDING or worker.thread is None:
+        if worker is None or worker.state not in _ENDING or worker._thread is None:
             return ShutdownReport()
     return _end(worker, graceful, timeout, "shutdown()")
 
 
 def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> ShutdownReport:
     """Shut a worker down, or wait for a shutdown that is under way, and end its thread."""
-    thread = worker.thread
-    report = worker.report()
+    thread = worker._thread
+    report = worker._report()
     if report is None:
-        worker.node.engine.refuse_on_loop(verb, "await worker.shutdown()")
+        worker._node.engine.refuse_on_loop(verb, "await worker.shutdown()")
     if thread is None:
         if report is not None:
             return report
@@ -146,10 +146,10 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
 
 def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:
     try:
-        with worker.node.engine.pool.excused():  # a handler in a thread must not be waited for by what it waits for
+        with worker._node.engine.pool.excused():  # a handler in a thread must not be waited for by what it waits for
             return thread.run(worker.shutdown(graceful, timeout))
     except WorkerClosed:  # somebody else was sooner, and has ended the loop
-        report = worker.report()
+        report = worker._report()
         if report is None:
             raise
         return report

@@ -65,7 +65,7 @@ def watch() -> Watch:
 
 def begin_to_watch() -> None:
     """Have the worker of this process show its messages from now on."""
-    engine = aiorpc.current().node.engine
+    engine = aiorpc.current()._node.engine
     if watch() not in engine.observers:
         engine.observers = (*engine.observers, watch())
 

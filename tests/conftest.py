@@ -201,6 +201,6 @@ async def current_pair() -> AsyncIterator[list[Worker]]:
     from tests.runtime.waiting import LIMIT
 
     async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
-        token = current_node.set(workers[0].node)
+        token = current_node.set(workers[0]._node)
         yield workers
         current_node.reset(token)

@@ -16,7 +16,7 @@ def as_script(worker: Worker, function: Callable[..., T], *args: Any) -> Callabl
     """The call as a script's part, for a thread: with that worker as the current one."""
 
     def body() -> T:
-        current_node.set(worker.node)
+        current_node.set(worker._node)
         return function(*args)
 
     return body

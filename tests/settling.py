@@ -22,7 +22,7 @@ MOST = 3000  # instructions: more than any of this takes
 
 def pending(loop: asyncio.AbstractEventLoop | None = None) -> Future[Any]:
     future: Future[Any] = Future()
-    future.loop = loop
+    future._loop = loop
     return future
 
 
@@ -103,8 +103,8 @@ def all_at_once(*jobs: Callable[[], object]) -> list[Any]:
 
 def made_here() -> Future[Any]:
     future = pending()
-    future.subject = "the call of f"
-    future.site = (made_here.__code__, 0)
+    future._subject = "the call of f"
+    future._site = (made_here.__code__, 0)
     return future
 
 
@@ -128,5 +128,5 @@ class Joined:
 def arriving(value: Any = 1) -> tuple[Future[Any], Joined]:
     """A pending Future of a value that is still being made on some streams."""
     future, joined = pending(), Joined()
-    future.arrival = joined
+    future._arrival = joined
     return future, joined

@@ -58,7 +58,7 @@ def test_a_callback_that_raises_again_and_again_does_not_fill_the_log(caplog: py
 
     for _ in range(100):
         future: Future[int] = Future()
-        future.site = (test_a_callback_that_raises_again_and_again_does_not_fill_the_log.__code__, 0)
+        future._site = (test_a_callback_that_raises_again_and_again_does_not_fill_the_log.__code__, 0)
         future.add_done_callback(broken)
         future.set_result(1)
     said = [record.getMessage() for record in caplog.records]
@@ -108,7 +108,7 @@ def test_ctrl_c_in_a_callback_of_the_main_thread_goes_on(
         assert ran.wait(LONG)
         if method == "then":
             assert isinstance(children[0].exception(), KeyboardInterrupt)
-    assert future.value() == 1 and future.waiters == 0
+    assert future.value() == 1 and future._waiters == 0
     assert not caplog.records
 
 
@@ -131,23 +131,23 @@ def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -
     def settle(at: int) -> tuple[str | None, bool]:
         """Interrupted at that instruction: where that is, None behind the last, and whether it had begun."""
         future, ran, internal, seen = Call(), list[int](), list[int](), list[tuple[str, object]]()
-        future.site = (made_here.__code__, 0)
+        future._site = (made_here.__code__, 0)
         task = asyncio.run_coroutine_threadsafe(awaited(future), home)
-        wait_until(lambda: future.waiters == 1)
+        wait_until(lambda: future._waiters == 1)
         all_of_it = collect_all([future])
         child = future.then(lambda done: seen.append(see(done)))
         future.add_done_callback(lambda _: ran.append(0))
-        future.when_settled(lambda _: internal.append(0))
+        future._when_settled(lambda _: internal.append(0))
         future.add_done_callback(lambda _: ran.append(1))
         with running(outcome_of, future) as result:
-            wait_until(lambda: future.waiters == 7)
-            where = interrupted(partial(future.settle, value, error), at, *SETTLING)
-            begun = not future.settle(value, error)
+            wait_until(lambda: future._waiters == 7)
+            where = interrupted(partial(future._settle, value, error), at, *SETTLING)
+            begun = not future._settle(value, error)
             wait_until(lambda: len(ran) >= 2 and all_of_it.done() and child.done())
             assert all_of_it.wait(LONG) == [future], where
             assert task.result(LONG) == expected, where
         assert result == seen == [expected], where
-        assert sorted(ran) == [0, 1] and future.waiters == 0, where
+        assert sorted(ran) == [0, 1] and future._waiters == 0, where
         assert internal in ([0], []), where  # it is not known to have begun, if it was interrupted on its way there
         assert torch._C.Future.done(future), where
         return where, begun
@@ -214,7 +214,7 @@ async def test_callbacks_go_to_the_executor() -> None:
 
     ran: list[Any] = []
     future = pending()
-    future.executor = Open()
+    future._executor = Open()
     future.add_done_callback(lambda done: ran.append(done.value()))
     future.set_result(1)
     assert ran == []
@@ -223,7 +223,7 @@ async def test_callbacks_go_to_the_executor() -> None:
     assert ran == [1]
 
     future = pending()
-    future.executor = Closed()
+    future._executor = Closed()
     future.add_done_callback(lambda done: ran.append(done.value()))
     future.set_result(2)
     await until(lambda: ran == [1, 2])
@@ -237,7 +237,7 @@ def test_then_makes_a_future_of_ours() -> None:
     assert not child.done()
     parent.set_result(1)
     assert child.wait(LONG) == 20
-    assert "then" in child.describe()
+    assert "then" in child._describe()
 
 
 def test_then_passes_errors_on() -> None:
@@ -265,14 +265,14 @@ def test_a_chain_may_be_longer_than_a_stack_is_deep(waits: str) -> None:
         last = last.then(lambda done: done.value() + 1)
         if number % 10 == 0:
             last = collect_all([last]).then(lambda done: done.value()[0].value())
-    assert len(last.describe()) < 1000
+    assert len(last._describe()) < 1000
 
     async def wait() -> int:
         value: int = await last
         return value
 
     with running(lambda: asyncio.run(wait()) if waits == "task" else last.wait(LONG)) as result:
-        wait_until(lambda: last.waiters == 1)
+        wait_until(lambda: last._waiters == 1)
         first.set_result(0)
         assert last.wait(LONG) == 3000
     assert result == [3000]

@@ -50,7 +50,7 @@ def test_wait_all_raises_the_first_error_after_all_are_done() -> None:
     first, second, third = pending(), pending(), torch_future(error=KeyError("third"))
     with running(wait_all, [first, second, third]) as result:
         second.set_exception(ValueError("second"))
-        wait_until(lambda: first.waiters == 1)
+        wait_until(lambda: first._waiters == 1)
         assert not result
         first.set_result(0)
     assert repr(result[0]) == "ValueError('second')"
@@ -84,8 +84,8 @@ def test_collect_all_leaves_the_joining_to_its_members() -> None:
     """The collection is a list of Futures: whoever takes a value from one of them joins that one's streams."""
     (first, one), (second, two) = arriving(), arriving()
     both = collect_all([first, second])
-    first.settle(1)
-    second.settle(2)
+    first._settle(1)
+    second._settle(2)
     members = both.wait(LONG)
     assert one.threads + two.threads == []
     assert members[1].value() == 2
@@ -99,8 +99,8 @@ def test_collections_of_collections_may_be_longer_than_a_stack_is_deep(fails: bo
     for _ in range(3000):
         last = collect_all([last])
     with running(last.wait, LONG) as result:
-        wait_until(lambda: last.waiters == 1)
-        assert first.settle(None, ValueError("no") if fails else None)
+        wait_until(lambda: last._waiters == 1)
+        assert first._settle(None, ValueError("no") if fails else None)
     assert result == [[last.value()[0]]]
     assert first.done()
 

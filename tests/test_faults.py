@@ -133,7 +133,7 @@ async def test_a_cancel_stays_behind_its_delayed_call(workers: Workers) -> None:
         call = workers[0].call("worker1", forever)
         call.cancel()
         assert rule.count == 1
-        await until(lambda: workers[1].node.engine.counters.cancelled == 1)
+        await until(lambda: workers[1]._node.engine.counters.cancelled == 1)
 
 
 async def test_what_waits_is_sent_when_the_faults_end(workers: Workers) -> None:
@@ -260,7 +260,7 @@ async def test_steps_of_backward_and_the_end_of_contexts_are_kinds(workers: Work
     with Faults(workers[0]) as faults:
         gradient, context = faults.delay(0.01, "gradient"), faults.delay(0.01, "context")
         leaf = torch.ones(3, requires_grad=True)
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         async with autograd.context() as scope:
             loss = (await workers[0].call("worker1", double, leaf)).sum()
             await scope.backward([loss])
@@ -331,7 +331,7 @@ async def test_what_a_choice_raises_is_raised_to_the_test(workers: Workers, capl
 
 async def test_a_message_that_is_sent_while_the_faults_end_is_sent_once(workers: Workers) -> None:
     """The loop sends what is due while another thread sends all that waits: each message goes once, and in order."""
-    lanes = Lanes(workers[0].node.engine)
+    lanes = Lanes(workers[0]._node.engine)
     sending, flushing, sent = threading.Event(), threading.Event(), list[int]()
 
     def first() -> None:
@@ -353,7 +353,7 @@ async def test_a_message_that_is_sent_while_the_faults_end_is_sent_once(workers:
 
 async def test_nothing_is_left_behind(workers: Workers) -> None:
     """Afterwards nobody is asked about messages, and the worker may have faults again."""
-    engine = workers[0].node.engine
+    engine = workers[0]._node.engine
     for _ in range(2):
         with Faults(workers[0]) as faults:
             faults.fail("call")
@@ -411,7 +411,7 @@ async def test_a_killed_worker_is_lost(workers: Workers) -> None:
         await call
     with pytest.raises(aiorpc.PeerLost):
         await workers[2].call("worker1", add, 1)
-    assert [info.name for info in workers[2].node.group.lost.values()] == ["worker1"]
+    assert [info.name for info in workers[2]._node.group.lost.values()] == ["worker1"]
     assert workers[1].closed
     assert await workers[0].call("worker2", add, 1) == 2
 

@@ -41,8 +41,8 @@ SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
     "set_exception": lambda future: future.set_exception(ValueError("no")),
     "cancel": lambda future: future.cancel(),
-    "answer": lambda future: future.settle(2),
-    "failure": lambda future: future.settle(None, KeyError("lost")),
+    "answer": lambda future: future._settle(2),
+    "failure": lambda future: future._settle(None, KeyError("lost")),
 }
 
 
@@ -182,7 +182,7 @@ def test_many_settlers_many_waiters() -> None:
     """Sixteen settlers and eight waiters at once: one settler wins, and every waiter sees its value."""
     for _ in range(20):
         future = pending()
-        settlers = [partial(future.settle, number) for number in range(16)]
+        settlers = [partial(future._settle, number) for number in range(16)]
         results = all_at_once(*settlers, *[partial(future.wait, LONG)] * 8)
         assert results[:16].count(True) == 1
         assert set(results[16:]) == {results.index(True)}
@@ -213,7 +213,7 @@ def test_timeout_racing_with_an_answer() -> None:
         future = pending()
         _, result = all_at_once(lambda: future.set_result(7), lambda: future.wait(seconds))
         assert result == 7 or isinstance(result, RpcTimeout)
-        wait_until(lambda: future.waiters == 0)
+        wait_until(lambda: future._waiters == 0)
         assert future.wait() == 7
 
     for number in range(100):
@@ -229,7 +229,7 @@ def test_answer_at_the_very_end_of_a_wait_is_returned() -> None:
         def enter_blocked(self) -> None: ...
 
         def exit_blocked(self) -> None:
-            assert future.waiters == 1
+            assert future._waiters == 1
             future.set_result("late")
 
     future = pending()
@@ -247,7 +247,7 @@ def test_wait_blocks_until_settled() -> None:
     """wait in one thread returns what another thread sets later."""
     future = pending()
     with running(future.wait) as result:
-        wait_until(lambda: future.waiters == 1)
+        wait_until(lambda: future._waiters == 1)
         assert not result
         future.set_result("here")
     assert result == ["here"]
@@ -269,7 +269,7 @@ def test_wait_timeout_leaves_the_future_usable(timeout: float) -> None:
         future.wait(timeout)
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.seconds == timeout
-    assert future.waiters == 0
+    assert future._waiters == 0
     future.set_result(3)
     assert future.wait(timeout) == 3
 
@@ -288,10 +288,10 @@ def test_wait_for_longer_than_the_system_can(timeout: float) -> None:
 @pytest.mark.parametrize("timeout", [-0.5, -1, float("nan")])
 def test_wait_for_less_than_nothing_is_refused(timeout: float, future: Future[Any]) -> None:
     """A negative timeout is a mistake, whether or not there is anything to wait for; the Future is untouched."""
-    before = future.waiters, future.done()
+    before = future._waiters, future.done()
     with pytest.raises(RpcUsageError, match="timeout"):
         future.wait(timeout)
-    assert (future.waiters, future.done()) == before
+    assert (future._waiters, future.done()) == before
 
 
 def test_wait_reports_to_the_pool() -> None:
@@ -323,12 +323,12 @@ def test_ctrl_c_interrupts_wait() -> None:
     assert main is not None
 
     def interrupt() -> None:
-        wait_until(lambda: future.waiters == 1)
+        wait_until(lambda: future._waiters == 1)
         signal.pthread_kill(main, signal.SIGINT)
 
     with running(interrupt), pytest.raises(KeyboardInterrupt):
         future.wait(LONG)
-    assert future.waiters == 0
+    assert future._waiters == 0
     future.set_result(1)
     assert future.wait() == 1
 
@@ -346,7 +346,7 @@ def test_wait_on_the_settling_loop_is_refused(loop_factory: LoopFactory) -> None
             future.then(lambda done: done.value()).wait(LONG)
         with pytest.raises(WouldBlockLoop):
             wait_all([future])
-        assert future.waiters == 3
+        assert future._waiters == 3
         future.set_result(5)
         assert future.wait() == 5
 
@@ -371,10 +371,10 @@ def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: L
                 with pytest.raises(WouldBlockLoop):
                     refused()
         own.set_result(1)
-        waiters = other.waiters
+        waiters = other._waiters
 
         def settle() -> None:
-            wait_until(lambda: other.waiters > waiters)
+            wait_until(lambda: other._waiters > waiters)
             other.set_result(2)
 
         with running(settle):
@@ -410,11 +410,11 @@ def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
         settlers: list[threading.Thread] = []
 
         def settle(_: str) -> None:
-            settlers.append(threading.Thread(target=future.settle, args=(7,)))
+            settlers.append(threading.Thread(target=future._settle, args=(7,)))
             settlers[-1].start()
             assert seen.wait(LONG)
 
-        timer = threading.Timer(LONG, future.settle, (None,))
+        timer = threading.Timer(LONG, future._settle, (None,))
         timer.start()
         try:
             found = meanwhile(partial(future.wait, 0.02), at, settle, futures_module.__file__)
@@ -438,7 +438,7 @@ def test_a_thread_whose_lock_was_lost_looks_for_itself(timeout: float | None, mo
     monkeypatch.setattr(futures_module, "LOOK", 0.01)
     future = pending()
     with running(future.wait, timeout) as result:
-        wait_until(lambda: future.waiters == 1)
+        wait_until(lambda: future._waiters == 1)
         future._callbacks.pop()
         future.set_result("here")
     assert result == ["here"]
@@ -453,7 +453,7 @@ def test_wait_on_another_loop_is_allowed(loop_factory: LoopFactory) -> None:
         return future.wait(LONG)
 
     def settle() -> None:
-        wait_until(lambda: future.waiters == 1)
+        wait_until(lambda: future._waiters == 1)
         future.set_result("cell")
 
     try:
@@ -601,7 +601,7 @@ async def test_await_wakes_when_a_thread_settles() -> None:
     """A thread that settles wakes a loop that sleeps."""
     future = pending()
     task = asyncio.ensure_future(future)
-    await until(lambda: future.waiters == 1)
+    await until(lambda: future._waiters == 1)
     await asyncio.to_thread(future.set_result, "there")
     async with asyncio.timeout(LONG):
         assert await task == "there"
@@ -619,7 +619,7 @@ def test_await_on_three_loops_and_wait_in_two_threads(loop_factory: LoopFactory)
             return runner.run(main())
 
     def settle() -> None:
-        wait_until(lambda: future.waiters == 5)
+        wait_until(lambda: future._waiters == 5)
         future.set_result(11)
 
     assert all_at_once(loop, loop, loop, future.wait, future.wait, settle) == [11] * 5 + [None]
@@ -650,7 +650,7 @@ async def test_gather_shield_as_completed_and_task_group() -> None:
         both = asyncio.gather(futures[1], futures[2])
         shielded = asyncio.shield(futures[3])
         completed = asyncio.as_completed([futures[4], futures[5]])
-        await until(lambda: all(future.waiters == 1 for future in futures[:4]))
+        await until(lambda: all(future._waiters == 1 for future in futures[:4]))
         for number, future in enumerate(futures):
             future.set_result(number)
         assert list(await both) == [1, 2]
@@ -663,13 +663,13 @@ async def test_shield_keeps_the_call() -> None:
     """Cancelling the outside of a shield leaves the Future pending and usable."""
     future = pending()
     outer = asyncio.shield(future)
-    await until(lambda: future.waiters == 1)
+    await until(lambda: future._waiters == 1)
     outer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await outer
     assert not future.done()
     future.set_result(None)
-    await until(lambda: future.waiters == 0)
+    await until(lambda: future._waiters == 0)
 
 
 async def test_gather_with_an_error() -> None:
@@ -687,7 +687,7 @@ async def test_cancelled_waiter_cancels_only_as_the_last_one() -> None:
     """Two tasks await: cancelling the first leaves the call alone, cancelling the second cancels it."""
     future = pending()
     tasks = [asyncio.ensure_future(future) for _ in range(2)]
-    await until(lambda: future.waiters == 2)
+    await until(lambda: future._waiters == 2)
     for task, cancelled in zip(tasks, (False, True), strict=True):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -705,7 +705,7 @@ async def test_cancelled_waiter_leaves_a_call_with_callbacks() -> None:
         future = pending()
         interest(future)
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: future.waiters == 2)  # type: ignore[misc]  # no type for a default
+        await until(lambda future=future: future._waiters == 2)  # type: ignore[misc]  # no type for a default
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -716,7 +716,7 @@ async def test_awaiter_sees_cancelled_error_only_for_its_own_task() -> None:
     """A Future cancelled by somebody else raises RpcCancelled, which does not look like a cancelled task."""
     future = pending()
     task = asyncio.ensure_future(future)
-    await until(lambda: future.waiters == 1)
+    await until(lambda: future._waiters == 1)
     future.cancel()
     with pytest.raises(RpcCancelled):
         await task
@@ -743,8 +743,8 @@ async def test_cancelling_racing_with_an_answer() -> None:
     for _ in range(50):
         future = pending()
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # no type for a default
-        settling = asyncio.ensure_future(asyncio.to_thread(future.settle, 1))
+        await until(lambda future=future: future._waiters == 1)  # type: ignore[misc]  # no type for a default
+        settling = asyncio.ensure_future(asyncio.to_thread(future._settle, 1))
         await asyncio.sleep(0)
         task.cancel()
         ended = (await asyncio.gather(task, return_exceptions=True))[0]
@@ -762,9 +762,9 @@ async def test_dropped_coroutine_is_no_waiter() -> None:
     future = pending()
     coroutine = use()
     coroutine.send(None)
-    assert future.waiters == 1
+    assert future._waiters == 1
     coroutine.close()
-    assert future.waiters == 0
+    assert future._waiters == 0
     assert future.cancelled()
 
 
@@ -780,7 +780,7 @@ def test_answer_for_a_loop_that_is_gone(loop_factory: LoopFactory) -> None:
     coroutine = leave()
     task = loop.create_task(coroutine)
     loop.run_forever()
-    assert future.waiters == 1
+    assert future._waiters == 1
     loop.close()
     ran: list[Any] = []
     future.add_done_callback(lambda done: ran.append(done.value()))
@@ -830,7 +830,7 @@ def test_is_a_torch_future() -> None:
 def test_who_takes_a_value_joins_its_streams(take: Callable[[Future[Any]], Any]) -> None:
     """In the thread that takes it, each time; a look at whether it is there joins nothing."""
     future, joined = arriving()
-    future.settle(1)
+    future._settle(1)
     assert future.done() and not future.cancelled() and future.exception() is None
     assert joined.threads == []
     take(future)
@@ -849,8 +849,8 @@ async def test_who_awaits_a_value_joins_its_streams() -> None:
         return int(await future)
 
     tasks = [asyncio.create_task(taker()) for _ in range(2)]
-    await until(lambda: future.waiters == 2)
-    with running(future.settle, 1):
+    await until(lambda: future._waiters == 2)
+    with running(future._settle, 1):
         assert await asyncio.gather(*tasks) == [1, 1]
     assert await future == 1
     assert joined.threads == [threading.get_ident()] * 3
@@ -862,7 +862,7 @@ def test_callback_that_takes_a_value_joins_its_streams(method: str) -> None:
     future, joined = arriving()
     getattr(future, method)(lambda done: None)
     getattr(future, method)(lambda done: done.value())
-    with running(future.settle, 1):
+    with running(future._settle, 1):
         pass
     assert len(joined.threads) == 1
     assert joined.threads != [threading.get_ident()]
@@ -881,7 +881,7 @@ def test_failure_has_no_streams_to_join() -> None:
 def test_torch_s_helpers_join_streams_too(helper: str) -> None:
     """Programs written for torch need not know whose Futures they have."""
     future, joined = arriving()
-    future.settle(1)
+    future._settle(1)
     if helper == "wait_all":
         assert torch.futures.wait_all([future]) == [1]
     else:
@@ -910,7 +910,7 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
     future: Future[int] = Future()
     seen: list[BaseException | None] = []
     child = future.then(lambda done: seen.append(outcome(done)[1]))
-    assert future.settle(None, error)
+    assert future._settle(None, error)
     child.wait(LONG)
     assert seen[0] is error and outcome(future)[1] is error
     for wait in (future.wait, partial(torch._C.Future.wait, future)):
@@ -925,7 +925,7 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
 async def test_an_error_that_is_just_coming_as_its_last_waiter_goes_is_not_told_of() -> None:
     """Another thread is in the midst of settling it: that it comes too late for whoever cared is nobody's fault."""
     future: Future[int] = Future()
-    future.site = sys._getframe().f_code, 0
+    future._site = sys._getframe().f_code, 0
     task = asyncio.ensure_future(future)
     await asyncio.sleep(0)
     future._callbacks.remove(futures_module.UNCLAIMED)  # as that thread does first

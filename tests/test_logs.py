@@ -62,7 +62,7 @@ async def test_of_several_workers_the_one_that_sees_a_loss_says_so(caplog: pytes
     async with cluster(3, dynamic=True) as workers:
         for worker in workers[:2]:
             assert await worker.call("worker2", abs, -3) == 3
-        await workers[2].drop()
+        await workers[2]._drop()
         await until(lambda: sum("was lost" in each.getMessage() for each in caplog.records) >= 2)
     lines = [each.getMessage() for each in caplog.records if "was lost" in each.getMessage()]
     assert {line.partition(":")[0] for line in lines} == {"worker worker0", "worker worker1"}
@@ -122,7 +122,7 @@ async def test_a_log_handler_that_raises_does_no_harm() -> None:
         assert await workers[0].call("worker1", abs, -3) == 3
         call = workers[0].peer("worker1", timeout=LIMIT).call(asyncio.sleep, LIMIT)
         await until(lambda: workers[1].statistics().calls_running)
-        await workers[1].drop()
+        await workers[1]._drop()
         with pytest.raises(PeerLost):
             await call
         report = await workers[0].shutdown()

@@ -282,7 +282,7 @@ async def test_looking_at_a_module_records_nothing(apart: list[Worker]) -> None:
             state = module.state_dict()
             module.train().load_state_dict({name: value + 0 for name, value in state.items()})
             assert not any(value.requires_grad for value in state.values())
-            context = apart[0].node.gradients.get(context_id)
+            context = apart[0]._node.gradients.get(context_id)
             assert not context.sent and not context.received and not context.known
 
     await run(apart[0], script)

@@ -526,13 +526,13 @@ async def test_an_interrupted_answer_is_not_lost(current_pair: list[Worker], ans
     def step(at: int) -> str | None:
         """The last answer comes and is interrupted at that instruction: where that is, None behind the last."""
         done = optimizer.step(ctx)
-        first, last = done.sources
-        first.settle(answers[0])
+        first, last = done._sources
+        first._settle(answers[0])
         failed = isinstance(answers[1], BaseException)
-        answer = partial(last.settle, None, copy.copy(answers[1])) if failed else partial(last.settle, answers[1])
+        answer = partial(last._settle, None, copy.copy(answers[1])) if failed else partial(last._settle, answers[1])
         where = interrupted(answer, at, *files)
         answer()  # if it had not begun
-        assert done.done() and done.waiters == 0, where
+        assert done.done() and done._waiters == 0, where
         error = done.exception()
         assert type(error) is (wanted or type(None)), where
         if error is not None and failed:
@@ -639,7 +639,7 @@ async def test_backward_and_step_take_one_call_for_each_owner(apart: list[Worker
     def script() -> list[int]:
         weight = aiorpc.remote("worker1", make, 0)
         optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
-        node, calls = aiorpc.current().node, []
+        node, calls = aiorpc.current()._node, []
         for at_once in (False, True):
             with autograd.context() as context_id:
                 losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))]
@@ -725,7 +725,7 @@ async def test_backward_and_step_that_is_cancelled(current_pair: list[Worker]) -
     reached, released = threading.Event(), threading.Event()
     weight = aiorpc.remote("worker1", make, 0)
     optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0)
-    owned: Tensor = current_pair[1].node.references.value(*weight._rref).wait()
+    owned: Tensor = current_pair[1]._node.references.value(*weight._rref).wait()
 
     def wait(gradient: Tensor) -> None:
         reached.set()
@@ -737,10 +737,10 @@ async def test_backward_and_step_that_is_cancelled(current_pair: list[Worker]) -
         running = optimizer.backward_and_step(ctx, [loss])
         await until(reached.is_set)
         assert running.cancel()
-        parts = current_pair[1].node.gradients.get(ctx).parts
+        parts = current_pair[1]._node.gradients.get(ctx).parts
         await until(lambda: not parts, LIMIT / 3)  # sooner than the time of the pass is up
         released.set()
-        pool = current_pair[1].node.engine.pool
+        pool = current_pair[1]._node.engine.pool
         await until(lambda: pool.threads == pool.idle)
     assert torch.equal((await weight).detach(), values(0))
 
@@ -757,11 +757,11 @@ async def test_backward_and_step_that_is_cancelled_as_it_waits_for_its_turn(curr
             await ctx.backward([loss], retain_graph=True)
             first = optimizer.step(ctx)
             await until(lambda: Held.begun == 1)
-            pool = current_pair[1].node.engine.pool
+            pool = current_pair[1]._node.engine.pool
             running = optimizer.backward_and_step(ctx, [loss])
             await until(lambda: pool.blocked == 1)
             assert running.cancel()
-            parts = current_pair[1].node.gradients.get(ctx).parts
+            parts = current_pair[1]._node.gradients.get(ctx).parts
             await until(lambda: not parts, LIMIT / 3)  # sooner than the time of the pass is up
             Held.let.set()
             await first
@@ -876,7 +876,7 @@ async def test_a_step_whose_caller_gave_up_is_not_made(apart: list[Worker]) -> N
             first.start()
             wait_until(lambda: Held.begun == 1)
             second = optimizer.remote_optimizers[0].rpc_async().step(int(context_id))
-            wait_until(lambda: apart[1].node.engine.pool.blocked == 1)
+            wait_until(lambda: apart[1]._node.engine.pool.blocked == 1)
             second.cancel()
             aiorpc.rpc_sync("worker1", len, ("",))  # the news of it has come by then
             Held.let.set()
@@ -903,10 +903,10 @@ async def test_a_step_of_this_worker_does_not_wait_for_ever(apart: list[Worker])
             first = threading.Thread(target=as_script(aiorpc.current(), optimizer.step, context_id))
             first.start()
             wait_until(lambda: Held.begun == 1)
-            aiorpc.current().node.engine.default_timeout = 0.05
+            aiorpc.current()._node.engine.default_timeout = 0.05
             with pytest.raises(RpcTimeout, match="it did not step"):
                 optimizer.step(context_id)
-            aiorpc.current().node.engine.default_timeout = LIMIT
+            aiorpc.current()._node.engine.default_timeout = LIMIT
             Held.let.set()
             first.join(LIMIT)
             assert not first.is_alive()

@@ -371,7 +371,7 @@ def test_changed_options_are_checked_again_when_used() -> None:
     """A field set to nonsense after construction is found by validate, and by copy."""
     options = RpcBackendOptions()
     options.stream_window = 0
-    for check in (options.validate, options.copy):
+    for check in (options._validate, options.copy):
         with pytest.raises(RpcUsageError, match="stream_window"):
             check()
 
@@ -427,15 +427,15 @@ def test_device_maps_are_checked_when_options_are_made() -> None:
     options = RpcBackendOptions(device_maps={"a": {0: 1}})
     options.device_maps["a"]["gpu"] = 1
     with pytest.raises(ValueError, match="'gpu' is no device"):
-        options.copy().validate()
+        options.copy()._validate()
 
 
 def test_two_sources_for_one_target_are_found_at_init_as_by_torch() -> None:
     """What `set_device_map` adds may lead to a target that is taken: the group refuses it, on all its members."""
     options = RpcBackendOptions(device_maps={"a": {0: 1}})
     options.set_device_map("a", {1: 1})
-    options.copy().validate()
-    claims = {"a": DeviceClaims(2), "b": options.device_claims(2)}
+    options.copy()._validate()
+    claims = {"a": DeviceClaims(2), "b": options._device_claims(2)}
     with pytest.raises(ValueError, match="Node b has duplicated target devices in its device map for a"):
         check_device_maps(claims)
 
@@ -470,8 +470,8 @@ def test_a_copy_has_device_maps_of_its_own() -> None:
 def test_claims_are_those_of_the_options() -> None:
     """What was set, in torch's devices, with the number and kind of devices that there are."""
     options = RpcBackendOptions(device_maps={"a": {0: "cpu"}}, devices=[1])
-    assert options.device_claims(2) == DeviceClaims(2, (CUDA[1],), {"a": {CUDA[0]: CPU}}, "cuda")
-    assert options.device_claims(0, "xpu").kind == "xpu"
+    assert options._device_claims(2) == DeviceClaims(2, (CUDA[1],), {"a": {CUDA[0]: CPU}}, "cuda")
+    assert options._device_claims(0, "xpu").kind == "xpu"
 
 
 @pytest.mark.parametrize("value", ["cuda", "", None, 1])
@@ -512,10 +512,10 @@ def test_files_of_tls_are_paths(name: str, value: Any) -> None:
 def test_tls_of_the_environment() -> None:
     """All three files or none; a name check that is turned off is 0."""
     every = {"AIORPC_TLS_CERT": "c", "AIORPC_TLS_KEY": "k", "AIORPC_TLS_CA": "a"}
-    assert Tls.from_environment({}) is None
-    assert Tls.from_environment(every) == Tls("c", "k", "a")
-    assert Tls.from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "0"}) == Tls("c", "k", "a", verify_names=False)
+    assert Tls._from_environment({}) is None
+    assert Tls._from_environment(every) == Tls("c", "k", "a")
+    assert Tls._from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "0"}) == Tls("c", "k", "a", verify_names=False)
     with pytest.raises(RpcUsageError, match="TLS needs AIORPC_TLS_KEY, AIORPC_TLS_CA too"):
-        Tls.from_environment({"AIORPC_TLS_CERT": "c", "AIORPC_TLS_CA": ""})
+        Tls._from_environment({"AIORPC_TLS_CERT": "c", "AIORPC_TLS_CA": ""})
     with pytest.raises(RpcUsageError, match="AIORPC_TLS_VERIFY_NAMES must be 0 or 1"):
-        Tls.from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "no"})
+        Tls._from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "no"})

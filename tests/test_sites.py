@@ -24,7 +24,7 @@ from tests.settling import (
 def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
     """A failed call that nobody looked at is logged when it is dropped: what, where made, which error."""
     future = made_here()
-    future.settle(None, ValueError("lost in space"))
+    future._settle(None, ValueError("lost in space"))
     with caplog.at_level(logging.ERROR, "aiorpc"):
         del future
         gc.collect()
@@ -92,9 +92,9 @@ def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCap
                 seen.append(self.exception())
 
     future = Watched()
-    future.site = (Watched.__setattr__.__code__, 0)
+    future._site = (Watched.__setattr__.__code__, 0)
     error = ValueError("seen")
-    future.settle(None, error)
+    future._settle(None, error)
     assert seen == [error]
     del future
     gc.collect()
@@ -106,7 +106,7 @@ def test_what_a_callback_of_then_raises_is_logged_if_nobody_looks(caplog: pytest
     future = made_here()
     child = future.then(lambda done: done.value())
     with caplog.at_level(logging.ERROR, "aiorpc"):
-        future.settle(None, ValueError("lost in space"))
+        future._settle(None, ValueError("lost in space"))
         del future, child
         gc.collect()
     (record,) = caplog.records
@@ -135,7 +135,7 @@ def test_observed_failure_is_not_logged(
 ) -> None:
     """Whoever looked at the error, in whatever way, has dealt with it."""
     future = made_here()
-    future.settle(None, ValueError("seen"))
+    future._settle(None, ValueError("seen"))
     look(future)
     del future
     gc.collect()
@@ -155,8 +155,8 @@ def test_cancelled_and_answered_calls_are_not_logged(caplog: pytest.LogCaptureFi
 def test_an_unobserved_error_without_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The line that nobody looked says what it can."""
     future: Future[int] = Future()
-    future.site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
-    future.settle(None, hostile.make("__str__", SystemExit))
+    future._site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
+    future._settle(None, hostile.make("__str__", SystemExit))
     del future
     gc.collect()
     assert "nobody looked: Hostile_str_SystemExit: <its text cannot be made: SystemExit>" in caplog.text

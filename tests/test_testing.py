@@ -18,7 +18,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 def where() -> str:
-    return aiorpc.current().node.engine.record.incarnation
+    return aiorpc.current()._node.engine.record.incarnation
 
 
 async def nap(seconds: float) -> float:
@@ -50,10 +50,10 @@ async def test_one_worker_is_a_cluster_too() -> None:
 async def test_options_for_all_or_for_each() -> None:
     """One set of options is used by all workers, a sequence gives each its own."""
     async with cluster(2, options=RpcBackendOptions(rpc_timeout=7.0)) as workers:
-        assert [worker.node.engine.default_timeout for worker in workers] == [7.0, 7.0]
+        assert [worker._node.engine.default_timeout for worker in workers] == [7.0, 7.0]
     each = [RpcBackendOptions(rpc_timeout=5.0), RpcBackendOptions(rpc_timeout=6.0)]
     async with cluster(2, options=each) as workers:
-        assert [worker.node.engine.default_timeout for worker in workers] == [5.0, 6.0]
+        assert [worker._node.engine.default_timeout for worker in workers] == [5.0, 6.0]
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5])
@@ -67,7 +67,7 @@ async def test_an_impossible_size_is_refused(size: int) -> None:
 async def test_roles_are_one_for_each() -> None:
     """They stand in the records; another number of them is refused, and a lone text."""
     async with cluster(2, roles=["learner", "actor"]) as workers:
-        assert [worker.node.engine.record.role for worker in workers] == ["learner", "actor"]
+        assert [worker._node.engine.record.role for worker in workers] == ["learner", "actor"]
     for roles in (["learner"], "ab"):
         with pytest.raises(aiorpc.RpcUsageError, match="roles must be"):
             async with cluster(2, roles=roles):
@@ -161,6 +161,6 @@ async def test_clusters_one_after_the_other_and_side_by_side() -> None:
     """Clusters do not see each other: handlers run on the worker of the caller's own cluster."""
     async with cluster(2) as first, cluster(2) as second:
         for workers in (first, second):
-            assert await workers[0].call("worker1", where) == workers[1].node.engine.record.incarnation
+            assert await workers[0].call("worker1", where) == workers[1]._node.engine.record.incarnation
     async with cluster(2) as third:
-        assert await third[1].call("worker0", where) == third[0].node.engine.record.incarnation
+        assert await third[1].call("worker0", where) == third[0]._node.engine.record.incarnation

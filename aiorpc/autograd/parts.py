@@ -194,14 +194,14 @@ class Part:
     def question(self, worker_id: int) -> Future[Wire]:
         """That worker runs the pass and asks: see the module. RpcError if it is another one that does."""
         asked: Future[Wire] = Future()
-        asked.loop, asked.executor = self._node.engine.loop, self._node.engine.pool
+        asked._loop, asked._executor = self._node.engine.loop, self._node.engine.pool
         with self._lock:
             if self._root not in (-1, worker_id):
                 raise RpcError(f"worker {worker_id} does not run this backward pass of context {self._context.id}")
             self._root = worker_id
             before, self._question = self._question, asked
         if before is not None:
-            before.settle(to_wire({}, MORE))
+            before._settle(to_wire({}, MORE))
         if self.over:
             self._refuse()
         return asked
@@ -211,7 +211,7 @@ class Part:
         with self._lock:
             asked, self._question = self._question, None
         if asked is not None:
-            asked.settle(to_wire({}, MORE), self.error)
+            asked._settle(to_wire({}, MORE), self.error)
 
     def fail(self, error: BaseException) -> None:
         """It cannot be done; the first reason counts."""
@@ -419,7 +419,7 @@ class Part:
         except BaseException as error:
             self.fail(error)
             return
-        call.when_settled(Again(self._delivered, number))
+        call._when_settled(Again(self._delivered, number))
 
     def _delivered(self, number: int, call: Future[Any]) -> None:
         """That call has its answer. It may run twice: whoever has read the answer may be interrupted."""
@@ -484,10 +484,10 @@ class Part:
             self._question = None
             home, self._home = self._home, {}
         if last and not self._end(None) and asked is not None:
-            asked.settle(None, self.error)
+            asked._settle(None, self.error)
         elif asked is not None:
             nothing_done = self._closing is not None and not self.closed
-            asked.settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else LAST))
+            asked._settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else LAST))
 
 
 def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
@@ -655,7 +655,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
     part = context.parts.get(number)
     if part is None and number in context.passed:  # a later question has overtaken it, or none was open at a failure
         over: Future[Wire] = Future()
-        over.settle(to_wire({}, MORE), context.passed[number][0])
+        over._settle(to_wire({}, MORE), context.passed[number][0])
         return over
     part = part or part_of(node, context, number, maker=peer)
     asked = part.question(peer.record.id)

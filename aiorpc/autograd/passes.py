@@ -138,9 +138,9 @@ class Pass:
         """last: what is done at the end, if anything. Raises RpcUsageError for roots that cannot be."""
         self.done = Done()
         self.done.of = weakref.ref(self)
-        self.done.subject = f"the backward pass of autograd context {context.id}"
+        self.done._subject = f"the backward pass of autograd context {context.id}"
         engine = node.engine
-        self.done.loop, self.done.home_thread, self.done.executor = engine.loop, engine.thread, engine.pool
+        self.done._loop, self.done._home_thread, self.done._executor = engine.loop, engine.thread, engine.pool
         self._node = node
         self._context = context
         self._until = until
@@ -202,7 +202,7 @@ class Pass:
         said = (self._context.id, self._number, *said)
         call = ask(self._node, worker_id, function, *said, until=self._until)
         self._calls.add(call)
-        call.when_settled(Again(self._answered, worker_id))
+        call._when_settled(Again(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -259,7 +259,7 @@ class Pass:
             return error
         name = self._node.peers.by_id(worker_id).name
         text = (
-            f"{self.done.subject} was not done after {self._seconds:g} s (rpc_timeout, or what a handler had left): "
+            f"{self.done._subject} was not done after {self._seconds:g} s (rpc_timeout, or what a handler had left): "
             f"worker {name!r} was asked for its part, and has not answered"
         )
         late = RpcTimeout(text, worker=name, function="autograd.backward", seconds=self._seconds)
@@ -315,7 +315,7 @@ class Pass:
         if self._answers or not self._part.over or self._part.error is not None:
             return
         idle = self._last is not None and not (self._closed or self._part.closed)
-        if self.done.settle(None, self._last.idle() if self._last is not None and idle else None):
+        if self.done._settle(None, self._last.idle() if self._last is not None and idle else None):
             self._open_gate()
         self._part.let_go()
 
@@ -325,7 +325,7 @@ class Pass:
 
     def _end(self, error: BaseException) -> bool:
         """It has failed, and the others are told; False if it had ended before, but with this error."""
-        if not self.done.settle(None, error) and self.done._error is not error:
+        if not self.done._settle(None, error) and self.done._error is not error:
             return False
         self._open_gate()
         self._part.let_go()
@@ -350,7 +350,7 @@ class Pass:
                 call = ask(self._node, worker_id, abort, *said, until=until, system=True)
             except RpcError:  # we leave
                 continue
-            call.when_settled(lambda future: future.mark_seen())
+            call._when_settled(lambda future: future._mark_seen())
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Pass:
     def _open_gate(self) -> None:
         gate = self._gate
         if gate is not None:
-            gate.settle(None)
+            gate._settle(None)
 
     def drive(self) -> None:
         """Start it, and do in this thread what there is to do until it has ended. Raises what it ended with."""
@@ -382,8 +382,8 @@ class Pass:
                 if not self._jobs and self.done.done():
                     break
                 gate: Future[None] = Future()
-                gate.loop, gate.executor, gate.subject = self.done.loop, self.done.executor, self.done.subject
-                gate.sources = [*self._calls]
+                gate._loop, gate._executor, gate._subject = self.done._loop, self.done._executor, self.done._subject
+                gate._sources = [*self._calls]
                 self._gate = gate
                 if self._jobs:
                     self._guarded(self._jobs.popleft())

@@ -52,17 +52,17 @@ class Traffic:
     bytes_received: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
-    def count_sent(self, size: int) -> None:
+    def _count_sent(self, size: int) -> None:
         """One buffer of `size` bytes was taken on."""
         self.sent += 1
         self.bytes_sent += size
 
-    def count_received(self, size: int) -> None:
+    def _count_received(self, size: int) -> None:
         """One buffer of `size` bytes has arrived."""
         self.received += 1
         self.bytes_received += size
 
-    def add(self, other: Traffic) -> None:
+    def _add(self, other: Traffic) -> None:
         """Count what another end has moved, too."""
         self.sent += other.sent
         self.bytes_sent += other.bytes_sent

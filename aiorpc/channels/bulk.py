@@ -156,7 +156,7 @@ class Bulk:
             self._outgoing[transfer.number] = transfer
             self._turns.append(transfer)
             self.unsent += len(data)
-        self.traffic.count_sent(len(data))
+        self.traffic._count_sent(len(data))
 
     def _take_back(self, wires: Sequence[Wire]) -> None:
         """`send` was interrupted: none of these is known to anybody."""
@@ -297,7 +297,7 @@ class Bulk:
         if incoming.filled == incoming.size:
             incoming.enter(TransferEvent.LAST_CHUNK)
             if incoming.buffer is not None:
-                self.traffic.count_received(incoming.size)
+                self.traffic._count_received(incoming.size)
             self._end(number, incoming)
 
     def _given_up(self, number: int, named: bool) -> None:

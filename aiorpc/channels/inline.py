@@ -46,7 +46,7 @@ class Inline:
         if len(taken) != len(wires):
             raise ProtocolError(f"a message of {len(riders)} segments that names {wires!r:.100}")
         for buffer in taken:
-            self.traffic.count_received(len(buffer))
+            self.traffic._count_received(len(buffer))
         return list(taken)
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:

@@ -188,11 +188,11 @@ class SharedMemory:
             block, copy_out = lent
             if len(group) == 1:  # as large ones always are
                 wires[group[0]] = [*block, copy_out]  # a Lent
-                self.traffic.count_sent(len(members[0]))
+                self.traffic._count_sent(len(members[0]))
                 return
             for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
                 wires[index] = [*LentPart(*block, copy_out, *span)]
-                self.traffic.count_sent(span[1])
+                self.traffic._count_sent(span[1])
         except BaseException:
             if lent is not None and wires[group[0]] is None:  # else it is known, and withdrawn with the others
                 self.lender.taken_back(lent[0])
@@ -342,7 +342,7 @@ class SharedMemory:
             if several and len(numbers) == len(Block._fields):
                 left = _without(left, numbers[2])
             block = self.borrower.adopt(numbers, private=copy_out == PRIVATE)
-            self.traffic.count_received(block.nbytes)
+            self.traffic._count_received(block.nbytes)
             if copy_out == COPY_OUT and block.nbytes >= COPY_SIZE:
                 buffers.append(None)
                 self._around.in_background(self._copy_out, [block], partial(arrived, index))
@@ -380,7 +380,7 @@ class SharedMemory:
             pack = packs[part.generation] = self.borrower.adopt(numbers, bool(copy_out)).data
         if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= len(pack):
             raise ProtocolError(f"a part outside of its block: {part!r:.100}")
-        self.traffic.count_received(length)
+        self.traffic._count_received(length)
         return pack[start : start + length]
 
     def _copy_out(self, block: list[Bytes], arrived: Callable[[Buffer | Exception], None]) -> None:

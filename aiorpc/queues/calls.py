@@ -158,15 +158,15 @@ class Calls:
             else:
                 self._node.engine.loop.call_soon(then, None, failure)
             return
-        future.when_settled(Again(self._ended, [then], number))
+        future._when_settled(Again(self._ended, [then], number))
 
     def _ended(self, once: list[Then], number: int, future: Future[Any]) -> None:
         """once: whom to tell, taken out on the loop. Whoever brings the answer may be interrupted in this, and does it
         again. Any thread."""
         self._under_way.pop(number, None)
-        future.mark_seen()
+        future._mark_seen()
         # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
-        value, error, arrival = future._value, self._advised(future._error), future.arrival
+        value, error, arrival = future._value, self._advised(future._error), future._arrival
         if self._node.engine.loop.is_closed():
             return
 

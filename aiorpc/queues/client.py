@@ -124,7 +124,7 @@ class Client:
     def put(self, item: Any, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put`."""
         put = PutFuture(self, self._packed(item, copy))
-        put.site = call_site(sys._getframe(2))
+        put._site = call_site(sys._getframe(2))
         put.begin_on_loop(partial(self._begin, timeout))
         return put
 
@@ -136,7 +136,7 @@ class Client:
     def put_nowait(self, item: Any, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put_nowait`. timeout: seconds for the owner, which answers at once unless it is stopped."""
         put = PutFuture(self, self._packed(item, copy))
-        put.site = call_site(sys._getframe(2))
+        put._site = call_site(sys._getframe(2))
         put.begin_on_loop(partial(self._put_now, timeout))
         return put
 
@@ -481,7 +481,7 @@ class Client:
             type(each) is tuple and not each[0] for each in fetched.values()
         ):  # not packed: there may be devices in it
             try:
-                get.arrival = self.node.accelerators.arrival(values)
+                get._arrival = self.node.accelerators.arrival(values)
             except Exception as broken:  # the device's
                 self.put_back(there)
                 text = f"items of {self.describe()} cannot be used here, and went back into it: {foreign.said(broken)}"
@@ -649,8 +649,8 @@ class Client:
         """See `engine.Waits`."""
         ended = []
         for waiting in [each for each in self.waits if not each.nested]:
-            if waiting.finish(None, why(waiting.describe())):
-                ended.append(f"{waiting.subject}, since {time.monotonic() - waiting.began:.1f} s")
+            if waiting.finish(None, why(waiting._describe())):
+                ended.append(f"{waiting._subject}, since {time.monotonic() - waiting.began:.1f} s")
                 self.given_up(waiting)
         return ended
 

@@ -167,7 +167,7 @@ class QueueHandle:
         client = self._client()
         return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
-    def bind(self) -> QueueHandle:
+    def _bind(self) -> QueueHandle:
         """Act for the current worker from now on, and not for the one at the first use. NotInitialized if none is."""
         self._client()
         return self

@@ -51,8 +51,8 @@ class WaitingFuture(Unawaited, Future[Any]):
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
         super().__init__()
         engine = client.node.engine
-        self.subject = f"{verb}() on {client.describe()}"
-        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
+        self._subject = f"{verb}() on {client.describe()}"
+        self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self.nested = is_nested(client.node)
         self._client = client
 
@@ -61,7 +61,7 @@ class WaitingFuture(Unawaited, Future[Any]):
         engine = self._client.node.engine
         engine.run_on_loop(begin, self)
         if engine.closed:  # meanwhile: the loop may have stopped, and nobody would settle it
-            self.settle(None, engine.lifetime.why_closed())
+            self._settle(None, engine.lifetime.why_closed())
 
     def stop_waiting(self) -> None:
         """Nobody waits for it any more. On the loop."""
@@ -73,12 +73,12 @@ class WaitingFuture(Unawaited, Future[Any]):
     def finish(self, value: Any, error: BaseException | None = None) -> bool:
         """Settle it, unless somebody has. On the loop."""
         self.stop_waiting()
-        return self.settle(value, error)
+        return self._settle(value, error)
 
-    def end_overdue(self, now: float) -> float:
+    def _end_overdue(self, now: float) -> float:
         """As of any Future. WorkerClosed in a forked child, where nobody settles it."""
         self._client.node.engine.lifetime.check_not_forked()
-        return super().end_overdue(now)
+        return super()._end_overdue(now)
 
     def _on_cancel(self) -> None:
         self._client.node.engine.call_on_loop(self._client.given_up, self)
@@ -132,11 +132,11 @@ class GetFuture(WaitingFuture):
             self._client.node.engine.lifetime.check_begin(begun=self.nested)
             self.begin_on_loop(begin)
 
-    def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
+    def _when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """As of any Future."""
         with self._lock:
             self._takers.add(None)
-        super().when_settled(callback)
+        super()._when_settled(callback)
         self.begin()
 
     def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
@@ -177,7 +177,7 @@ class GetFuture(WaitingFuture):
             self.items = ()  # as above
             return value
         except BaseException as error:
-            if self._waiting <= {waiter} and not self.waiters:
+            if self._waiting <= {waiter} and not self._waiters:
                 self.cancel()
             self._leave(waiter, error)
             raise
@@ -223,7 +223,7 @@ class GetFuture(WaitingFuture):
 
     def _forget(self, when: str) -> None:
         """It has not what it was given, as somebody else is to have that. when: it was cancelled."""
-        text = f"{self.describe()} was cancelled {when}"
+        text = f"{self._describe()} was cancelled {when}"
         self._error = RpcCancelled(text)
         self._value = None
         self._state = ERROR
@@ -269,7 +269,7 @@ class JoinFuture(RewordedFuture):
         """Somebody waits no longer. error: is what it hears."""
         if error is self._error:
             self._heard = True
-        elif isinstance(self._error, ItemLost) and not (self._heard or self.waiters):
+        elif isinstance(self._error, ItemLost) and not (self._heard or self._waiters):
             self._not_heard()
 
 

@@ -181,7 +181,7 @@ class Life:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
-        if plan.worker.thread is None and registry.hosted is not plan.worker:
+        if plan.worker._thread is None and registry.hosted is not plan.worker:
             self._stack.callback(_watch_loop(node).cancel)
         return node
 
@@ -196,7 +196,7 @@ class Life:
             sockets.remove_stale(directory)
         except OSError as error:
             raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
-        tls = plan.options.tls or Tls.from_environment(os.environ)
+        tls = plan.options.tls or Tls._from_environment(os.environ)
         credentials: Credentials | None = None
         unusable: RpcUsageError | None = None
         try:

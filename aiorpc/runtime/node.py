@@ -170,7 +170,7 @@ class Node:
             engine.loop,
             warn_after=options.lag_warning,
             describe=self.describe_running,
-            apart=lambda: self.worker.thread is not None,
+            apart=lambda: self.worker._thread is not None,
             name=engine.name,
             on_closed=partial(self.loop_closed, wait=False),  # a loop that others take down ends this thread, too
         )
@@ -217,7 +217,7 @@ class Node:
 
     def loop_closed(self, *, wait: bool = True) -> None:
         """The worker's loop was closed without a shutdown: take it down without the loop, see `Life.loop_closed`."""
-        self.worker.loop_closed(wait=wait)
+        self.worker._loop_closed(wait=wait)
 
     def leave_without_loop(self, error: RpcError) -> None:
         """Say goodbye where that takes no waiting, end the pending calls with that error, and close all connections."""
@@ -389,7 +389,7 @@ class Node:
     def at_end(self) -> None:
         """The interpreter is about to end although this worker has not shut down: end the thread of its loop, if it
         has one of its own, and the calls that nothing will answer. On the main thread, behind `at_exit`."""
-        thread = self.worker.thread
+        thread = self.worker._thread
         if thread is None:
             return
         thread.end_at_exit()

@@ -93,7 +93,7 @@ class Worker:
             )
         self.options = (options or RpcBackendOptions()).copy()
         self.init_method = init_method or self.options.init_method
-        self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
+        self._hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
         self._news = Events()
         self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
@@ -120,7 +120,7 @@ class Worker:
     # --- identity -----------------------------------------------------------------------------------------------------
 
     @property
-    def node(self) -> Node:
+    def _node(self) -> Node:
         """The parts of the running worker. WorkerClosed if it has not joined."""
         node = self._life.node
         if node is None:
@@ -140,12 +140,12 @@ class Worker:
     @property
     def info(self) -> WorkerInfo:
         """Name and id. WorkerClosed if it has not joined."""
-        return self.node.engine.info
+        return self._node.engine.info
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that it runs on. WorkerClosed if it has not joined."""
-        return self.node.engine.loop
+        return self._node.engine.loop
 
     @property
     def closed(self) -> bool:
@@ -160,12 +160,12 @@ class Worker:
     @property
     def dynamic(self) -> bool:
         """Whether workers join and leave the group at any time (``world_size=None``)."""
-        return self.node.rendezvous.dynamic
+        return self._node.rendezvous.dynamic
 
     @property
     def hosts_store(self) -> bool:
         """Whether this process serves the rendezvous store."""
-        return self.node.rendezvous.hosts_store
+        return self._node.rendezvous.hosts_store
 
     def __repr__(self) -> str:
         return f"<aiorpc.Worker {self.name!r} {self.state.value}>"
@@ -189,7 +189,7 @@ class Worker:
             await self._life.join()
             return self
         own = LoopThread(self.name)
-        own.on_end = self.loop_ended
+        own.on_end = self._loop_ended
         try:
             own.start()
             self._life.begin()
@@ -207,18 +207,18 @@ class Worker:
 
     def call(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on a worker; returns a Future at once. See `aiorpc.call`."""
-        node = self.node
+        node = self._node
         return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
     def remote(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
         """An RRef of the result of ``function(*args, **kwargs)``, which stays on that worker; returns at once."""
-        node = self.node
+        node = self._node
         timeout = node.engine.default_timeout
         return node.references.create(node.peers.find(to), function, args, kwargs, timeout, depth=2)
 
     def stream(self, to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:
         """The items of a generator function that runs on a worker. See `aiorpc.stream`."""
-        node = self.node
+        node = self._node
         return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
 
     def peer(
@@ -232,7 +232,7 @@ class Worker:
         idempotent: bool = False,
     ) -> PeerHandle:
         """A handle of a worker, with options for the calls made through it. See `aiorpc.peer`."""
-        node = self.node
+        node = self._node
         node.peers.find(to)
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         return make_handle(node, to, limit, wait, retries, backoff, idempotent)
@@ -250,7 +250,7 @@ class Worker:
         idempotent: bool = False,
     ) -> PeerGroup:
         """Several workers, to be called together, with options for these calls. See `aiorpc.group`."""
-        node = self.node
+        node = self._node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         retry = retry_options(wait, retries, backoff, idempotent)
         return PeerGroup(node, make_members(node, to, role), GroupOptions(limit, check_quorum(quorum), retry))
@@ -263,7 +263,7 @@ class Worker:
 
     def wait_for(self, to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
-        node = self.node
+        node = self._node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         node.engine.lifetime.check_begin()
         peers = node.peers
@@ -274,33 +274,33 @@ class Worker:
 
     def publish(self, name: str, value: Any) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
-        return self.node.publications.publish(name, value)
+        return self._node.publications.publish(name, value)
 
     def unpublish(self, name: str) -> Future[None]:
         """Publish a name no longer. See `aiorpc.unpublish`."""
-        return self.node.publications.unpublish(name)
+        return self._node.publications.unpublish(name)
 
     def subscribe(
         self, name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
     ) -> Subscription:
         """The newest versions of what is published under a name. See `aiorpc.subscribe`."""
-        return self.node.publications.subscribe(name, timeout, map_location)
+        return self._node.publications.subscribe(name, timeout, map_location)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_worker_info(self, name: str | None = None) -> WorkerInfo:
         """Name and id of this worker, or of the one of that name. See `aiorpc.get_worker_info`."""
-        self.check_open()
+        self._check_open()
         if name is None:
             return self.info
-        peers = self.node.peers
+        peers = self._node.peers
         return peers.info_of(peers.find(name))
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All members this worker knows, itself included, by id; without those that have left or were lost."""
-        return self.node.worker_infos()
+        return self._node.worker_infos()
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raise WorkerClosed if verbs cannot be used: not yet, or not any more. Any thread."""
         self._life.lifetime.check_open()
 
@@ -315,19 +315,19 @@ class Worker:
 
     def statistics(self) -> Statistics:
         """What this worker has done and is doing. Any thread."""
-        return collect(self.node)
+        return collect(self._node)
 
     def traffic(self) -> dict[str, Traffic]:
         """What went by which channel, by its name. Any thread."""
-        return self.node.links.traffic()
+        return self._node.links.traffic()
 
     def pending_calls(self) -> list[PendingCall]:
         """The calls under way at this worker, those it made and those it serves, oldest first. Any thread."""
-        return self.node.pending_calls()
+        return self._node.pending_calls()
 
     def is_idle(self) -> bool:
         """Whether no call of users is under way, in either direction. Any thread."""
-        return self.node.is_idle()
+        return self._node.is_idle()
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -361,26 +361,26 @@ class Worker:
         return await self._life.shutdown(graceful, self.options.shutdown_timeout if timeout is None else timeout)
 
     @property
-    def thread(self) -> LoopThread | None:
+    def _thread(self) -> LoopThread | None:
         """The thread that runs its loop, if that was made for it; None if it runs on a loop of the user's."""
-        return self.hosted_by or self._own_loop
+        return self._hosted_by or self._own_loop
 
-    async def drop(self) -> None:
+    async def _drop(self) -> None:
         """Let go of everything without leaving, as if the process had died: for tests. On the worker's loop."""
         await self._life.drop()
 
-    def loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
+    def _loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
         """The loop has ended although the worker is running: close the worker at once.
 
         Returns a coroutine with what is left to do, which needs one more run of the loop.
         """
         return self._life.loop_ended(cause)
 
-    def loop_closed(self, *, wait: bool = True) -> None:
+    def _loop_closed(self, *, wait: bool = True) -> None:
         """The loop was closed although the worker is running: take it down without the loop. See `Life.loop_closed`."""
         self._life.loop_closed(wait=wait)
 
-    def report(self) -> ShutdownReport | None:
+    def _report(self) -> ShutdownReport | None:
         """What `shutdown` returns where it has nothing left to do; None if it has. Any thread."""
         return self._life.report()
 
@@ -406,7 +406,7 @@ class Worker:
         here = self._own_loop is not None or self._life.loop is asyncio.get_running_loop()
         if self._token is not None or self.state is not WorkerState.RUNNING or not here:
             await self.start()
-        self._token = current_node.set(self.node)
+        self._token = current_node.set(self._node)
         return self
 
     async def __aexit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:

@@ -119,7 +119,7 @@ class Faults:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._node = worker.node
+        self._node = worker._node
         self._rules: list[Fault] = []
         self._lock = Lock()
         self._lanes = Lanes(self._node.engine)
@@ -185,7 +185,7 @@ class Faults:
     # --- in place, and not --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Faults:
-        self.worker.check_open()
+        self.worker._check_open()
         engine = self._node.engine
         if any(isinstance(observer, Faults) for observer in engine.observers):
             raise RpcUsageError(f"{self.worker!r} has faults already; add rules to those")
@@ -245,12 +245,12 @@ def _kinds(names: Sequence[str]) -> frozenset[MessageKind]:
 
 async def _end(node: Node) -> None:
     worker: Worker = node.worker
-    thread = worker.thread
+    thread = worker._thread
     if thread is not None and threading.get_ident() != node.engine.thread:
-        await thread.run_async(worker.drop())
+        await thread.run_async(worker._drop())
         thread.close()
     else:
-        await worker.drop()
+        await worker._drop()
     # Others of this process cannot see it end: they are told what a look at a process would have told them.
     record = node.engine.record
     for other in registry.nodes():

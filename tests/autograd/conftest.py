@@ -16,15 +16,15 @@ from tests.runtime.waiting import until
 async def workers() -> AsyncIterator[list[Worker]]:
     """Three workers on the test's loop."""
     async with cluster(3) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         yield workers
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))  # contexts were left
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))  # contexts were left
 
 
 @pytest.fixture
 async def four() -> AsyncIterator[list[Worker]]:
     """Four workers on the test's loop."""
     async with cluster(4) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         yield workers
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))

@@ -117,7 +117,7 @@ def context_here() -> int | None:
 
 def contexts_here() -> int:
     """How many contexts are open at this worker."""
-    return len(aiorpc.current().node.gradients)
+    return len(aiorpc.current()._node.gradients)
 
 
 def gradient_here(context_id: int, k: int) -> Tensor | None:
@@ -175,7 +175,7 @@ def check(found: Mapping[Tensor, Tensor], wanted: Iterable[tuple[Tensor, Tensor]
 
 def gradients_of(worker: Worker, context_id: int) -> dict[Tensor, Tensor]:
     """What a worker of this process has in a context."""
-    return worker.node.gradients.get(context_id).gradients()
+    return worker._node.gradients.get(context_id).gradients()
 
 
 async def outside(call: Callable[..., Any], *args: Any) -> Any:

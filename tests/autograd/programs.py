@@ -230,7 +230,7 @@ async def compare(program: Program, workers: Sequence[Worker], *, passes: int = 
         for left in reversed(range(passes)):
             await ctx.backward(losses, retain_graph=left > 0)
         for worker in workers:
-            context = worker.node.gradients.find(ctx)
+            context = worker._node.gradients.find(ctx)
             found = {} if context is None else context.gradients()
             for leaf in [*parameters[worker], *(leaves if worker is workers[0] else [])]:
                 _compare(found.pop(leaf, None), wanted[leaf], passes)

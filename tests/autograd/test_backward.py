@@ -61,7 +61,7 @@ async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:
     length, x = 4, vector()
     alone = RpcBackendOptions(shared_memory=0)  # of which links speak soon after they have met
     async with cluster(3, options=alone) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         async with autograd.context() as ctx:
             y = x
             for _ in range(length):
@@ -171,12 +171,12 @@ class Saved:
 async def test_what_a_worker_tells_of_its_graph_does_not_grow_with_the_square_of_it(workers: list[Worker]) -> None:
     """In a recurrent net whose state stays here each tensor that is sent leads to all that have come before it."""
     length, x, w = 200, vector(), weight_of(workers[1], 0)
-    workers[0].node.gradients.most_behind = -1
+    workers[0]._node.gradients.most_behind = -1
     async with autograd.context() as ctx:
         y = x
         for _ in range(length):
             y = torch.tanh(y * 0.5 + await workers[0].call("worker1", parts.layer_async, y))
-        (first, *_) = workers[0].node.gradients.get(ctx).sent
+        (first, *_) = workers[0]._node.gradients.get(ctx).sent
         told = await workers[0].call("worker0", gather, int(ctx), pack_names([first]))
         assert len(told) < 200 * length  # with a name for each of them, 800
         await ctx.backward([y.sum()])
@@ -193,10 +193,10 @@ async def test_questions_that_come_late(workers: list[Worker]) -> None:
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.layer, vector())
         await ctx.backward([y.sum()])
-        context = workers[1].node.gradients.get(ctx)
+        context = workers[1]._node.gradients.get(ctx)
         (number,) = context.passed
         assert await workers[0].call("worker1", go_on, int(ctx), number, *NOTHING) == to_wire({}, MORE)[0]
-        part_of(workers[1].node, context, number + 1).fail(ValueError("as it was"))
+        part_of(workers[1]._node, context, number + 1).fail(ValueError("as it was"))
         with pytest.raises(ValueError, match="as it was"):
             await workers[0].call("worker1", go_on, int(ctx), number + 1, *NOTHING)
 
@@ -207,7 +207,7 @@ async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worke
         await workers[0].call("worker1", parts.layer, vector())
         await workers[2].call("worker1", parts.layer, vector())
         question = workers[0].call("worker1", go_on, int(ctx), 1, *NOTHING)
-        await until(lambda: 1 in workers[1].node.gradients.get(ctx).parts)
+        await until(lambda: 1 in workers[1]._node.gradients.get(ctx).parts)
         with pytest.raises(aiorpc.RpcError, match="worker 2 does not run this backward pass"):
             await workers[2].call("worker1", go_on, int(ctx), 1, *NOTHING)
         assert not question.done()
@@ -492,7 +492,7 @@ async def test_calls_under_no_grad(workers: list[Worker]) -> None:
 async def test_calls_under_no_grad_as_in_torch(workers: list[Worker]) -> None:
     """The drop-in's way: they record nothing, neither what is sent nor what a module behind them has."""
     for worker in workers:
-        worker.node.gradients.as_torch = True
+        worker._node.gradients.as_torch = True
     x = vector()
     async with autograd.context() as ctx:
         with torch.no_grad():
@@ -501,7 +501,7 @@ async def test_calls_under_no_grad_as_in_torch(workers: list[Worker]) -> None:
         assert y.is_leaf
         await ctx.backward([(y * x).sum()])
         check(gradients_of(workers[0], ctx), [(x, y.detach()), (y, x.detach())])
-        assert workers[1].node.gradients.find(ctx) is None
+        assert workers[1]._node.gradients.find(ctx) is None
 
 
 async def test_calls_in_inference_mode(workers: list[Worker]) -> None:
@@ -1065,8 +1065,8 @@ async def test_an_interrupted_answer_is_not_lost(
 
         thread = threading.Thread(target=drive, args=(one, ended), daemon=True)
         thread.start()
-        wait_until(lambda: asked and asked[0][1].waiters)
-        answer = partial(asked[0][1].settle, None if error else to_wire({}), error)
+        wait_until(lambda: asked and asked[0][1]._waiters)
+        answer = partial(asked[0][1]._settle, None if error else to_wire({}), error)
         with contextlib.suppress(Interruption):
             meanwhile(answer, at, interrupt, *files)
         assert ended.wait(LIMIT), where
@@ -1078,7 +1078,7 @@ async def test_an_interrupted_answer_is_not_lost(
 
     files = [module.__file__ or "" for module in (passes, autograd_parts)]
     async with autograd.context() as ctx:
-        context = workers[0].node.gradients.get(ctx)
+        context = workers[0]._node.gradients.get(ctx)
         root = (await workers[0].call("worker1", parts.layer, vector().detach())).sum()
         with monkeypatch.context() as patched:
             patched.setattr(passes, "ask", ask)
@@ -1101,8 +1101,8 @@ async def test_an_interrupted_answer_to_a_gradient_that_was_handed_on_is_not_los
         return asked[-1][1]
 
     def read(at: int) -> str | None:
-        wait_until(lambda: asked and asked[0][0].done() and asked[0][1].waiters)
-        answer = partial(asked[0][1].settle, None)
+        wait_until(lambda: asked and asked[0][0].done() and asked[0][1]._waiters)
+        answer = partial(asked[0][1]._settle, None)
         return interrupted(answer, at, autograd_parts.__file__, engine.__file__)
 
     monkeypatch.setattr(autograd_parts, "ask", ask)
@@ -1470,7 +1470,7 @@ async def test_modules_as_arguments(workers: list[Worker]) -> None:
 async def test_modules_as_arguments_as_in_torch(workers: list[Worker]) -> None:
     """The drop-in's way: what arrives has parameters that are ones, and can be trained, kept and copied."""
     for worker in workers:
-        worker.node.gradients.as_torch = True
+        worker._node.gradients.as_torch = True
 
     def train(net: Any, w: Tensor, x: Tensor) -> tuple[bool, Tensor, Tensor]:
         parameters = [*net.parameters(), w]
@@ -1633,7 +1633,7 @@ async def test_leaving_the_context_while_a_pass_runs(workers: list[Worker]) -> N
 
 def at_rest(workers: list[Worker]) -> bool:
     """Whether no thread of theirs has anything to do."""
-    return all(worker.node.engine.pool.threads == worker.node.engine.pool.idle for worker in workers)
+    return all(worker._node.engine.pool.threads == worker._node.engine.pool.idle for worker in workers)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -1653,7 +1653,7 @@ async def test_a_pass_that_is_cancelled_adds_no_more_gradients(workers: list[Wor
             y = step(x, weights[0])
             for name in ("worker1", "worker2"):
                 y = await workers[0].call(name, parts.layer, y)
-            contexts = [worker.node.gradients.get(ctx) for worker in workers]
+            contexts = [worker._node.gradients.get(ctx) for worker in workers]
             running = ctx.backward([y.sum()], retain_graph=True)
             await until(reached.is_set)
             before = [context.gradients() for context in contexts]
@@ -1675,7 +1675,7 @@ async def test_a_pass_that_is_cancelled_adds_no_more_gradients(workers: list[Wor
 
 async def test_a_pass_that_is_cancelled_before_it_began(workers: list[Worker]) -> None:
     """No other worker is told to go backward; neither by a time limit that has passed."""
-    pool, jobs = workers[0].node.engine.pool, list[tuple[Any, ...]]()
+    pool, jobs = workers[0]._node.engine.pool, list[tuple[Any, ...]]()
 
     def started_late(*job: Any) -> None:
         jobs.append(job)
@@ -1727,7 +1727,7 @@ async def test_a_pass_that_is_over_leaves_nothing_to_the_garbage_collector(worke
         async with autograd.context() as ctx:
             x = vector()
             y = await workers[0].call("worker1", parts.layer, x)
-            kept += [weakref.ref(each) for each in (x, y, y.grad_fn, workers[0].node.gradients.get(ctx))]
+            kept += [weakref.ref(each) for each in (x, y, y.grad_fn, workers[0]._node.gradients.get(ctx))]
             if way == "blocking":
                 await asyncio.to_thread(autograd.backward, ctx, [y.sum()])
             else:
@@ -1755,11 +1755,11 @@ async def test_the_deadline_of_a_pass() -> None:
     released = threading.Event()
 
     async with cluster(2) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         weight_of(workers[1], 0).register_hook(lambda _: released.wait(20) and None)
         async with autograd.context() as ctx:
             y = await workers[0].call("worker1", parts.layer, vector())
-            workers[0].node.engine.default_timeout = 0.5  # not before: to join and to call may take longer
+            workers[0]._node.engine.default_timeout = 0.5  # not before: to join and to call may take longer
             async with asyncio.timeout(20):
                 with pytest.raises(RpcTimeout, match=r"the backward pass of .* not done after 0.5 s.*'worker1'"):
                     await ctx.backward([y.sum()])

@@ -44,7 +44,7 @@ async def test_ids_are_unique_across_workers(workers: list[Worker]) -> None:
     ids: list[int] = []
     for _ in range(20):
         for worker in workers:
-            current_node.set(worker.node)
+            current_node.set(worker._node)
             async with autograd.context() as first, autograd.context() as second:
                 ids += [first, second]
     assert len(set(ids)) == len(ids) == 120
@@ -162,7 +162,7 @@ async def test_each_blocking_way_of_calling_carries_it(
             check(gradients_of(workers[1], context_id), [(w, of_w)])
 
     await asyncio.to_thread(script)
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 @pytest.mark.parametrize("handler", [parts.layers, parts.layers_async])
@@ -222,7 +222,7 @@ async def test_get_gradients_in_a_handler(workers: list[Worker]) -> None:
 async def test_outside_of_a_context_gradients_do_not_travel(workers: list[Worker]) -> None:
     """A result that required gradients is a tensor like others for whoever gets it."""
     y = await workers[0].call("worker1", parts.layer, vector())
-    assert y.is_leaf and [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
+    assert y.is_leaf and [len(worker._node.gradients) for worker in workers] == [0, 0, 0]
 
 
 class _Scaled:
@@ -357,13 +357,13 @@ async def test_a_context_does_not_stay_with_the_connection_it_opened(workers: li
 
 async def _from(worker: Worker, to: str, function: Any) -> Any:
     """A call as if from elsewhere: in no context."""
-    current_node.set(worker.node)
+    current_node.set(worker._node)
     current_autograd.set(None)
     return await worker.call(to, function)
 
 
 async def _in_a_context_of(worker: Worker, to: str, function: Any) -> Any:
-    current_node.set(worker.node)
+    current_node.set(worker._node)
     async with autograd.context() as ctx:
         found = await worker.call(to, function)
         assert found == ctx
@@ -382,7 +382,7 @@ async def test_nested_contexts(workers: list[Worker]) -> None:
             of_x, of_w = expected((3 * step(x, w)).sum(), [x, w])
             check(gradients_of(workers[0], inner), [(x, of_x)])
             check(gradients_of(workers[1], inner), [(w, of_w)])
-        await until(lambda: [len(worker.node.gradients) for worker in workers] == [1, 1, 0])
+        await until(lambda: [len(worker._node.gradients) for worker in workers] == [1, 1, 0])
         assert outer.gradients() == {}
         assert await workers[0].call("worker1", parts.context_here) == outer
         await outer.backward([y.sum()])
@@ -441,9 +441,9 @@ async def test_leaving_releases_it_everywhere(workers: list[Worker]) -> None:
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.via, x, "worker2")
         await ctx.backward([y.sum()])
-        contexts = [weakref.ref(worker.node.gradients.get(ctx)) for worker in workers]
-        assert [len(worker.node.gradients) for worker in workers] == [1, 1, 1]
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        contexts = [weakref.ref(worker._node.gradients.get(ctx)) for worker in workers]
+        assert [len(worker._node.gradients) for worker in workers] == [1, 1, 1]
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
     del x, y
     # A thread that had a part in it may be on its way out still.
     await until(lambda: gc.collect() >= 0 and held() is None and not any(context() for context in contexts))
@@ -458,14 +458,14 @@ async def test_one_caller_may_bring_so_many_contexts() -> None:
     """Calls in a further one are refused, with the option as the reason, until one of them has ended."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_contexts=3), RpcBackendOptions()]
     async with cluster(3, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         async with autograd.context():
             async with autograd.context(), autograd.context():
                 for _ in range(2):
                     await workers[0].call("worker1", parts.context_here)
                 await _in_one_more(workers[0])
                 await _in_one_more(workers[0])
-            await until(lambda: not len(workers[1].node.gradients))
+            await until(lambda: not len(workers[1]._node.gradients))
             contexts = [autograd.context() for _ in range(3)]
             for each in contexts:
                 await each.__aenter__()
@@ -475,16 +475,16 @@ async def test_one_caller_may_bring_so_many_contexts() -> None:
                     with pytest.raises(aiorpc.Overloaded, match=r"3 autograd contexts.*max_contexts"):
                         await workers[0].call("worker1", function, *[vector()][: function is parts.layer])
                 assert await workers[2].call("worker1", len, "abc") == 3
-                token = current_node.set(workers[2].node)
+                token = current_node.set(workers[2]._node)
                 async with autograd.context():
                     assert await workers[2].call("worker1", parts.context_here)
                 current_node.reset(token)
                 await contexts.pop().__aexit__(None, None, None)
-                await until(lambda: len(workers[1].node.gradients) == 2)
+                await until(lambda: len(workers[1]._node.gradients) == 2)
                 assert await workers[0].call("worker1", parts.context_here) == further
             for each in contexts:
                 await each.__aexit__(None, None, None)
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def _in_one_more(worker: Worker) -> None:
@@ -495,13 +495,13 @@ async def _in_one_more(worker: Worker) -> None:
 async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> None:
     """It is queued, and comes there before what is asked later. That alone it leaves after a pause, others show."""
     first, second = workers[0], workers[1]
-    first.node.engine.bounds = Bounds(trailing_pause=60.0)
+    first._node.engine.bounds = Bounds(trailing_pause=60.0)
     for _ in range(3):
         async with autograd.context():
             await first.call("worker1", parts.layer, vector())
-        connection = first.node.peers.find("worker1").connection
+        connection = first._node.peers.find("worker1").connection
         assert connection is not None
-        assert len(second.node.gradients) == 1 == calls_unsent(connection)
+        assert len(second._node.gradients) == 1 == calls_unsent(connection)
         assert await first.call("worker1", parts.contexts_here) == 0
         assert calls_unsent(connection) == 0
 
@@ -509,14 +509,14 @@ async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> No
 async def test_a_second_farewell_takes_the_first_along(workers: list[Worker]) -> None:
     """If nothing was sent in between: it waits for an answer to that one, and not in vain."""
     first, second = workers[0], workers[1]
-    first.node.engine.bounds = Bounds(trailing_pause=60.0, leave_context=LIMIT)
+    first._node.engine.bounds = Bounds(trailing_pause=60.0, leave_context=LIMIT)
     async with asyncio.timeout(LIMIT):
         async with autograd.context():
             await first.call("worker1", parts.layer, vector())
             async with autograd.context():
                 await first.call("worker1", parts.layer, vector())
-            assert len(second.node.gradients) == 2
-    await until(lambda: not len(second.node.gradients))
+            assert len(second._node.gradients) == 2
+    await until(lambda: not len(second._node.gradients))
 
 
 @pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_queued_bytes", "max_call_rate"])
@@ -531,7 +531,7 @@ async def test_the_end_is_told_whatever_else_there_is(limit: str) -> None:
     at_opener = limit == "max_pending_calls"
     options = [limits[limit] if at_opener else RpcBackendOptions(), RpcBackendOptions() if at_opener else limits[limit]]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         async with asyncio.timeout(LIMIT), autograd.context() as ctx:
             y = await workers[0].call("worker1", parts.layer, vector())
             busy = workers[0].call("worker1", _never, torch.zeros(1 << 20))
@@ -542,8 +542,8 @@ async def test_the_end_is_told_whatever_else_there_is(limit: str) -> None:
             y.register_hook(_fail)
             with pytest.raises(ArithmeticError, match="in a hook"):
                 await ctx.backward([y.sum()])
-            await until(lambda: workers[1].node.gradients.get(ctx).passed)
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+            await until(lambda: workers[1]._node.gradients.get(ctx).passed)
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
         busy.cancel()
 
 
@@ -560,7 +560,7 @@ async def test_the_end_is_told_by_a_handler_whose_time_is_up(workers: list[Worke
     """A context that it leaves then ends on the other workers, too."""
     with pytest.raises(aiorpc.RpcTimeout):
         await workers[0].peer("worker1", timeout=0.3).call(_leave_late if blocking else _leave_late_on_loop)
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def _leave_late_on_loop() -> None:
@@ -585,19 +585,19 @@ async def test_a_worker_that_comes_after_the_end(through: str) -> None:
     """A call that waits for it belongs to the context: whoever has made it tells of the end, too."""
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         async with autograd.context():
             if through:
                 await workers[0].call(through, _call_and_go_on, "late")
             else:
                 call = workers[0].call("late", parts.layer, vector())
-        assert not len(workers[0].node.gradients)
-        await until(lambda: not len(workers[1].node.gradients))
+        assert not len(workers[0]._node.gradients)
+        await until(lambda: not len(workers[1]._node.gradients))
         late = await Worker("late", world_size=None, store=store)
         await until(lambda: late.statistics().calls_served >= 1)
         if not through:
             assert (await call).shape == vector().shape
-        await until(lambda: not len(late.node.gradients))
+        await until(lambda: not len(late._node.gradients))
         await late.shutdown(graceful=False)
 
 
@@ -611,7 +611,7 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
         async with autograd.context():
             await workers[0].call("worker1", parts.via, vector(), "worker2")
             raise ZeroDivisionError
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
     def script() -> None:
         with autograd.context():
@@ -620,7 +620,7 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
 
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def test_an_interrupted_end_releases_it_too(workers: list[Worker]) -> None:
@@ -637,7 +637,7 @@ async def test_an_interrupted_end_releases_it_too(workers: list[Worker]) -> None
 
     at = 0
     while await asyncio.to_thread(script, at) is not None:
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
         at += 1
     assert at > 10, "it was not interrupted"
 
@@ -657,7 +657,7 @@ async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> Non
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def test_a_context_in_an_async_generator_whose_consumer_stops(workers: list[Worker]) -> None:
@@ -676,7 +676,7 @@ async def test_a_context_in_an_async_generator_whose_consumer_stops(workers: lis
     for _ in range(3):
         async for _ in losses():
             break
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
         async with autograd.context() as ctx:
             await ctx.backward([(await workers[0].call("worker1", parts.layer, vector())).sum()])
             assert len(ctx.gradients()) == 1
@@ -704,10 +704,10 @@ async def test_what_makes_contexts_one_at_a_time_has_no_second_one(workers: list
         with pytest.raises(RpcUsageError, match=f"autograd context {int(first)} .* is still open"):
             await maker.__aenter__()
         assert current_autograd.get() == first and first.gradients() == {}
-        assert len(workers[0].node.gradients) == 1
+        assert len(workers[0]._node.gradients) == 1
     async with maker as second:
         assert second != first
-    assert not len(workers[0].node.gradients)
+    assert not len(workers[0]._node.gradients)
 
 
 async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> None:
@@ -720,14 +720,14 @@ async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> No
 
     entered = enter()
     await asyncio.to_thread(next, entered)
-    assert len(workers[1].node.gradients) == 1
+    assert len(workers[1]._node.gradients) == 1
 
     def leave() -> int | None:
         entered.close()
         return current_autograd.get()
 
     assert await asyncio.to_thread(leave) is None
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def test_use_after_it_was_left_raises(workers: list[Worker]) -> None:
@@ -761,7 +761,7 @@ async def test_plain_with_on_the_loop_is_refused(workers: list[Worker]) -> None:
     """So is `backward`; the errors say what to write instead, and nothing was opened."""
     with pytest.raises(WouldBlockLoop, match=r"async with autograd\.context\(\) as ctx"), autograd.context():
         pass
-    assert len(workers[0].node.gradients) == 0 and current_autograd.get() is None
+    assert len(workers[0]._node.gradients) == 0 and current_autograd.get() is None
     async with autograd.context() as ctx:
         with pytest.raises(WouldBlockLoop, match=r"await ctx\.backward\(roots\)"):
             autograd.backward(ctx, [vector().sum()])
@@ -796,10 +796,10 @@ async def test_what_could_not_be_sent_is_not_remembered(workers: list[Worker]) -
     async with autograd.context() as ctx:
         with pytest.raises(SerializationError):
             await workers[0].call("worker1", parts.echo, [x, threading.Lock()])
-        assert not workers[0].node.gradients.get(ctx).sent
+        assert not workers[0]._node.gradients.get(ctx).sent
         with pytest.raises(SerializationError):
             await workers[0].call("worker1", lambda x: [x, threading.Lock()], x)
-        assert len(workers[0].node.gradients.get(ctx).sent) == 1 and not workers[1].node.gradients.get(ctx).sent
+        assert len(workers[0]._node.gradients.get(ctx).sent) == 1 and not workers[1]._node.gradients.get(ctx).sent
 
 
 async def test_a_call_that_is_cancelled_takes_no_part(workers: list[Worker]) -> None:
@@ -808,7 +808,7 @@ async def test_a_call_that_is_cancelled_takes_no_part(workers: list[Worker]) -> 
     gate = workers[0].remote("worker2", _Gate)
     async with autograd.context() as ctx:
         call = gate.rpc_async().layer(x)
-        await until(lambda: len(workers[2].node.gradients) == 1)
+        await until(lambda: len(workers[2]._node.gradients) == 1)
         call.cancel()
         y = await workers[0].call("worker1", parts.layer, x)
         await ctx.backward([y.sum()])
@@ -821,26 +821,26 @@ async def test_a_call_that_comes_late_does_not_open_it_again(workers: list[Worke
     gate = workers[0].remote("worker1", _Gate)
     async with autograd.context():
         call = gate.rpc_async().context_of("worker2")
-        await until(lambda: len(workers[1].node.gradients) == 1)
+        await until(lambda: len(workers[1]._node.gradients) == 1)
     await gate.rpc_async().open()
     assert await asyncio.wait_for(call, 10) == (None, False)
-    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def test_leaving_while_the_first_call_is_under_way() -> None:
     """A call that was not awaited, to a worker that was never called before, leaves no context there."""
     async with cluster(3) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         for name in ("worker1", "worker2"):
             async with autograd.context():
                 call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
             await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=30)
-            await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+            await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def test_leaving_while_another_thread_is_about_to_call(workers: list[Worker]) -> None:
     """Its call belongs to the context only if the worker that it goes to is told that this has ended."""
-    gradients, peer = workers[0].node.gradients, workers[0].node.peers.find("worker1")
+    gradients, peer = workers[0]._node.gradients, workers[0]._node.peers.find("worker1")
 
     def happened(at: int) -> bool:
         context = gradients.open()
@@ -864,7 +864,7 @@ async def test_leaving_while_another_thread_is_about_to_call(workers: list[Worke
 
 async def test_a_worker_that_comes_as_the_others_are_told(workers: list[Worker]) -> None:
     """Who leaves a context looks through its workers, and a thread that has found the context adds one to them."""
-    gradients, peers = workers[0].node.gradients, workers[0].node.peers
+    gradients, peers = workers[0]._node.gradients, workers[0]._node.peers
     context = gradients.open()
     context.known.add(peers.find("worker1"))
     told: list[Any] = []
@@ -882,13 +882,13 @@ async def test_a_worker_that_leaves_takes_part_no_more() -> None:
     """One that took part has left before the end of the context: leaving it neither fails nor waits."""
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         third = await Worker("worker2", world_size=None, store=store)
         async with asyncio.timeout(20):
             async with autograd.context():
                 await workers[0].call("worker2", parts.via, vector(), "worker1")
                 await third.shutdown(graceful=False)
-            await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+            await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
 async def test_when_its_opener_leaves_the_others_release_it() -> None:
@@ -896,13 +896,13 @@ async def test_when_its_opener_leaves_the_others_release_it() -> None:
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
         third = await Worker("worker2", world_size=None, store=store)
-        current_node.set(third.node)
+        current_node.set(third._node)
         context = autograd.context()
         await context.__aenter__()
         await third.call("worker0", parts.via, vector(), "worker1")
-        assert [len(worker.node.gradients) for worker in workers] == [1, 1]
+        assert [len(worker._node.gradients) for worker in workers] == [1, 1]
         await third.shutdown(graceful=False)
-        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
 
@@ -914,7 +914,7 @@ async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(takes_pa
     apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
     async with cluster(2, dynamic=True, store=store, options=[RpcBackendOptions(), apart]) as workers:
         third = await Worker("worker2", world_size=None, store=store)
-        current_node.set(third.node)
+        current_node.set(third._node)
         context = autograd.context()
         context_id = await context.__aenter__()
         await third.call("worker1", parts.layer, vector())
@@ -922,24 +922,24 @@ async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(takes_pa
             await third.call("worker0", parts.echo, None)
         current_autograd.set(None)
         await workers[1].call("worker0", parts.echo, None)
-        assert [len(worker.node.gradients) for worker in workers] == [takes_part, True]
+        assert [len(worker._node.gradients) for worker in workers] == [takes_part, True]
         with standing_still(workers[1]):  # it does not learn of it
             await third.shutdown(graceful=False)
-            await until(lambda: workers[0].node.peers.by_id(third.id).gone)
+            await until(lambda: workers[0]._node.peers.by_id(third.id).gone)
             current_autograd.set(int(context_id))
             served = workers[0].statistics().calls_served
             call = workers[1].call("worker0", parts.layer, vector())
             await until(lambda: workers[0].statistics().calls_served > served)
-            assert [len(worker.node.gradients) for worker in workers] == [0, 1]
+            assert [len(worker._node.gradients) for worker in workers] == [0, 1]
         await call
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
-        assert len(workers[0].node.gradients) == 0
+        assert len(workers[0]._node.gradients) == 0
 
 
 async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:
     """A peer that says it is at fault, and nothing else breaks of it."""
-    peer = workers[0].node.peers.find("worker1")
+    peer = workers[0]._node.peers.find("worker1")
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.weight, 0)
         for said in (
@@ -951,8 +951,8 @@ async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> 
             [ctx, 1, ["0"], [[]]],
         ):
             with pytest.raises(ProtocolError, match="gradients"):
-                workers[0].node.gradients.receive(peer, said, [vector().detach()])
-        tensors, past = workers[0].node.gradients.receive(peer, [ctx, 1, [1, 2], [[], ["x"]]], [vector().detach()])
+                workers[0]._node.gradients.receive(peer, said, [vector().detach()])
+        tensors, past = workers[0]._node.gradients.receive(peer, [ctx, 1, [1, 2], [[], ["x"]]], [vector().detach()])
         assert not tensors[0].requires_grad and past is not None
         assert past(0, vector().detach()).grad_fn is not None
         for number in (1, 2):
@@ -967,19 +967,19 @@ async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None
         y = await workers[0].call("worker1", parts.layer, x)
         for name in ("worker0", "worker1"):
             assert unpack_ids(await outside(workers[2].call, name, forget, int(ctx))) == []
-        assert not workers[1].node.gradients.doubted
+        assert not workers[1]._node.gradients.doubted
         await workers[0].call("worker2", parts.via, vector(), "worker1")  # and so it takes part
         for name in ("worker0", "worker1"):
             assert unpack_ids(await outside(workers[2].call, name, forget, int(ctx))) == []
-        await until(lambda: not workers[1].node.gradients.doubted)
-        assert len(workers[0].node.gradients) == 1 and workers[1].node.gradients.find(ctx) is not None
+        await until(lambda: not workers[1]._node.gradients.doubted)
+        assert len(workers[0]._node.gradients) == 1 and workers[1]._node.gradients.find(ctx) is not None
         await ctx.backward([y.sum()])
         assert x in ctx.gradients()
 
 
 async def test_ids_of_contexts_and_passes_cannot_be_guessed(workers: list[Worker]) -> None:
     """Two of one worker have the worker's own bits in common, and no more than random ones have besides."""
-    ids = [workers[1].node.gradients.new_id() for _ in range(200)]
+    ids = [workers[1]._node.gradients.new_id() for _ in range(200)]
     assert all(opener_of(id) == workers[1].id and 0 < id < 1 << 63 for id in ids)
     lowest, highest = id_range(workers[1].id)
     ones = [sum(id >> bit & 1 for id in ids) for bit in range((highest - lowest).bit_length())]
@@ -1004,10 +1004,10 @@ async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
         Worker("worker0", world_size=None, store=store, options=nothing) as learner,
         Worker("worker1", world_size=None, store=store, role="actor") as actor,
     ):
-        current_node.set(learner.node)
-        ours = learner.node.gradients.open()
-        for context_id in (ours.id, actor.node.gradients.open().id, actor.node.gradients.new_id()):
-            actor.node.gradients._enter(context_id)
+        current_node.set(learner._node)
+        ours = learner._node.gradients.open()
+        for context_id in (ours.id, actor._node.gradients.open().id, actor._node.gradients.new_id()):
+            actor._node.gradients._enter(context_id)
             token = current_autograd.set(context_id)
             try:
                 with pytest.raises(NotAllowed):
@@ -1015,18 +1015,18 @@ async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
                 assert (await actor.call("worker0", has_ended, ours.id)) is False
             finally:
                 current_autograd.reset(token)
-                actor.node.gradients.leave(context_id)
-        assert not ours.known and len(learner.node.gradients) == 1
-        learner.node.gradients.leave(ours.id)
+                actor._node.gradients.leave(context_id)
+        assert not ours.known and len(learner._node.gradients) == 1
+        learner._node.gradients.leave(ours.id)
 
 
 async def test_what_a_message_says_of_a_context_in_which_its_sender_takes_no_part(workers: list[Worker]) -> None:
     """Its tensors are like others, and it takes no part because of that."""
-    peer = workers[0].node.peers.find("worker1")
+    peer = workers[0]._node.peers.find("worker1")
     await workers[0].call("worker1", parts.echo, None)
     async with autograd.context() as ctx:
-        context = workers[0].node.gradients.get(ctx)
-        tensors, past = workers[0].node.gradients.receive(peer, [ctx, 1, [0], [[]]], [vector().detach()])
+        context = workers[0]._node.gradients.get(ctx)
+        tensors, past = workers[0]._node.gradients.receive(peer, [ctx, 1, [0], [[]]], [vector().detach()])
         assert not tensors[0].requires_grad and past is None
         assert not context.known and not context.received
 
@@ -1037,25 +1037,25 @@ async def test_the_contexts_that_one_worker_leaves_are_no_reason_to_forget_those
     """A late call opens none again, however many another worker says that it has left."""
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.echo, None)
-    gradients = workers[1].node.gradients
+    gradients = workers[1]._node.gradients
     await until(lambda: gradients.find(ctx) is None)
     for _ in range(5000):
-        gradients.leave(workers[2].node.gradients.new_id())
-    assert gradients.called(ctx, workers[1].node.peers.find("worker0")) is None
+        gradients.leave(workers[2]._node.gradients.new_id())
+    assert gradients.called(ctx, workers[1]._node.peers.find("worker0")) is None
 
 
 async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:
     """As where a worker was called in it before its opener knew of that worker."""
-    first = workers[0].node.gradients.new_id()
-    workers[1].node.gradients.called(first, workers[1].node.peers.find("worker2"))
-    assert len(workers[1].node.gradients) == 1
+    first = workers[0]._node.gradients.new_id()
+    workers[1]._node.gradients.called(first, workers[1]._node.peers.find("worker2"))
+    assert len(workers[1]._node.gradients) == 1
     assert unpack_ids(await workers[2].call("worker1", forget, first)) == []
-    await until(lambda: len(workers[1].node.gradients) == 0)
+    await until(lambda: len(workers[1]._node.gradients) == 0)
 
 
 async def test_what_others_say_of_who_knows_a_context(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Members that a worker names are told of its end, too, and nobody whom it has invented."""
-    peers, gradients = workers[0].node.peers, workers[1].node.gradients
+    peers, gradients = workers[0]._node.peers, workers[1]._node.gradients
     by_id, leave, called = peers.by_id, gradients.leave, list[int]()
     invented = [SimpleNamespace(record=SimpleNamespace(id=number)) for number in (-5, 2, 77, 1 << 40)]
 

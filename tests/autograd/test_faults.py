@@ -58,12 +58,12 @@ def is_stuck() -> bool:
 
 def open_contexts() -> int:
     """How many there are at this worker."""
-    return len(rpc.current().node.gradients)
+    return len(rpc.current()._node.gradients)
 
 
 def parts_under_way(context_id: int) -> int:
     """How many passes of a context this worker takes part in right now."""
-    return len(rpc.current().node.gradients.get(context_id).parts)
+    return len(rpc.current()._node.gradients.get(context_id).parts)
 
 
 def weight_now(k: int = 0) -> Tensor:
@@ -102,7 +102,7 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_ends_it_at_once() -> None
             await until(lambda: has(0))
             again = await rpc.call("w2", parts.layer, vector())
             await ctx.backward([again.sum()])  # the context is still good for those that live
-        assert len(worker.node.gradients) == 0 and await released("w2")
+        assert len(worker._node.gradients) == 0 and await released("w2")
         children["w2"].tell("leave")
 
 
@@ -120,7 +120,7 @@ async def test_a_worker_killed_before_the_pass_fails_it_at_once() -> None:
             w = await rpc.call("w2", weight_now)
             wanted = expected(step(x, w).sum(), [x])[0]
             torch.testing.assert_close(ctx.gradients()[x], wanted, rtol=0, atol=1e-12)
-        assert len(worker.node.gradients) == 0 and await released("w2")
+        assert len(worker._node.gradients) == 0 and await released("w2")
         children["w2"].tell("leave")
 
 
@@ -130,7 +130,7 @@ async def test_a_context_is_released_by_the_others_when_one_that_took_part_was_k
         async with autograd.context():
             await rpc.call("w1", parts.via, vector(), "w2")
             children["w1"].kill()
-        assert len(worker.node.gradients) == 0
+        assert len(worker._node.gradients) == 0
         await until(lambda: released("w2"))
         children["w2"].tell("leave")
 
@@ -150,9 +150,9 @@ async def test_a_context_is_released_when_its_opener_was_killed() -> None:
     """All workers that took part forget it, without anybody telling them."""
     async with group(3, _open_and_wait, ended=("w1",)) as (worker, children), asyncio.timeout(BOUND):
         assert await children["w1"].ahear() == "inside"
-        assert len(worker.node.gradients) == 1 == await rpc.call("w2", open_contexts)
+        assert len(worker._node.gradients) == 1 == await rpc.call("w2", open_contexts)
         children["w1"].kill()
-        await until(lambda: len(worker.node.gradients) == 0)
+        await until(lambda: len(worker._node.gradients) == 0)
         await until(lambda: released("w2"))
         children["w2"].tell("leave")
 
@@ -160,7 +160,7 @@ async def test_a_context_is_released_when_its_opener_was_killed() -> None:
 async def test_contexts_do_not_pile_up_at_a_stopped_worker() -> None:
     """Leaving one waits until those that took part have dropped the one before."""
     async with group(2) as (worker, children), asyncio.timeout(BOUND):
-        worker.node.engine.bounds = Bounds(leave_context=BOUND)
+        worker._node.engine.bounds = Bounds(leave_context=BOUND)
         under_way = []
 
         async def use() -> None:
@@ -172,7 +172,7 @@ async def test_contexts_do_not_pile_up_at_a_stopped_worker() -> None:
         try:
             await use()
             second = asyncio.create_task(use())
-            await until(lambda: len(under_way) == 2 and len(worker.node.gradients) == 0)
+            await until(lambda: len(under_way) == 2 and len(worker._node.gradients) == 0)
             done, _ = await asyncio.wait([second], timeout=0.2)
             assert not done
         finally:
@@ -180,7 +180,7 @@ async def test_contexts_do_not_pile_up_at_a_stopped_worker() -> None:
         await second
         await asyncio.gather(*map(outcome_of, under_way))
         await until(lambda: released("w1"))
-        await until(lambda: not worker.node.gradients.farewells)
+        await until(lambda: not worker._node.gradients.farewells)
 
 
 async def outcome_of(call: Any) -> Any:
@@ -191,12 +191,12 @@ async def outcome_of(call: Any) -> Any:
 async def test_leaving_does_not_wait_for_a_stopped_worker() -> None:
     """It is given up after a while, not long; the worker forgets the context when it goes on."""
     async with group(3) as (worker, children), asyncio.timeout(BOUND):
-        worker.node.engine.bounds = Bounds(leave_context=0.5)
+        worker._node.engine.bounds = Bounds(leave_context=0.5)
         async with autograd.context():
             await rpc.call("w1", parts.via, vector(), "w2")
             await children["w1"].stop()
         try:
-            assert len(worker.node.gradients) == 0
+            assert len(worker._node.gradients) == 0
         finally:
             children["w1"].kill(signal.SIGCONT)
         await until(lambda: released("w1", "w2"))
@@ -214,7 +214,7 @@ def _train(place: Place, link: Link) -> None:
             w, v = rpc.rpc_sync("w0", weight_now), rpc.rpc_sync("w2", weight_now)
             of_v = rpc.rpc_sync("w2", parts.gradient_here, args=(context_id, 0))
             link.tell((x, autograd.get_gradients(context_id)[x], w, v, of_v))
-        link.tell((rpc.rpc_sync("w2", open_contexts), len(rpc.current().node.gradients)))
+        link.tell((rpc.rpc_sync("w2", open_contexts), len(rpc.current()._node.gradients)))
     rpc.shutdown()
 
 
@@ -226,7 +226,7 @@ async def test_a_script() -> None:
         wanted = expected(step(step(x, w), v).sum(), [x, v])
         torch.testing.assert_close([of_x, of_v], wanted, rtol=0, atol=1e-12)
         assert await children["w1"].ahear() == (0, 0)
-        await until(lambda: len(worker.node.gradients) == 0)  # w1 has nothing else to tell us, and waits a little
+        await until(lambda: len(worker._node.gradients) == 0)  # w1 has nothing else to tell us, and waits a little
 
 
 def _leave_suddenly(place: Place, link: Link) -> None:
@@ -249,7 +249,7 @@ async def test_a_worker_that_leaves_in_the_middle_of_a_pass_ends_it() -> None:
             children["w1"].tell("leave")
             with pytest.raises(rpc.RpcError):
                 await running
-        assert len(worker.node.gradients) == 0
+        assert len(worker._node.gradients) == 0
 
 
 class _Slow(torch.autograd.Function):

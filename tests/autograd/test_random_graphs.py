@@ -44,7 +44,7 @@ def running(loop_factory: LoopFactory) -> Iterator[tuple[list[Worker], Run]]:
 
         async def start() -> list[Worker]:
             workers = await stack.enter_async_context(cluster(WORKERS))
-            current_node.set(workers[0].node)
+            current_node.set(workers[0]._node)
             return workers
 
         async def bound(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -56,7 +56,7 @@ def running(loop_factory: LoopFactory) -> Iterator[tuple[list[Worker], Run]]:
             yield workers, lambda coroutine: runner.run(bound(coroutine))
 
             async def dropped() -> None:
-                await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+                await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
             runner.run(dropped())
         finally:
@@ -85,7 +85,7 @@ def most_behind(request: pytest.FixtureRequest) -> int:
 
 def say_behind(workers: list[Worker], most: int) -> None:
     for worker in workers:
-        worker.node.gradients.most_behind = most
+        worker._node.gradients.most_behind = most
 
 
 @pytest.mark.random
@@ -151,7 +151,7 @@ async def test_more_passes_than_threads(most_behind: int) -> None:
 
         async def one(number: int) -> None:
             here, there = workers[number % 2], workers[1 - number % 2]
-            current_node.set(here.node)
+            current_node.set(here._node)
             x, w = vector(number), weight_of(there, 0)
             async with autograd.context() as ctx:
                 y = x

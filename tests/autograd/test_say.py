@@ -31,12 +31,12 @@ double = torch.float64
 
 def sent_by(worker: Worker, ctx: int) -> list[SentName]:
     """What that worker has sent in a context."""
-    return list(worker.node.gradients.get(ctx).sent)
+    return list(worker._node.gradients.get(ctx).sent)
 
 
 def context_of(worker: Worker, ctx: int) -> AutogradContext:
     """A context, as that worker sees it."""
-    return worker.node.gradients.get(ctx)
+    return worker._node.gradients.get(ctx)
 
 
 # --- who has a say ----------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ async def test_who_takes_no_part_has_no_say(workers: list[Worker], handler: Any)
     x, w = vector(), weight_of(workers[1], 0)
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.layer, x)
-        for number in (workers[2].node.gradients.new_id(), workers[0].node.gradients.new_id()):
+        for number in (workers[2]._node.gradients.new_id(), workers[0]._node.gradients.new_id()):
             for to in ("worker0", "worker1"):
                 with pytest.raises(RpcError):
                     await outside(workers[2].call, to, handler, *asked(handler, int(ctx), number, [SentName(1, 0)]))
@@ -84,7 +84,7 @@ async def test_gradients_along_edges_of_others_are_refused(
         names = sent_by(workers[1], ctx)
         if takes_part:
             await workers[0].call("worker2", parts.via, vector(), "worker1")
-        number = workers[2].node.gradients.new_id()
+        number = workers[2]._node.gradients.new_id()
         with pytest.raises(NotAllowed if takes_part or handler is plan else RpcUsageError):
             await outside(workers[2].call, "worker1", handler, *asked(handler, int(ctx), number, names))
         assert not context_of(workers[1], ctx).parts
@@ -101,13 +101,13 @@ async def test_an_answer_brings_gradients_of_its_own_edges_alone(workers: list[W
         await workers[0].call("worker1", parts.layer, x)
         await workers[0].call("worker2", parts.layer, x)
         context, (first, second) = context_of(workers[0], ctx), sent_by(workers[0], ctx)
-        peer = workers[0].node.peers.find("worker2")
+        peer = workers[0]._node.peers.find("worker2")
         packed, *tensors = to_wire({second: vector().detach()})
-        assert second in brought_by(workers[0].node, context, peer, packed, tensors).gradients
+        assert second in brought_by(workers[0]._node, context, peer, packed, tensors).gradients
         for gradients in ({first: vector().detach()}, {second: vector().detach(), first: None}):
             packed, *tensors = to_wire(gradients)
             with pytest.raises(NotAllowed, match=r"'worker2' has given .* that it was not sent"):
-                brought_by(workers[0].node, context, peer, packed, tensors)
+                brought_by(workers[0]._node, context, peer, packed, tensors)
 
 
 async def test_a_gradient_has_the_shape_of_its_tensor(workers: list[Worker]) -> None:
@@ -115,11 +115,11 @@ async def test_a_gradient_has_the_shape_of_its_tensor(workers: list[Worker]) -> 
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.layer, vector())
         (name,) = sent_by(workers[0], ctx)
-        peer = workers[0].node.peers.find("worker1")
+        peer = workers[0]._node.peers.find("worker1")
         for shape in ((), (1,), (SIZE + 1,), (1000, SIZE)):
             packed, *tensors = to_wire({name: torch.ones(shape, dtype=double)})
             with pytest.raises(NotAllowed, match="of another shape"):
-                brought_by(workers[0].node, context_of(workers[0], ctx), peer, packed, tensors)
+                brought_by(workers[0]._node, context_of(workers[0], ctx), peer, packed, tensors)
 
 
 def backward_of(context_id: int, y: Tensor) -> None:
@@ -132,7 +132,7 @@ async def test_a_worker_runs_a_pass_through_one_that_it_never_met(workers: list[
     """It knows of its tensors by what came of them. The error of such a pass is heard there, too."""
     x, w = vector(), weight_of(workers[1], 0)
     for worker in workers:
-        worker.node.gradients.most_behind = most_behind
+        worker._node.gradients.most_behind = most_behind
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.layer, x)
         await workers[0].call("worker2", backward_of, int(ctx), y * 2)
@@ -153,7 +153,7 @@ async def test_a_pass_that_this_worker_runs_is_made_by_itself_alone(workers: lis
     """Who brings gradients for one that has ended, or never was, makes none."""
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.layer, vector())
-        number = workers[0].node.gradients.new_id()
+        number = workers[0]._node.gradients.new_id()
         with pytest.raises(RpcError, match="has ended"):
             await outside(workers[1].call, "worker0", take, int(ctx), number, *to_wire({}))
         assert not context_of(workers[0], ctx).parts
@@ -170,11 +170,11 @@ async def test_random_words_of_a_worker_that_takes_no_part_change_nothing(four: 
         count = 0
         while not stop:
             handler = chance.choice([plan, go_on, take, abort, gather, forget, has_ended])
-            known = [each for worker in four[:3] for each in worker.node.gradients._contexts.values()]
+            known = [each for worker in four[:3] for each in worker._node.gradients._contexts.values()]
             context = chance.choice(known) if known and chance.random() < 0.8 else None
-            id = bad.node.gradients.new_id() if context is None else context.id
+            id = bad._node.gradients.new_id() if context is None else context.id
             names = [SentName(chance.getrandbits(62), 0)]
-            numbers = [bad.node.gradients.new_id(), four[0].node.gradients.new_id(), *real]
+            numbers = [bad._node.gradients.new_id(), four[0]._node.gradients.new_id(), *real]
             if context is not None:
                 numbers += [*context.parts, *context.passed]
                 if handler in (take, go_on) and context.sent:
@@ -209,15 +209,15 @@ async def test_passes_of_one_worker_are_bounded() -> None:
     """Of passes under way, and of those that are remembered; what it has begun is gone with the context."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_references=20)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         async with autograd.context() as ctx:
             await workers[0].call("worker1", parts.layer, vector())
             with pytest.raises(Overloaded, match="max_references"):
                 for _ in range(30):
-                    number = workers[0].node.gradients.new_id()
+                    number = workers[0]._node.gradients.new_id()
                     await outside(workers[0].call, "worker1", take, int(ctx), number, *to_wire({}))
             assert len(context_of(workers[1], ctx).parts) < 20
-        await until(lambda: not len(workers[1].node.gradients))
+        await until(lambda: not len(workers[1]._node.gradients))
         for _ in range(30):  # honest ones
             async with autograd.context() as ctx:
                 y = await workers[0].call("worker1", parts.layer, vector())
@@ -240,12 +240,12 @@ async def test_tensors_that_are_recorded_for_one_worker_are_bounded() -> None:
     """In its calls, in answers to it and in items; more of them end its call, and leaving the context makes room."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_references=20)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         for verb in (_by_calls, _by_items):
             async with autograd.context():
                 with pytest.raises(Overloaded, match="max_references"):
                     await verb(workers[0])
-            await until(lambda: not len(workers[1].node.gradients))
+            await until(lambda: not len(workers[1]._node.gradients))
 
 
 async def _by_calls(worker: Worker) -> None:
@@ -268,37 +268,37 @@ async def test_gradients_that_wait_are_bounded() -> None:
     """More than max_queued_bytes of one worker end its passes; one message alone may have any length."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_queued_bytes=100_000)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         x = torch.ones(10_000, dtype=double, requires_grad=True)
-        kept = workers[1].node.gradients.kept
+        kept = workers[1]._node.gradients.kept
         async with autograd.context() as ctx:
             y = await workers[0].call("worker1", torch.mul, torch.ones(1, dtype=double, requires_grad=True), 2)
             z = await workers[0].call("worker1", torch.sum, x)
             names = sent_by(workers[1], ctx)
 
             def give(name: SentName, shape: tuple[int, ...]) -> Any:
-                number = workers[0].node.gradients.new_id()
+                number = workers[0]._node.gradients.new_id()
                 given = to_wire({name: torch.ones(shape, dtype=double)})
                 return outside(workers[0].call, "worker1", take, int(ctx), number, *given)
 
             for _ in range(10):
                 await give(names[0], (1,))
-            assert kept._waiting == {workers[1].node.peers.find("worker0"): 80}
+            assert kept._waiting == {workers[1]._node.peers.find("worker0"): 80}
             await ctx.backward([y.sum() + z])
-        await until(lambda: not len(workers[1].node.gradients))
+        await until(lambda: not len(workers[1]._node.gradients))
         assert not kept._waiting and not kept._pieces and not kept._leaf_bytes
         async with autograd.context() as ctx:
             await workers[0].call("worker1", large, x)
             (name,) = sent_by(workers[1], ctx)
             for at in range(3):
                 given = to_wire({name: torch.ones(10_000, dtype=double)})
-                call = outside(workers[0].call, "worker1", take, int(ctx), workers[0].node.gradients.new_id(), *given)
+                call = outside(workers[0].call, "worker1", take, int(ctx), workers[0]._node.gradients.new_id(), *given)
                 if at == 0:
                     await call
                 else:
                     with pytest.raises(Overloaded, match="max_queued_bytes"):
                         await call
-        await until(lambda: not len(workers[1].node.gradients))
+        await until(lambda: not len(workers[1]._node.gradients))
         assert not kept._waiting
 
 
@@ -312,7 +312,7 @@ async def test_gradients_of_leaves_in_many_contexts_of_one_worker_are_bounded() 
     size = SIZE * SIZE * 8
     options = [RpcBackendOptions(), RpcBackendOptions(max_incoming_bytes=size + size // 2)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         for k in range(2):
             async with autograd.context() as first:
                 y = await workers[0].call("worker1", parts.layer, vector(), k)
@@ -323,8 +323,8 @@ async def test_gradients_of_leaves_in_many_contexts_of_one_worker_are_bounded() 
                         await second.backward([y.sum()])
                 y = await workers[0].call("worker1", parts.layer, vector(), k)
                 await first.backward([y.sum()])  # adds to what is there
-            await until(lambda: not len(workers[1].node.gradients))
-        assert not workers[1].node.gradients.kept._leaf_bytes
+            await until(lambda: not len(workers[1]._node.gradients))
+        assert not workers[1]._node.gradients.kept._leaf_bytes
 
 
 async def test_a_pass_that_has_failed_keeps_no_gradients(workers: list[Worker]) -> None:

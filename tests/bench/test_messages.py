@@ -30,7 +30,7 @@ async def test_a_watch_names_what_leaves() -> None:
         await workers[0].call("worker1", doubled, 1)
         watches = [Watch(), Watch()]
         for worker, watch in zip(workers, watches, strict=True):
-            worker.node.engine.observers = (watch,)
+            worker._node.engine.observers = (watch,)
         before = [worker.statistics().messages_sent for worker in workers]
         for value in range(3):
             assert await workers[0].call("worker1", doubled, value) == 2 * value
@@ -44,7 +44,7 @@ async def test_a_watch_names_messages_of_counting() -> None:
     """What is said of a reference bears the word of the protocol."""
     async with aiorpc.testing.cluster(2) as workers:
         watch = Watch()
-        workers[0].node.engine.observers = (watch,)
+        workers[0]._node.engine.observers = (watch,)
         assert await workers[0].remote("worker1", doubled, 1) == 2
         await until(lambda: any(name.startswith("REFERENCE DEL") for name in watch.sent))
 

@@ -99,4 +99,4 @@ def test_adding_up_while_something_is_refused() -> None:
         start()
 
     start()
-    assert moments(partial(total.add, link), partial(count_refused, link.refused, "closed"), check) > 1
+    assert moments(partial(total._add, link), partial(count_refused, link.refused, "closed"), check) > 1

@@ -161,7 +161,7 @@ async def settle(worker: rpc.Worker) -> dict[str, object]:
         statistics = worker.statistics()
         counted = ("calls_pending", "calls_running", "shared_lent", "shared_leases", "threads_blocked", "jobs_queued")
         found: dict[str, object] = {name: getattr(statistics, name) for name in counted}
-        found |= {f"references.{name}": count for name, count in asdict(worker.node.references.counts()).items()}
+        found |= {f"references.{name}": count for name, count in asdict(worker._node.references.counts()).items()}
         calls = [f"{call.direction} {call.function} {call.worker}" for call in worker.pending_calls()]
         return {name: value for name, value in (found | {"calls": calls}).items() if value}
 

@@ -599,7 +599,7 @@ def calls_twice():
 
 
 def is_served(name):
-    node = rpc.api._get_current_rpc_agent().worker.node
+    node = rpc.api._get_current_rpc_agent().worker._node
     return any(service.record.name == name for service in node.services)
 
 

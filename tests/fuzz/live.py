@@ -99,7 +99,7 @@ class Victim:
 
     async def _shoot(self, data: bytes) -> None:
         assert self._worker is not None
-        node = self._worker.node
+        node = self._worker._node
         with socket.socket(socket.AF_UNIX) as sock:
             sock.setblocking(False)
             sock.connect(node.engine.record.unix_path)
@@ -129,7 +129,7 @@ class Victim:
     async def _prove(self, sock: socket.socket) -> None:
         """The handshake, as a member makes it that was not here before."""
         assert self._worker is not None
-        node = self._worker.node
+        node = self._worker._node
         number = 1 + self._shots
         mine = replace(
             node.engine.record, name=f"m{number}", id=number, incarnation=f"{number:032x}", unix_path="", tcp_port=0

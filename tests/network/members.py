@@ -114,7 +114,7 @@ def host_and_partners() -> tuple[str, set[str]]:
     """
     ends = [[parsed(end) for end in line.split()[1:3]] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     partners = {far[0] for near, far in ends if far[1] != 0 and PORT not in (near[1], far[1])}
-    return rpc.current().node.engine.record.host, partners
+    return rpc.current()._node.engine.record.host, partners
 
 
 def parsed(end: str) -> tuple[str, int]:

@@ -33,9 +33,9 @@ async def take_part(place: Place, link: Link) -> None:
     """Do what the test says, and tell what came of it, until it says "end"."""
     options = rpc.RpcBackendOptions(init_method=place.init_method)
     async with rpc.init(place.name, options=options) as worker:
-        engine = worker.node.engine
+        engine = worker._node.engine
         engine.bounds = replace(engine.bounds, stalled=STALLED)
-        slots, here = worker.node.memory.slots, worker.node.publications
+        slots, here = worker._node.memory.slots, worker._node.publications
         link.tell("there")
         with contextlib.ExitStack() as stack:
             while (told := await asyncio.to_thread(link.hear, 200)) != "end":

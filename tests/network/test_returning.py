@@ -32,7 +32,7 @@ async def see_a_replacement(worker: rpc.Worker, link: Link) -> tuple[int, int, l
     """Lose w2, and call it again by its name, from here and from the other host; and what was heard of it."""
     news = worker.events()
     link.tell(await rpc.call("w2", bodies.pid))
-    await until(lambda: worker.node.group.lost)
+    await until(lambda: worker._node.group.lost)
     link.tell("lost")
     pid = int(await worker.peer("w2", timeout=PATIENCE, retries=1000, backoff=(0.05, 0.2)).call(bodies.pid))
     heard: list[str] = []
@@ -93,7 +93,7 @@ async def lose(worker: rpc.Worker, link: Link, other: str) -> None:
     await rpc.wait_for(other, timeout=PATIENCE)
     await rpc.call(other, bodies.pid)
     link.tell("met")
-    await until(lambda: worker.node.group.lost)
+    await until(lambda: worker._node.group.lost)
     link.tell("lost")
     await asyncio.to_thread(link.hear)
 

@@ -302,7 +302,7 @@ def plus_later(value: torch.Tensor, n: int = 1) -> rpc.Future[torch.Tensor]:
             fake.keep(fake.carrier(value), stream)
             result = value + n
             # What Future(devices=...) does; torch's half of it takes devices only where there are some.
-            future.arrival = worker.node.accelerators.arrival()
+            future._arrival = worker._node.accelerators.arrival()
             future.set_result(result)
 
     threading.Thread(target=work, name="plus-later").start()
@@ -541,5 +541,5 @@ def stop_failing(name: str) -> None:
 def say_by_hand(to: str, channel: int, fields: list[Any]) -> None:
     """Send a message of a channel that nobody has thought out."""
     worker = rpc.current()
-    link = next(link for link in worker.node.links.all() if link.record.name == to)
-    worker.node.engine.call_on_loop(link.say, channel, fields)
+    link = next(link for link in worker._node.links.all() if link.record.name == to)
+    worker._node.engine.call_on_loop(link.say, channel, fields)

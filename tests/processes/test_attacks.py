@@ -433,7 +433,7 @@ async def relayed(seals: bool, **relaying: Any) -> AsyncIterator[tuple[list[rpc.
     options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, shutdown_timeout=0.1)
     elsewhere = replace(options, address="127.0.0.2")
     async with cluster(2, options=[options, elsewhere]) as workers:
-        port = workers[1].node.engine.record.tcp_port
+        port = workers[1]._node.engine.record.tcp_port
         relay = Relay(("127.0.0.1", port), **relaying, at=("127.0.0.2", port))
         try:
             yield workers, relay

@@ -65,10 +65,10 @@ def enter(sock: socket.socket, path: str) -> None:
 async def test_silent_strangers_leave_nothing(count: int) -> None:
     """They cost little while they are there, and nothing once they are gone, although no collector runs."""
     async with group(2) as (worker, _):
-        path = worker.node.engine.record.unix_path
+        path = worker._node.engine.record.unix_path
         await asyncio.to_thread(visit, path, 300)  # what the allocator keeps
         await rpc.call("w1", bodies.call_back, "w0", 3)
-        connections = worker.node.engine.connections
+        connections = worker._node.engine.connections
         before = len(connections)
         with no_collector():
             started = bodies.resident()
@@ -81,10 +81,10 @@ async def test_silent_strangers_leave_nothing(count: int) -> None:
 async def test_a_stranger_gets_16_kib_before_his_proof() -> None:
     """What is kept to read into, as long as nothing is proved; those who stay cost no more than that."""
     async with group(2) as (worker, _):
-        path = worker.node.engine.record.unix_path
+        path = worker._node.engine.record.unix_path
 
         def strangers() -> list[Connection]:
-            return [each for each in worker.node.engine.connections if each.decoder.max_body == handshake.MAX_BODY]
+            return [each for each in worker._node.engine.connections if each.decoder.max_body == handshake.MAX_BODY]
 
         with contextlib.ExitStack() as stack:
             for _ in range(50):
@@ -99,7 +99,7 @@ def serve_with_few_descriptors(place: Place, link: Link, spare: int) -> list[str
     place.init_rpc()
     most = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1 + spare, most + 1 + spare))
-    link.tell(rpc.current().node.engine.record.unix_path)
+    link.tell(rpc.current()._node.engine.record.unix_path)
     return [info.name for info in rpc.shutdown().lost]
 
 
@@ -254,7 +254,7 @@ async def test_a_caller_that_has_acknowledged_nothing_is_read_again() -> None:
         await child.stop()
         try:
             open_gate()
-            await until(lambda: any(each._paused for each in worker.node.engine.connections))
+            await until(lambda: any(each._paused for each in worker._node.engine.connections))
         finally:
             child.kill(signal.SIGCONT)
         child.tell("go on")
@@ -477,7 +477,7 @@ async def test_what_lies_in_shared_memory_is_not_counted_as_sent() -> None:
     """A tensor that is longer than the other end takes of one message goes there, once both share memory."""
     async with cluster(2, options=rpc.RpcBackendOptions(max_incoming_bytes=4 * MB)) as workers:
         assert await workers[0].call("worker1", count, torch.zeros(MB, dtype=torch.uint8)) == 1
-        link = workers[0].node.peers.find("worker1").link
+        link = workers[0]._node.peers.find("worker1").link
         assert link is not None
         await until(lambda: link.distribution.shared is not None)
         large = torch.ones(9 * MB, dtype=torch.uint8)

@@ -109,7 +109,7 @@ async def test_a_loss_tells_how_the_process_has_ended(exits: bool, number: int, 
             await asyncio.wait_for(call, LIMIT)
         assert re.search(rf"was lost: its process \(pid {children['w1'].pid}\) ({how}|has ended)", str(caught.value))
         assert caught.value.cause in str(caught.value)
-        await until(lambda: worker.node.peers.find("w1").gone is not None)
+        await until(lambda: worker._node.peers.find("w1").gone is not None)
         with pytest.raises(rpc.PeerLost, match="its process"):
             await rpc.call("w1", bodies.add, 1, 2)
 
@@ -189,7 +189,7 @@ async def test_members_without_a_connection_learn_of_a_death() -> None:
 
 def lost_here_soon() -> list[str]:
     """Names of the lost, once there are any."""
-    lost = rpc.current().node.group.lost
+    lost = rpc.current()._node.group.lost
     wait_for(lambda: lost, SOON * busy())
     return [info.name for info in lost.values()]
 

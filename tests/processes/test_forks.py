@@ -209,7 +209,7 @@ async def test_a_child_that_waits_for_what_is_under_way_in_its_parent_is_told(wh
         together = workers[0].group(["worker1"]).call(held)
         retried = workers[0].peer("worker1", retries=2).call(held)
         stream = workers[0].stream("worker1", endless)
-        current_node.set(workers[0].node)  # of this test's task
+        current_node.set(workers[0]._node)  # of this test's task
         queue = rpc.Queue("full", maxsize=1)
         await queue.put(0)
         put = queue.put(1)

@@ -80,7 +80,7 @@ def square(number: int) -> int:
 async def test_a_large_tensor_is_in_shared_memory_once_until_the_last_one_has_left_it() -> None:
     """Each writes to what it alone sees; a member that is killed gives back its share and no more."""
     async with group(4, ended=("w2",)) as (worker, children):
-        others, memory = worker.group("w[123]"), worker.node.memory
+        others, memory = worker.group("w[123]"), worker._node.memory
         sent = torch.ones(2 << 20, dtype=torch.int64)
         for _ in range(100):  # until the memory is there, and all have mapped it; while they connect each gets its own
             (await others.call(keep, sent)).values()
@@ -119,7 +119,7 @@ async def test_a_barrier_of_processes_ends_with_a_member() -> None:
     async with group(3, ended=("w2",)) as (worker, children):
         here = worker.group("w*").barrier()
         there = worker.call("w1", at_barrier)
-        await until(lambda: any(len(each.arrived) == 2 for each in worker.node.barriers._barriers.values()))
+        await until(lambda: any(len(each.arrived) == 2 for each in worker._node.barriers._barriers.values()))
         children["w2"].kill()
         for waiting in (here, there):
             with pytest.raises(rpc.PeerLost, match="w2"):
@@ -236,7 +236,7 @@ async def test_what_groups_do_goes_on_while_members_are_killed(seed: int) -> Non
         async with asyncio.timeout(LIMIT):
             await asyncio.gather(*tasks)
         gc.collect()
-        memory = worker.node.memory
+        memory = worker._node.memory
 
         async def all_is_back() -> bool:
             await worker.group("w[1-9]").call(collect)  # tensors of calls that were called off may be in circles there

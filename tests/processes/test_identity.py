@@ -72,7 +72,7 @@ def _frames(sock: socket.socket, source: FrameDecoder | Unsealer) -> list[Frame]
 
 def lost_here() -> list[str]:
     """Handler: whom this worker has lost, or seen leave."""
-    table = rpc.current().node.group
+    table = rpc.current()._node.group
     return [record.name for record in table.members.values() if table.is_gone(record)]
 
 
@@ -84,7 +84,7 @@ async def reach(name: str) -> int:
 
 def secret_of(worker: rpc.Worker) -> bytes:
     """What every member knows."""
-    return worker.node.acceptor.secret
+    return worker._node.acceptor.secret
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def secret_of(worker: rpc.Worker) -> bytes:
 async def test_who_hangs_up_in_the_name_of_another_does_not_expel_it(says: bytes) -> None:
     """Over TCP nothing proves a name: the worker itself is asked before it is taken for lost, or for one that left."""
     async with group(3, transports=("tcp",), rpc_timeout=20.0) as (worker, _):
-        records = {record.name: record for record in worker.node.group.members.values()}
+        records = {record.name: record for record in worker._node.group.members.values()}
         for _ in range(3):
             assert (
                 await asyncio.to_thread(pretend, records["w2"], records["w1"], secret_of(worker), "tcp", says) == ""
@@ -106,7 +106,7 @@ async def test_who_hangs_up_in_the_name_of_another_does_not_expel_it(says: bytes
 
 def lost_here_of(worker: rpc.Worker) -> list[str]:
     """The same for a worker of this process."""
-    table = worker.node.group
+    table = worker._node.group
     return [record.name for record in table.members.values() if table.is_gone(record)]
 
 
@@ -114,7 +114,7 @@ def lost_here_of(worker: rpc.Worker) -> list[str]:
 async def test_nobody_opens_the_second_connection_of_another() -> None:
     """Its proof is made of what only the two ends of the first one know; transfers go on."""
     async with group(3, transports=("tcp",), rpc_timeout=20.0) as (worker, _):
-        records = {record.name: record for record in worker.node.group.members.values()}
+        records = {record.name: record for record in worker._node.group.members.values()}
         assert await rpc.call("w2", reach, "w1") == 3
         said = [
             await asyncio.to_thread(pretend, records["w2"], records["w1"], secret_of(worker), "tcp", link=number)
@@ -135,7 +135,7 @@ async def send_much(name: str) -> int:
 async def test_nobody_speaks_for_another_process_over_a_unix_socket() -> None:
     """There the kernel says which process connects: it has to be that of the record."""
     async with group(3) as (worker, _):
-        records = {record.name: record for record in worker.node.group.members.values()}
+        records = {record.name: record for record in worker._node.group.members.values()}
         refused = await asyncio.to_thread(pretend, records["w2"], records["w1"], secret_of(worker), "unix")
         assert "is not the process" in refused and "w2" in refused
         assert await rpc.call("w1", reach, "w2") == 3
@@ -146,7 +146,7 @@ async def test_nobody_speaks_for_another_process_over_a_unix_socket() -> None:
 async def test_a_record_that_is_not_in_the_roster_is_refused(transport: str) -> None:
     """A member that says something else of itself than the store said, or an id that nobody has."""
     async with group(2, transports=(transport,)) as (worker, _):
-        records = {record.name: record for record in worker.node.group.members.values()}
+        records = {record.name: record for record in worker._node.group.members.values()}
         others = [
             replace(records["w0"], incarnation="ab" * 16),
             replace(records["w0"], name="w9"),
@@ -170,7 +170,7 @@ def system_call(name: str, *args: object) -> bytes:
 async def test_a_report_of_a_loss_is_looked_into(transport: str) -> None:
     """A member says of another that it was lost: that one says itself whether it has lost the reporter, too."""
     async with group(3, transports=(transport,), rpc_timeout=20.0) as (worker, _):
-        records = {record.name: record for record in worker.node.group.members.values()}
+        records = {record.name: record for record in worker._node.group.members.values()}
         for lie in (records["w2"], replace(records["w2"], pid=1), replace(records["w2"], host="h", tcp_port=1)):
             report = worker.peer("w1", timeout=20).call(handlers.report_lost, pack(lie.to_wire()), "so they say")
             await report

@@ -65,7 +65,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
         hits += 1
         assert rpc.rpc_sync("w1", bodies.echo, args=(hits,), timeout=20.0) == hits
     wait_until(lambda: rpc.current().statistics().calls_pending == 0)  # those that nobody waited for any more
-    wait_until(lambda: rpc.current().node.memory.arena.used == 0)
+    wait_until(lambda: rpc.current()._node.memory.arena.used == 0)
     link.tell((hits, rpc.current().statistics().calls_timed_out))
     rpc.shutdown()
 

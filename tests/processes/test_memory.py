@@ -82,14 +82,14 @@ async def test_what_a_killed_process_held_is_taken_back() -> None:
         assert worker.statistics().shared_lent == 5 * large().nbytes
         children["w1"].kill()
         await until_all_back(worker)
-        assert worker.node.memory.arena.used == 0
+        assert worker._node.memory.arena.used == 0
         assert torch.equal(await rpc.call("w2", bodies.echo, large()), large())
 
 
 def break_connections() -> None:
     """Handler: all connections of that worker end without a word, and its process lives on."""
     worker = rpc.current()
-    for connection in list(worker.node.engine.connections):
+    for connection in list(worker._node.engine.connections):
         worker.loop.call_soon_threadsafe(connection.abort)
 
 
@@ -100,7 +100,7 @@ async def test_a_connection_that_ends_before_its_process_leaves_nothing_lent() -
         await rpc.call("w1", keep, large())
         with contextlib.suppress(rpc.PeerLost):  # its answer may be too late
             await rpc.call("w1", break_connections)
-        await until(lambda: [info.name for info in worker.worker_infos()] == ["w0"] and not worker.node.links.all())
+        await until(lambda: [info.name for info in worker.worker_infos()] == ["w0"] and not worker._node.links.all())
         assert worker.statistics().shared_lent == large().nbytes
         children["w1"].kill()
         await until_all_back(worker)

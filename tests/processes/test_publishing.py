@@ -77,7 +77,7 @@ async def test_readers_share_one_copy_and_may_write_to_it() -> None:
         for number in (1, 2):
             last = await worker.publish("policy", weights(number, LARGE))
             assert (await last.delivered()).reached
-            await until(lambda: worker.node.memory.slots.used == 1)  # what was written to the one before is given back
+            await until(lambda: worker._node.memory.slots.used == 1)  # what was written to the one before is given back
             before = [await rpc.call(name, own_memory) for name in readers]
             for name in readers:
                 assert (await rpc.call(name, take)) == number
@@ -91,7 +91,7 @@ async def test_readers_share_one_copy_and_may_write_to_it() -> None:
             assert await rpc.call("w2", total) == number * LARGE
             for name in readers:
                 await rpc.call(name, let_go)
-        await until(lambda: worker.node.memory.slots.used == 1)
+        await until(lambda: worker._node.memory.slots.used == 1)
 
 
 async def test_what_a_killed_reader_held_is_used_again() -> None:
@@ -105,13 +105,13 @@ async def test_what_a_killed_reader_held_is_used_again() -> None:
             await rpc.call("w1", read)
             await rpc.call("w2", read)
             await rpc.call("w2", let_go)
-        assert worker.node.memory.slots.used == 3
+        assert worker._node.memory.slots.used == 3
         waiting = (await worker.publish("policy", weights(4))).delivered(quorum=3, timeout=20)
         children["w1"].kill()
         last = await worker.publish("policy", weights(5))
         delivery = await last.delivered()
         assert [info.name for info in delivery.has] == ["w2"]
-        await until(lambda: worker.node.memory.slots.used == 1)
+        await until(lambda: worker._node.memory.slots.used == 1)
         waiting.cancel()
 
 
@@ -129,7 +129,7 @@ async def test_a_stopped_reader_holds_up_nobody() -> None:
                 assert (await last.delivered(quorum=1)).reached
             delivery = await last.delivered(timeout=0.05)
             assert not delivery.reached and [info.name for info in delivery.missing] == ["w1"]
-            assert len(worker.node.memory.slots.numbers()) <= 10
+            assert len(worker._node.memory.slots.numbers()) <= 10
         finally:
             children["w1"].kill(signal.SIGCONT)
         assert (await last.delivered()).reached

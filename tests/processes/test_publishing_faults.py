@@ -92,7 +92,7 @@ async def test_readers_killed_at_random_leave_nothing_lent(seed: int) -> None:
             assert delivery.reached and len(delivery.has) == 3
             for child in alive:
                 child.kill()
-            await until(lambda: worker.node.memory.slots.used == 1)
+            await until(lambda: worker._node.memory.slots.used == 1)
             delivery = await last.delivered(timeout=30)
             assert delivery.reached and not delivery.has
 
@@ -178,7 +178,7 @@ async def test_publishers_killed_while_they_end_names_are_followed_by_others(see
                 assert not reading.done()
             reading.cancel()
             await asyncio.wait([reading])
-            await until(lambda: not worker.node.publications.feeds)
+            await until(lambda: not worker._node.publications.feeds)
             await until(lambda: len(worker.worker_infos()) == 1)
             published = await worker.publish("policy", weights(1))
             async with worker.subscribe("policy", timeout=20) as versions:
@@ -189,10 +189,10 @@ def read_on_host(place: Place, link: Link, host: str, stalled: float) -> None:
     """Believe to be on that host, and tell each version that comes."""
     vars(life)["host_identity"] = lambda: host
     place.init_rpc(require_secret=False, address="127.0.0.1")
-    engine = rpc.current().node.engine
+    engine = rpc.current()._node.engine
     engine.bounds = replace(engine.bounds, stalled=stalled)
     for got in rpc.subscribe("policy", timeout=60):
-        link.tell((got.version, number_of(got.value), bool(rpc.current().node.publications.relays)))
+        link.tell((got.version, number_of(got.value), bool(rpc.current()._node.publications.relays)))
 
 
 @pytest.mark.long
@@ -203,7 +203,7 @@ async def test_a_stopped_reader_that_fetches_for_its_host_is_passed_by(monkeypat
     with processes() as children, meeting_file() as init_method:
         options = rpc.RpcBackendOptions(require_secret=False, address="127.0.0.1")
         async with rpc.init("w0", init_method=init_method, options=options) as worker:
-            engine = worker.node.engine
+            engine = worker._node.engine
             engine.bounds = replace(engine.bounds, stalled=0.3)
             readers = [
                 children.start(Place(name, -1, None, init_method), read_on_host, "there", 0.3) for name in ("b1", "b2")

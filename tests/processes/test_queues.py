@@ -61,7 +61,7 @@ def nothing_left_of(worker: rpc.Worker) -> Any:
     """Asks whether that worker refers to nothing and lends nothing."""
 
     def check() -> bool:
-        return worker.node.references.counts() == NOTHING and worker.statistics().shared_lent == 0
+        return worker._node.references.counts() == NOTHING and worker.statistics().shared_lent == 0
 
     return check
 

@@ -41,7 +41,7 @@ async def group(rank: int, ended: tuple[str, ...], **options: Any) -> AsyncItera
 async def kill(worker: rpc.Worker, child: Child) -> None:
     """Kill it, and wait until that is known here."""
     child.kill()
-    await until(lambda: any(info.name == child.place.name for info in worker.node.group.lost.values()))
+    await until(lambda: any(info.name == child.place.name for info in worker._node.group.lost.values()))
 
 
 async def come_back(children: Children, *names: str, **options: Any) -> None:
@@ -147,9 +147,9 @@ async def test_the_leader_is_killed_and_started_again_with_another_one(transport
         assert await rpc.call("w0", bodies.add, 1, 2) == 3
         for name in ("w0", "w2"):
             children[name].kill()
-        await until(lambda: len(worker.node.group.lost) == 2)
+        await until(lambda: len(worker._node.group.lost) == 2)
         await come_back(children, "w0", "w2", transports=transports)
-        assert worker.node.group.leads
+        assert worker._node.group.leads
         pids = {"w0": children["w0"].pid, "w1": os.getpid(), "w2": children["w2"].pid}
         for name, other in (("w0", "w2"), ("w2", "w0"), ("w0", "w1")):
             assert await rpc.call(name, pid_of, other) == pids[other]
@@ -164,7 +164,7 @@ async def test_the_leader_is_killed_while_it_lets_a_new_one_in(
     """This process has heard of the new one, and is the next leader: the new one's `init` goes on all the same."""
     async with group(1, ("w0", "w2"), transports=transports) as (worker, children):
         await kill(worker, children["w2"])
-        newcomers = worker.node.group.newcomers
+        newcomers = worker._node.group.newcomers
         introduce = newcomers.introduce
 
         async def kill_the_leader(leader: int, newcomer: Any) -> None:
@@ -174,9 +174,11 @@ async def test_the_leader_is_killed_while_it_lets_a_new_one_in(
 
         monkeypatch.setattr(newcomers, "introduce", kill_the_leader)
         new = children.start(children["w2"].place, serve, {"transports": transports})
-        await until(lambda: worker.node.group.leads)
+        await until(lambda: worker._node.group.leads)
         monkeypatch.undo()
-        await until(lambda: [each.id for each in worker.node.group.live() if each.name == "w2"] == [SIZE + 1], PATIENCE)
+        await until(
+            lambda: [each.id for each in worker._node.group.live() if each.name == "w2"] == [SIZE + 1], PATIENCE
+        )
         await until(lambda: answers("w2", new.pid), PATIENCE)
         await come_back(children, "w0", transports=transports)
         assert await rpc.call("w0", pid_of, "w2") == new.pid

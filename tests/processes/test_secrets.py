@@ -25,7 +25,7 @@ from .workers import group, until
 async def test_a_stranger_learns_nothing_of_the_worker(transport: str) -> None:
     """Who says HELLO is answered by a number; neither that nor a refusal has a name, a host, a process or a proof."""
     async with group(1, transports=(transport,)) as (worker, _):
-        record = worker.node.engine.record
+        record = worker._node.engine.record
         target = targets(record)[transport]
         mine = WorkerRecord("stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1).to_wire()
         sealed = transport == "tcp"
@@ -40,7 +40,7 @@ async def test_a_stranger_learns_nothing_of_the_worker(transport: str) -> None:
 async def test_handshakes_that_are_given_up_are_counted() -> None:
     """Whoever collects what a worker says to strangers is seen in its statistics, and not in its log."""
     async with group(2, transports=("tcp",)) as (worker, _):
-        record = worker.node.engine.record
+        record = worker._node.engine.record
         family, address = targets(record)["tcp"]
         before = worker.statistics()
 
@@ -66,7 +66,7 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
     """What he says there is one line, short, and has nothing but letters."""
     forged = b"done\n2031-01-01 root logged in \x1b[2J" + b"x" * 12_000
     async with group(1, transports=("tcp",)) as (worker, _):
-        record = worker.node.engine.record
+        record = worker._node.engine.record
         said = [frame(Kind.REFUSED, forged), frame(Kind.CALL, forged), frame(Kind.HELLO, forged)]
         long = replace(record, host="h" * 4000, hostname=forged[:4000].decode(), pid=1, main="m" * 4000).to_wire()
         said.append(hello(record.to_wire(), True, record=long) + frame(Kind.PROOF, bytes(32)))
@@ -90,7 +90,7 @@ async def test_a_stranger_whose_words_are_nested_deeply_does_no_harm(
     """Wherever in HELLO that is: he is refused in one line, without a traceback, and the worker serves on."""
     nested = b"\x91" * DEEP + b"\x01"
     async with group(2, transports=("tcp",)) as (worker, _):
-        record = worker.node.engine.record
+        record = worker._node.engine.record
         said = handshake.read_introduction(
             handshake.read_hello(hello(record.to_wire(), True)[HEAD.size :]).introduction
         )
@@ -113,7 +113,7 @@ async def test_a_stranger_whose_words_are_nested_deeply_does_no_harm(
 async def test_a_crowd_of_strangers_does_not_fill_our_log(caplog: pytest.LogCaptureFixture) -> None:
     """The first are logged, the last of these says that there are more, and all are counted."""
     async with group(1, transports=("tcp",)) as (worker, _):
-        target = targets(worker.node.engine.record)["tcp"]
+        target = targets(worker._node.engine.record)["tcp"]
         crowd = accepting.REFUSALS_LOGGED + 20
         with warnings_of(caplog) as logged:
             refused = worker.statistics().connections_refused + crowd

@@ -567,7 +567,7 @@ def join(name, method):
     rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options)
 
 def files():
-    return sorted(os.listdir(os.path.dirname(rpc.current().node.engine.record.unix_path)))
+    return sorted(os.listdir(os.path.dirname(rpc.current()._node.engine.record.unix_path)))
 
 join("parent", sys.argv[1])
 before = files()
@@ -629,7 +629,7 @@ async def test_a_script_that_ends_with_an_error_says_which_one(prepared: Zygote,
     with prepared.run(FAILING, [method, str(go)], tmp_path) as program:
         async with rpc.init("w0", rank=0, world_size=2, init_method=method) as worker:
             call = worker.peer("w1", timeout=0).call(bodies.ablock)
-            await wait_for_async(lambda: worker.node.peers.find("w1").connection is not None)
+            await wait_for_async(lambda: worker._node.peers.find("w1").connection is not None)
             go.touch()
             with pytest.raises(rpc.PeerLeft, match=r"w1 \(rank 1, .*\) has left after an error \(KeyError\)"):
                 await call

@@ -141,15 +141,15 @@ async def test_stranger_is_closed_and_logged_once_and_the_worker_serves_on(
 ) -> None:
     """Each attack ends with a closed connection and one warning; nothing of it is run; calls go on working."""
     async with group(2, transports=(transport,)) as (worker, _):
-        target = targets(worker.node.engine.record)[transport]
-        for name, data in attacks(worker.node.engine.record, str(tmp_path / "bomb"), transport == "tcp").items():
+        target = targets(worker._node.engine.record)[transport]
+        for name, data in attacks(worker._node.engine.record, str(tmp_path / "bomb"), transport == "tcp").items():
             with warnings_of(caplog) as logged:
                 refused = worker.statistics().connections_refused + 1
                 answer = await asyncio.to_thread(talk, target, data)
                 await until(partial(has_refused, worker, refused))
             assert len(logged) == 1, (name, logged)
             assert len(logged[0]) < 500
-            assert worker.node.acceptor.secret not in answer, name
+            assert worker._node.acceptor.secret not in answer, name
             assert not (tmp_path / "bomb").exists(), name
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
@@ -158,13 +158,13 @@ async def test_half_open_connections_do_no_harm() -> None:
     """Connections that say nothing, or half of something, are let go after a while; meanwhile all is served."""
     async with group(2) as (worker, _):
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3  # a member on a busy machine is no stranger
-        worker.node.engine.bounds = Bounds(handshake=0.5)
-        target = targets(worker.node.engine.record)["unix"]
+        worker._node.engine.bounds = Bounds(handshake=0.5)
+        target = targets(worker._node.engine.record)["unix"]
         beginnings = [
             b"",
             head(Kind.HELLO, 100),
             head(Kind.HELLO, 100)[:7],
-            hello(worker.node.engine.record.to_wire(), False),
+            hello(worker._node.engine.record.to_wire(), False),
         ]
         talking = [asyncio.ensure_future(asyncio.to_thread(talk, target, data)) for data in beginnings]
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
@@ -175,13 +175,13 @@ async def test_half_open_connections_do_no_harm() -> None:
 async def test_connections_in_their_handshake_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """More than so many at once are closed at once: strangers must not use up the descriptors."""
     async with group(2, shared_memory=0) as (worker, _):  # else each end soon has a segment of the other's
-        worker.node.engine.bounds = Bounds(handshakes=8, handshake=60.0)
-        pool = worker.node.engine.pool
+        worker._node.engine.bounds = Bounds(handshakes=8, handshake=60.0)
+        pool = worker._node.engine.pool
         for _ in range(3):  # its thread stands by for the next one then, which takes descriptors once
             assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
             await until(lambda: pool.idle == pool.threads)
         before = bodies.descriptor_count()
-        family, address = targets(worker.node.engine.record)["unix"]
+        family, address = targets(worker._node.engine.record)["unix"]
         with contextlib.ExitStack() as stack:
             strangers = [stack.enter_context(socket.socket(family)) for _ in range(30)]
             for sock in strangers:
@@ -196,9 +196,9 @@ async def test_connections_in_their_handshake_are_bounded(caplog: pytest.LogCapt
 async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     """A port scan, a look at a stale socket or a worker that dies while it connects leaves no line in the log."""
     async with group(2, transports=(transport,)) as (worker, _):
-        family, address = targets(worker.node.engine.record)[transport]
+        family, address = targets(worker._node.engine.record)[transport]
         with warnings_of(caplog) as logged:
-            for beginning in (b"", hello(worker.node.engine.record.to_wire(), transport == "tcp")) * 3:
+            for beginning in (b"", hello(worker._node.engine.record.to_wire(), transport == "tcp")) * 3:
                 with socket.socket(family) as sock:
                     sock.connect(address)
                     sock.sendall(beginning)
@@ -209,9 +209,9 @@ async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: p
 async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
     """The opener checks too: a process that took over a worker's address never sees a call."""
     async with group(1) as (worker, _):
-        fake = WorkerRecord.from_wire(worker.node.engine.record.to_wire())
+        fake = WorkerRecord.from_wire(worker._node.engine.record.to_wire())
         theirs = Handshake(fake, os.urandom(32))
-        ours = Handshake(worker.node.engine.record, worker.node.acceptor.secret, expect=fake)
+        ours = Handshake(worker._node.engine.record, worker._node.acceptor.secret, expect=fake)
         ours.feed(_frame(theirs.feed(_frame(ours.start()))))
         with pytest.raises(rpc.errors.PeerRefused, match="secret"):
             ours.feed(Frame(Kind.WELCOME, 0, os.urandom(32)))
@@ -232,14 +232,14 @@ async def test_directory_and_socket_are_private() -> None:
         async with group(2) as (worker, _):
             directory = sockets.private_directory()
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-            socket_path = Path(worker.node.engine.record.unix_path)
+            socket_path = Path(worker._node.engine.record.unix_path)
             assert socket_path.parent == directory
             assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
             secret = socket_path.with_suffix(sockets.SECRET_SUFFIX)
             await until(lambda: not secret.exists())  # the other one has read it
             store = Path(worker.init_method.removeprefix("file://")).read_bytes()
-            assert worker.node.acceptor.secret not in store
-            assert worker.node.acceptor.secret.hex().encode() not in store
+            assert worker._node.acceptor.secret not in store
+            assert worker._node.acceptor.secret.hex().encode() not in store
     finally:
         os.umask(before)
 
@@ -247,8 +247,8 @@ async def test_directory_and_socket_are_private() -> None:
 async def test_tcp_listens_only_where_the_rendezvous_is() -> None:
     """A group that meets on this host alone cannot be reached from another."""
     async with group(1, transports=("tcp",)) as (worker, _):
-        assert worker.node.engine.record.tcp_host == "127.0.0.1"
-        assert listening(worker.node.engine.record.tcp_port) == {"0100007F"}
+        assert worker._node.engine.record.tcp_host == "127.0.0.1"
+        assert listening(worker._node.engine.record.tcp_port) == {"0100007F"}
 
 
 def listening(port: int) -> set[str]:
@@ -261,15 +261,15 @@ def listening(port: int) -> set[str]:
 async def test_group_on_one_host_does_not_listen_on_tcp() -> None:
     """Where all have unix sockets; calls in all directions go on."""
     async with group(2) as (worker, _):
-        ports = [worker.node.engine.record.tcp_port, *(record.tcp_port for record in _members(worker))]
+        ports = [worker._node.engine.record.tcp_port, *(record.tcp_port for record in _members(worker))]
         assert len(set(ports)) == 2 and all(ports)
         assert [listening(port) for port in ports] == [set()] * len(ports)
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
 def _members(worker: rpc.Worker) -> list[WorkerRecord]:
-    assert worker.node.rendezvous is not None
-    return worker.node.rendezvous.members()
+    assert worker._node.rendezvous is not None
+    return worker._node.rendezvous.members()
 
 
 @pytest.mark.usefixtures("server_made_once")
@@ -281,7 +281,7 @@ async def test_free_group_that_meets_at_loopback_does_not_listen_on_tcp(monkeypa
         else:
             monkeypatch.delenv("AIORPC_SECRET", raising=False)
         async with rpc.init("w0", init_method=f"tcp://localhost:{free_port()}") as worker:
-            assert bool(worker.node.engine.record.tcp_port) == bool(secret)
+            assert bool(worker._node.engine.record.tcp_port) == bool(secret)
             assert await rpc.call("w0", bodies.add, 1, 2) == 3
 
 
@@ -291,7 +291,7 @@ def join_with_secret(place: Place, link: Link) -> Any:
         place.init_rpc(rpc_timeout=20.0)
     except rpc.errors.RendezvousError as error:
         return str(error)
-    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), bytes(rpc.current().node.acceptor.secret)
+    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), bytes(rpc.current()._node.acceptor.secret)
     rpc.shutdown()
     return result
 
@@ -334,7 +334,7 @@ async def test_process_of_another_user_is_turned_away(caplog: pytest.LogCaptureF
     """Even where the directory lets it in, the socket asks the kernel who connects."""
     async with group(1) as (worker, _):
         directory = sockets.private_directory()
-        path = Path(worker.node.engine.record.unix_path)
+        path = Path(worker._node.engine.record.unix_path)
         code = (
             "import os, socket, sys\n"
             "os.setgid(65534); os.setuid(65534)\n"

@@ -32,7 +32,7 @@ def listening() -> set[tuple[str, int]]:
 
 def where() -> tuple[str, str, int]:
     """In a handler: where this worker can be reached."""
-    record = rpc.current().node.engine.record
+    record = rpc.current()._node.engine.record
     return record.unix_path, record.tcp_host, record.tcp_port
 
 
@@ -50,7 +50,7 @@ def numbers(n: int) -> Any:
 async def test_everything_works_over_tcp_alone() -> None:
     """Calls both ways, errors, cancellation, streams, references and tensors; no unix socket exists."""
     async with group(3, **TCP) as (worker, _):
-        assert worker.node.engine.record.unix_path == ""
+        assert worker._node.engine.record.unix_path == ""
         assert (await rpc.call("w1", where))[0] == ""
         assert await rpc.call("w1", bodies.aadd, 1, 2) == 3
         assert await rpc.call("w1", bodies.call_back, "w2", 5) == 5
@@ -145,7 +145,7 @@ def rejoin(place: Place, link: Link, rounds: int) -> list[int]:
         place.init_rpc(**TCP, port_range=(place_port(place), place_port(place)))
         others = range(place.world_size or 0)
         assert [rpc.rpc_sync(other, bodies.add, args=(other, 1)) for other in others] == [rank + 1 for rank in others]
-        ports.append(rpc.current().node.engine.record.tcp_port)
+        ports.append(rpc.current()._node.engine.record.tcp_port)
         rpc.shutdown()
     return ports
 

@@ -51,7 +51,7 @@ def options(tls: rpc.Tls | None, **more: Any) -> rpc.RpcBackendOptions:
 
 def connections(worker: rpc.Worker) -> list[Any]:
     """Those that a worker has now."""
-    return [each for each in worker.node.engine.connections if not each.closed]
+    return [each for each in worker._node.engine.connections if not each.closed]
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ async def test_everything_works_over_tls(authority: Authority) -> None:
     """Two processes: calls both ways, errors, large tensors both ways over second connections; nothing goes plain."""
     tls = authority.tls("w*")
     async with group(2, transports=("tcp",), tls=tls) as (worker, _):
-        assert worker.node.engine.record.tls == "1.3"
+        assert worker._node.engine.record.tls == "1.3"
         assert await rpc.call("w1", bodies.call_back, "w0", 5) == 5
         with pytest.raises(TypeError):
             await rpc.call("w1", bodies.add, 1)
@@ -77,7 +77,7 @@ def join_by_environment(place: Place, link: Link) -> Any:
         place.init_rpc(transports=("tcp",), rpc_timeout=20.0)
     except rpc.RpcError as error:
         return f"{type(error).__name__}: {error}"
-    result = rpc.current().node.engine.record.tls, rpc.rpc_sync("w1", bodies.add, args=(1, 2))
+    result = rpc.current()._node.engine.record.tls, rpc.rpc_sync("w1", bodies.add, args=(1, 2))
     rpc.shutdown()
     return result
 
@@ -134,7 +134,7 @@ async def test_a_worker_whose_files_are_wrong_does_not_join(authority: Authority
 @contextlib.contextmanager
 def dialled(worker: rpc.Worker) -> Iterator[socket.socket]:
     """A stranger's connection to a worker."""
-    record = worker.node.engine.record
+    record = worker._node.engine.record
     with socket.create_connection((record.tcp_host, record.tcp_port), PATIENCE) as sock:
         sock.settimeout(PATIENCE)
         yield sock
@@ -157,7 +157,7 @@ async def test_a_plain_member_is_told_on_the_wire(authority: Authority, caplog: 
     """Whatever the store says: a plain HELLO is answered by a plain refusal that names TLS, and logged."""
     async with cluster(1, options=options(authority.tls("worker0"))) as (worker,):
         with warnings_of(caplog) as logged, dialled(worker) as sock:
-            sock.sendall(hello(worker.node.engine.record.to_wire(), True))
+            sock.sendall(hello(worker._node.engine.record.to_wire(), True))
             ((kind, body),) = said_by(await asyncio.to_thread(rest, sock))
             await until(lambda: worker.statistics().connections_refused)
         assert kind == Kind.REFUSED and b"nothing but TLS" in body
@@ -203,14 +203,14 @@ async def test_a_stranger_who_stops_is_closed(
         "a long record": b"\x16\x03\x01\xff\xff" + bytes(65_535),
     }[what]
     async with cluster(1, options=options(authority.tls("worker*"))) as (worker,):
-        worker.node.engine.bounds = Bounds(handshake=0.05)
+        worker._node.engine.bounds = Bounds(handshake=0.05)
         with warnings_of(caplog) as logged, dialled(worker) as sock:
             with contextlib.suppress(ConnectionError):
                 sock.sendall(data)
             await asyncio.to_thread(rest, sock)
             await until(lambda: worker.statistics().connections_refused)
         assert len(logged) == 1
-        worker.node.engine.bounds = Bounds()
+        worker._node.engine.bounds = Bounds()
         assert await worker.call("worker0", abs, -3) == 3
 
 
@@ -294,7 +294,7 @@ async def relayed(
     """Two workers, and somebody at the address that the second one gives."""
     there = dataclasses.replace(each[1], address="127.0.0.2")
     async with cluster(2, options=[each[0], there]) as workers:
-        port = workers[1].node.engine.record.tcp_port
+        port = workers[1]._node.engine.record.tcp_port
         relay = Between(("127.0.0.2", port), ("127.0.0.1", port), *between())
         try:
             yield workers, relay
@@ -363,15 +363,15 @@ async def test_a_goodbye_is_sure_with_a_certificate_for_one_worker(
     with caplog.at_level("WARNING", "aiorpc"):
         async with cluster(2, options=each) as (first, second):
             assert await second.call("worker0", abs, -3) == 3
-            link = second.node.peers.find("worker0").link
+            link = second._node.peers.find("worker0").link
             assert link is not None
             link.connection.send(encode_frame(Kind.GOODBYE, 0, b"\x91\xa0"), urgent=True)
-            record = second.node.engine.record
+            record = second._node.engine.record
             if own:
-                await until(lambda: first.node.group.is_gone(record))
+                await until(lambda: first._node.group.is_gone(record))
             else:
                 await until(lambda: "a member may be lying" in caplog.text)
-                assert not first.node.group.is_gone(record)
+                assert not first._node.group.is_gone(record)
                 assert await second.call("worker0", abs, -4) == 4
             await second.shutdown(graceful=False)
             await first.shutdown(graceful=False)
@@ -385,7 +385,7 @@ async def test_new_connections_use_new_files(authority: Authority) -> None:
         (open_before,) = [each for each in connections(workers[0]) if each.label.startswith("worker0 to worker1")]
         authority.make("worker*")
         new = ssl.PEM_cert_to_DER_cert(Path(tls.cert).read_text())
-        link = workers[0].node.peers.find("worker1").link
+        link = workers[0]._node.peers.find("worker1").link
         assert link is not None
         link.open_pipe()
         await until(lambda: link.second.connection is not None)

@@ -69,7 +69,7 @@ def iter_nothing() -> Iterator[Any]:
 @contextlib.contextmanager
 def acting(worker: Worker) -> Iterator[None]:
     """Verbs act for that worker of several in this process."""
-    token = current_node.set(worker.node)
+    token = current_node.set(worker._node)
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ async def served(worker: Worker, method: str) -> None:
     """Until a call of that method of the queue is under way at its owner."""
 
     def under_way() -> bool:
-        calls = [call for service in worker.node.services for call in list(service.calls.values())]
+        calls = [call for service in worker._node.services for call in list(service.calls.values())]
         return any(call.function.endswith(method) for call in calls)
 
     await until(under_way)
@@ -143,7 +143,7 @@ async def test_an_item_is_what_it_was_when_it_was_put(pair: list[Worker]) -> Non
 async def test_large_items_wait_in_shared_memory(pair: list[Worker]) -> None:
     """They are copied once, as they are put, and used where they lie; that memory is free when nobody has it."""
     queue, other = make(pair[0]), handle(pair[1])
-    memory = pair[1].node.memory
+    memory = pair[1]._node.memory
     item = torch.arange(2 * SHARE_SIZE, dtype=torch.uint8)
     expected = item.clone()
     async with asyncio.timeout(LONG):
@@ -173,7 +173,7 @@ async def test_the_loop_lends_what_lies_in_shared_memory(
 ) -> None:
     """Many items at once are handed over without a thread, unless they have to be copied for it."""
     queue, other = make(pair[0]), handle(pair[1])
-    memory = pair[1].node.memory
+    memory = pair[1]._node.memory
     items = [torch.full((LOOP_COPY // 2,), number, dtype=torch.uint8) for number in range(6)]
 
     async def together() -> list[torch.Tensor]:
@@ -203,7 +203,7 @@ async def test_the_loop_lends_what_lies_in_shared_memory(
 async def test_items_that_are_put_together_have_a_reference_together(pair: list[Worker], copy: bool) -> None:
     """As far as their number and their bytes allow; each is got once, and all are there as long as any is wanted."""
     queue, other = make(pair[0]), handle(pair[1])
-    values = pair[1].node.references._values
+    values = pair[1]._node.references._values
     small = [torch.full((LARGE,), number, dtype=torch.uint8) for number in range(KEPT_ITEMS + 2)]
     large = [torch.full((KEPT_BYTES // 2,), number, dtype=torch.uint8) for number in range(4)]
     await asyncio.gather(*(other.put(item, copy=copy) for item in [*small, "between", *large]))
@@ -223,7 +223,7 @@ async def test_sixteen_items_of_a_megabyte_have_two_references(pair: list[Worker
     queue, other = make(pair[0]), handle(pair[1])
     items = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(16)]
     await put_all(other, items)
-    assert [len(future.value()) for future in pair[1].node.references._values.values()] == [8, 8]
+    assert [len(future.value()) for future in pair[1]._node.references._values.values()] == [8, 8]
     assert len(await queue.get_many(16)) == 16
     await until_no_references(pair)
 
@@ -235,7 +235,7 @@ async def test_an_item_is_fetched_without_passing_its_reference(
     make(trio[0])
     producer, consumer = handle(trio[1]), handle(trio[2])
     loaded: list[Any] = []
-    references = trio[1].node.references
+    references = trio[1]._node.references
     load = references.load
 
     def note(*args: Any) -> Any:
@@ -252,11 +252,11 @@ async def test_an_item_is_fetched_without_passing_its_reference(
 async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
     """Numbers that name no item of a queue, or no value at all, are refused; nothing else of the worker is given."""
     make(pair[0])
-    producer, consumer = handle(pair[1]), pair[0].node.peers.find("worker1")
+    producer, consumer = handle(pair[1]), pair[0]._node.peers.find("worker1")
     await producer.put(torch.ones(LARGE))
     with acting(pair[1]):
         other = RRef(torch.ones(3))
-    (item,) = (rref for rref in pair[1].node.references._values if rref != other._rref)
+    (item,) = (rref for rref in pair[1]._node.references._values if rref != other._rref)
     _, number, key = item
     _, others_number, others_key = other._rref
     for wanted in [(number,), (number, key), (number, key, 1), (number, key, -1)]:
@@ -277,7 +277,7 @@ async def test_what_may_be_on_a_device_is_kept_by_the_thread_that_puts_it(
 ) -> None:
     """Its streams are those that the tensors are ready on. So it is with whatever is put by itself."""
     queue, other = make(pair[0]), handle(pair[1])
-    references = pair[1].node.references
+    references = pair[1]._node.references
     refer_to, threads = references.refer_to, []
 
     def note(value: Any) -> Any:
@@ -400,7 +400,7 @@ async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_que
             assert "`await rpc.queue('q', owner='worker0').qsize()`" in str(raised.value)
             assert (raised.value.worker, raised.value.function) == ("worker0", f"q.{verb}")
         goes_on.set()
-        await until(pair[1].node.is_idle)
+        await until(pair[1]._node.is_idle)
     assert await mine.get() == "an item" and await queue.empty()
 
 
@@ -428,7 +428,7 @@ async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_s
                 await asyncio.wait_for(future, LONG)
             assert (raised.value.worker, raised.value.function) == ("worker0", f"q.{verb}")
         goes_on.set()
-        await until(pair[1].node.is_idle)
+        await until(pair[1]._node.is_idle)
         await until(lambda: queue._served._items)
     assert await queue.get() == "an item" and await queue.empty()
 
@@ -440,8 +440,8 @@ async def test_who_has_given_up_leaves_also_where_the_owner_is_silent(monkeypatc
         make(owner)
         mine = handle(other, timeout=0.05)
         assert await handle(other).empty()
-        other.node.engine.bounds = Bounds(given_up=0.05)
-        monkeypatch.setattr(other.node.engine, "default_timeout", 0.05)
+        other._node.engine.bounds = Bounds(given_up=0.05)
+        monkeypatch.setattr(other._node.engine, "default_timeout", 0.05)
         with standing_still(owner):
             futures = [mine.get(timeout=0.05), mine.put(1, timeout=0.05), mine.get_nowait(), mine.put_nowait(2)]
             for error in await asyncio.gather(*futures, return_exceptions=True):
@@ -465,15 +465,15 @@ async def test_a_timeout_tells_of_the_owner_that_was_lost(free: list[Worker], mo
     make(free[0])
     mine = handle(free[1], timeout=0.05)
     await mine.put(1, timeout=LONG)
-    await free[0].drop()
-    await until(lambda: free[1].node.peers._peers["worker0"].gone is not None)
-    looks, found = free[1].node.rendezvous.members, threading.Event()
+    await free[0]._drop()
+    await until(lambda: free[1]._node.peers._peers["worker0"].gone is not None)
+    looks, found = free[1]._node.rendezvous.members, threading.Event()
 
     def look_for_long() -> Any:
         found.wait(LONG)
         return looks()
 
-    monkeypatch.setattr(free[1].node.rendezvous, "members", look_for_long)
+    monkeypatch.setattr(free[1]._node.rendezvous, "members", look_for_long)
     try:
         for future in (mine.put(1), mine.put(torch.ones(LARGE)), mine.get()):
             with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker0 .* was lost: .*not known yet"):
@@ -495,14 +495,14 @@ async def test_all_who_wait_to_put_hear_at_once_that_the_owner_is_away(
         def cannot_look() -> Any:
             raise rpc.errors.StoreGone("the store has gone")
 
-        monkeypatch.setattr(free[1].node.rendezvous, "members", cannot_look)
+        monkeypatch.setattr(free[1]._node.rendezvous, "members", cannot_look)
         puts = [mine.put(number) for number in range(5)]
     else:
         await mine.put(0)
         first = mine.put(1)
         await served(free[0], "put_items")
         puts = [first, *(mine.put(number) for number in range(2, 6))]
-        await free[0].drop()
+        await free[0]._drop()
     errors = await asyncio.gather(*puts, return_exceptions=True)
     assert type(errors[0]) is (rpc.errors.RendezvousError if silent else PeerLost)
     assert all(error is errors[0] for error in errors), "another call was made for some of them"
@@ -564,7 +564,7 @@ async def test_who_leaves_does_not_wait_for_an_owner_that_nobody_waits_for(verb:
         if verb.endswith("nowait"):
             future = getattr(nobody, verb)(*args)
             waits = asyncio.ensure_future(future)
-            await until(lambda: future.waiters and not worker.node.is_idle())
+            await until(lambda: future._waiters and not worker._node.is_idle())
             waits.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waits
@@ -609,7 +609,7 @@ async def test_large_items_wait_for_an_owner_that_has_not_joined(verb: str) -> N
         sizes = [1, LARGE, 1, 3_000_000, 1, 9_000_000, 1]
         items = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
         puts = [put(item) for item in items]
-        await until(lambda: not worker.node.is_idle())
+        await until(lambda: not worker._node.is_idle())
         late = [asyncio.ensure_future(put(torch.full((1,), number))) for number in range(len(items), len(items) + 3)]
         owner = Worker("owner", store=store)
         owner.serve("q", served_later)
@@ -731,7 +731,7 @@ async def test_who_is_cancelled_as_the_item_comes_leaves_no_value_behind(
     queue, mine = make(pair[0]), handle(pair[1])
     get = mine.get()
     tasks = [asyncio.ensure_future(awaited(get)) for _ in range(count)]
-    await until(lambda: get.waiters == count)
+    await until(lambda: get._waiters == count)
     at_settling.append(lambda _: [task.cancel() for task in tasks])
     await queue.put(count)
     for task in tasks:
@@ -753,7 +753,7 @@ async def test_an_item_that_somebody_else_takes_does_not_go_back(
     queue, mine = make(pair[0]), handle(pair[1])
     get, called = mine.get(), asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(awaited(get))
-    await until(lambda: get.waiters == 1)
+    await until(lambda: get._waiters == 1)
     at_settling.append(lambda _: task.cancel())
     taken: asyncio.Future[Any]
     if other == "task":
@@ -767,7 +767,7 @@ async def test_an_item_that_somebody_else_takes_does_not_go_back(
             get.add_done_callback(lambda done: loop.call_soon_threadsafe(called.set_result, done.value()))
         else:
             at_settling.append(lambda get: called.set_result(get.value()))
-    await until(lambda: other == "value" or get.waiters == 2)
+    await until(lambda: other == "value" or get._waiters == 2)
     await queue.put("first")
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -781,7 +781,7 @@ async def test_a_thread_whose_time_is_up_leaves_the_get_to_those_who_still_wait(
     queue, mine = make(pair[0]), handle(pair[1])
     get = mine.get()
     task = asyncio.ensure_future(awaited(get))
-    await until(lambda: get.waiters == 1)
+    await until(lambda: get._waiters == 1)
     with pytest.raises(RpcTimeout):
         await asyncio.to_thread(get.wait, 0.01)
     assert not get.done()
@@ -961,7 +961,7 @@ async def test_what_others_have_finished_is_not_lost_with_who_got_it(free: list[
     await put_all(queue, [4, 5, 6, 7])
     await works.get_many(3)
     join = queue.join()
-    async with contextlib.aclosing(free[0].node.news.listen()) as news:
+    async with contextlib.aclosing(free[0]._node.news.listen()) as news:
         await free[1].shutdown()
         await anext(news)
     await works.task_done(2)
@@ -1023,7 +1023,7 @@ async def test_a_loss_that_nobody_has_heard_is_told_once_more(way: str, monkeypa
         joined = mine.join(timeout=0.5 if way == "late" else LONG)
         waits = asyncio.ensure_future(hear(joined))
         if way == "cancelled as it comes":
-            joined.when_settled(give_up)
+            joined._when_settled(give_up)
         await until(lambda: len(queue._served._joiners) == 1)
         queue._served._on_gone(workers[2].info)
         with pytest.raises(RpcTimeout if way == "late" else asyncio.CancelledError):
@@ -1106,7 +1106,7 @@ async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Work
     """It is not there to be got, and nobody who joins waits for it."""
     queue, mine = make(pair[0]), handle(pair[1])
     await put_all(queue, ["first", "second", "third"])
-    peer = pair[1].node.peers.find("worker0")
+    peer = pair[1]._node.peers.find("worker0")
     _, tickets, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
     join = mine.join()
     await served(pair[0], "join_items")
@@ -1196,7 +1196,7 @@ async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.L
     await mine.put(1)
     join = mine.join()
     await until(lambda: len(queue._served._joiners) == 1)
-    assert "join_items on worker 'worker0' (made at" in join.describe()
+    assert "join_items on worker 'worker0' (made at" in join._describe()
     join.cancel()
     with pytest.raises(rpc.RpcCancelled):
         await join
@@ -1312,7 +1312,7 @@ async def test_a_producer_that_dies_takes_along_what_it_kept(free: list[Worker])
     queue = make(free[0])
     other = handle(free[2])
     await put_all(handle(free[1]), ["small", torch.ones(LARGE), torch.ones(LARGE), "last"])
-    await free[1].drop()
+    await free[1]._drop()
     await until(lambda: "worker1" not in [info.name for info in free[0].worker_infos()])
     await until(lambda: "worker1" not in [info.name for info in free[2].worker_infos()])
     assert await other.get_many(10) == ["small", "last"]
@@ -1335,7 +1335,7 @@ async def test_items_of_a_producer_that_was_never_met(monkeypatch: pytest.Monkey
         mine = handle(workers[1])
         await put_all(handle(late), [torch.ones(LARGE), torch.ones(LARGE)])
         with monkeypatch.context() as patched:
-            patched.setattr(workers[1].node.rendezvous, "members", list)  # as once it is off the list
+            patched.setattr(workers[1]._node.rendezvous, "members", list)  # as once it is off the list
             with pytest.raises(ItemLost, match=r"an item of queue 'q' .* went with worker 'late'") as raised:
                 await mine.get()
         assert raised.value.worker == "late"
@@ -1352,13 +1352,13 @@ async def test_what_a_producer_has_kept_that_the_consumer_alone_has_lost_comes_b
     queue, consumer = make(free[0]), handle(free[2])
     reference = free[1].remote("worker0", dict, a=1)
     await put_all(handle(free[1]), [torch.ones(LARGE), "small", {"reference": reference}, torch.zeros(LARGE)])
-    free[2].node.group.on_lost(free[1].node.engine.record, "the network between them is broken")
-    await until(lambda: 2 in free[1].node.group.lost)
+    free[2]._node.group.on_lost(free[1]._node.engine.record, "the network between them is broken")
+    await until(lambda: 2 in free[1]._node.group.lost)
     assert (await consumer.get_nowait()).sum() == LARGE
     small, referring = await consumer.get_many(2)
     assert small == "small" and await referring["reference"] == {"a": 1}
-    await free[1].drop()
-    await until(lambda: 1 in free[0].node.group.lost)
+    await free[1]._drop()
+    await until(lambda: 1 in free[0]._node.group.lost)
     with pytest.raises(ItemLost, match="went with worker 'worker1'"):
         await consumer.get()
     del reference, referring
@@ -1422,7 +1422,7 @@ async def test_an_item_that_cannot_be_taken_where_it_is_got_is_lost_for_that_rea
         item = torch.ones(size, dtype=torch.uint8)
         await handle(workers[1]).put([item])
         assert torch.equal((await mine.get())[0], item)
-        link = workers[2].node.peers.find("worker1").link
+        link = workers[2]._node.peers.find("worker1").link
         await until(lambda: link is not None and link.pipe is not None)  # behind the frames, where one alone fails
         await put_all(handle(workers[1]), [[item], "next"])
         with monkeypatch.context() as patched:
@@ -1467,7 +1467,7 @@ def begin(queue: QueueHandle, verb: str) -> asyncio.Future[Any]:
 
 def calls_of(workers: Sequence[Worker]) -> int:
     """How many of worker1 are served by worker0."""
-    services = workers[0].node.services
+    services = workers[0]._node.services
     return sum(len(service.calls) for service in services if service.record.name == "worker1")
 
 
@@ -1484,7 +1484,7 @@ async def test_items_are_fetched_where_calls_are_too_many(limit: str) -> None:
         consumer = handle(workers[2])
         await put_all(handle(workers[1]), [torch.ones(LARGE) for _ in range(2)])
         stays = workers[2].call("worker1", stay)
-        await until(lambda: any(service.calls for service in workers[1].node.services))
+        await until(lambda: any(service.calls for service in workers[1]._node.services))
         with pytest.raises(rpc.Overloaded):
             await workers[2].call("worker1", abs, 1)
         for _ in range(2):
@@ -1617,7 +1617,7 @@ async def test_what_was_put_back_or_finished_is_not_told_again_where_its_answer_
         await queue.put(each)
     client = mine._client()
     _, second = await taken(client, 2)
-    (service,) = [each for each in pair[0].node.services if each.record.name == "worker1"]
+    (service,) = [each for each in pair[0]._node.services if each.record.name == "worker1"]
     service._backlog.limit = -1  # whatever is said to that one is too much
     with pytest.raises(rpc.Overloaded):
         await mine.qsize()
@@ -1632,9 +1632,9 @@ async def test_who_joins_is_told_of_a_loss_although_little_else_is_told(free: li
     queue, mine, other = make(free[0]), handle(free[1]), handle(free[2])
     await queue.put("here")
     assert await other.get() == "here"
-    await free[2].drop()
+    await free[2]._drop()
     await until(lambda: not queue._unfinished())
-    (service,) = [each for each in free[0].node.services if each.record.name == "worker1"]
+    (service,) = [each for each in free[0]._node.services if each.record.name == "worker1"]
     service._backlog.limit = -1  # whatever is said to that one is too much
     with pytest.raises(ItemLost, match="worker2"):
         await mine.join()
@@ -1650,7 +1650,7 @@ async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
     waits = asyncio.ensure_future(doomed.get())
     await served(free[0], "take_items")
     join = queue.join()
-    await free[2].drop()
+    await free[2]._drop()
     with pytest.raises(rpc.RpcError):
         await waits
     with pytest.raises(ItemLost, match=r"2 items of queue 'q' on worker 'worker0' were got by worker 'worker2'"):
@@ -1667,7 +1667,7 @@ async def test_an_owner_that_dies_takes_the_queue_along(free: list[Worker]) -> N
     await mine.put(torch.ones(LARGE))
     waits = [mine.put(torch.ones(LARGE)), handle(free[2], "q").join()]
     await served(free[0], "put_items")
-    await free[0].drop()
+    await free[0]._drop()
     for each in waits:
         with pytest.raises(rpc.PeerLost):
             await each
@@ -1844,7 +1844,7 @@ async def test_only_what_names_the_main_module_is_packed_twice(scripts: list[Wor
     await handle(first, owner="twin").put("load_main")
     assert await queue.get() == "load_main"
     await handle(first, owner="twin").put([main_function, torch.ones(LARGE)])
-    (kept,) = [future.value() for future in first.node.references._values.values()]
+    (kept,) = [future.value() for future in first._node.references._values.values()]
     assert kept[0].size < 1.1 * 4 * LARGE
     await queue.get()
 
@@ -1882,8 +1882,8 @@ async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() ->
 async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
     """Whatever a worker sends in place of what handles send; the queue is as it was."""
     queue = make(pair[0])
-    peer = pair[1].node.peers.find("worker0")
-    current_node.set(pair[1].node)
+    peer = pair[1]._node.peers.find("worker0")
+    current_node.set(pair[1]._node)
     nonsense: list[tuple[str, tuple[Any, ...]]] = [
         ("put_items", (True, 1, b"x" * 100_000)),
         ("put_items", (True, 1)),
@@ -1919,8 +1919,8 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
     assert await queue.get() == "an item"
     await queue.task_done()
     for reference, place in (
-        (pair[1].node.references.refer_to(5), 0),
-        (pair[1].node.references.refer_to(KeptItems([KeptItem(None)])), 1),
+        (pair[1]._node.references.refer_to(5), 0),
+        (pair[1]._node.references.refer_to(KeptItems([KeptItem(None)])), 1),
     ):
         await peer.call(ObjectMethod("q", "put_items"), (True, 1, reference, place), None, LONG)
         with pytest.raises(ItemLost, match=r"worker 'worker1', .* cannot hand it over.*this is none"):
@@ -1962,7 +1962,7 @@ async def test_only_what_was_taken_is_put_back(trio: list[Worker]) -> None:
     """By the worker that has taken it, as it is and once: one that may take items puts none of its own making."""
     queue, mine, other = make(trio[0]), handle(trio[1]), handle(trio[2])
     await put_all(queue, [1, 2, 3, torch.ones(LARGE)])
-    kept = trio[1].node.references.refer_to(KeptItems([KeptItem(None, "forged"), KeptItem(None)]))
+    kept = trio[1]._node.references.refer_to(KeptItems([KeptItem(None, "forged"), KeptItem(None)]))
     back = "return_items"
     with pytest.raises(rpc.RpcUsageError, match=r"1 items are put back, and worker 'worker1' has 0 of"):
         await mine._client().ask(back, bytes(16), b"forged")
@@ -2017,7 +2017,7 @@ async def test_no_other_name_leads_to_a_queue() -> None:
     async with cluster(2, options=RpcBackendOptions(allow=allow), roles=["", "all"]) as workers:
         queue = make(workers[0])
         await queue.put("an item")
-        peer = workers[1].node.peers.find("worker0")
+        peer = workers[1]._node.peers.find("worker0")
         for method in ("put_items", "take_items", "return_items", "withdraw", "qsize", "shut_down", "unfinished"):
             with pytest.raises(rpc.NotAllowed, match="queue/q"):
                 await peer.call(ObjectMethod("q", method), (), None, LONG)
@@ -2044,7 +2044,7 @@ async def test_who_has_few_rights_finishes_what_it_has_got() -> None:
 async def test_words_of_one_worker_drop_none_of_another(trio: list[Worker]) -> None:
     """A call that was given up before it came does not come to pass, whatever others give up meanwhile."""
     queue = make(trio[0])
-    good, bad = (worker.node.peers.find("worker0") for worker in trio[1:])
+    good, bad = (worker._node.peers.find("worker0") for worker in trio[1:])
     await good.call(ObjectMethod("q", "withdraw"), (7,), None, LONG)
     await asyncio.gather(*(bad.call(ObjectMethod("q", "withdraw"), (number,), None, LONG) for number in range(1, 2000)))
     assert await good.call(ObjectMethod("q", "put_items"), (True, 7, b"item"), None, LONG) == 0
@@ -2097,14 +2097,14 @@ async def test_an_interrupted_answer_is_told_once(pair: list[Worker], outcome: A
     """The thread that reads it may be interrupted anywhere; whoever put or takes items hears of it, and only once."""
     make(pair[0])
     told: list[Any] = []
-    owed = pair[1].node.peers.find("worker0").owed
+    owed = pair[1]._node.peers.find("worker0").owed
     value, error = (None, outcome) if isinstance(outcome, Exception) else (outcome, None)
 
     async def play(at: int) -> str | None:
-        made = Calls(pair[1].node, "q", "worker0")
+        made = Calls(pair[1]._node, "q", "worker0")
         made.call("take_items", True, at + 1, (1,), lambda *said: told.append(said))
         (call,) = [each for each in owed.pending.values() if each.function.endswith("take_items")]
-        answer = partial(call.settle, value, error)
+        answer = partial(call._settle, value, error)
         place = await asyncio.to_thread(interrupted, answer, at, calls.__file__, futures.__file__)
         answer()  # if it had not begun
         await until(lambda: bool(told))
@@ -2129,13 +2129,13 @@ async def test_a_join_whose_answer_is_interrupted_ends(pair: list[Worker]) -> No
     at = 0
     while True:
         joined = other.join()
-        (call,) = joined.sources
-        answer = partial(call.settle, None)
+        (call,) = joined._sources
+        answer = partial(call._settle, None)
         place = await asyncio.to_thread(interrupted, answer, at, reworded.__file__, futures.__file__)
         answer()  # if it had not begun
         assert joined.done(), place
-        joined.mark_seen()
-        pair[1].node.peers.find("worker0").owed.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
+        joined._mark_seen()
+        pair[1]._node.peers.find("worker0").owed.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
         if place is None:
             break
         at += 1

@@ -86,11 +86,11 @@ class BadMember:
         self._calls = {
             victim: connection
             for victim in victims
-            if (connection := worker.node.peers.find(victim.name).connection) is not None
+            if (connection := worker._node.peers.find(victim.name).connection) is not None
         }
         self._serves = {
             next(victim for victim in victims if victim.name == service.record.name): service.connection
-            for service in worker.node.services
+            for service in worker._node.services
             if service.record.name != worker.name
         }
         for connection in (*self._calls.values(), *self._serves.values()):
@@ -189,7 +189,7 @@ class BadMember:
         function = self.chance.choice(HANDLERS)
         arguments: list[Any] = []
         if function in (group.attend, group.arrive, group.introduce, group.report_lost):
-            record = self.chance.choice((self.worker, *self.victims)).node.engine.record.to_wire()
+            record = self.chance.choice((self.worker, *self.victims))._node.engine.record.to_wire()
             if self.chance.random() < 0.5:
                 record[self.chance.randrange(len(record))] = self._anything()
             said = pack(record)
@@ -366,14 +366,14 @@ class BadMember:
 
 def calling(worker: Worker, name: str) -> Connection:
     """The connection over which it calls that worker."""
-    connection = worker.node.peers.find(name).connection
+    connection = worker._node.peers.find(name).connection
     assert connection is not None
     return connection
 
 
 def serving(worker: Worker, name: str) -> Connection:
     """The connection over which it serves that worker."""
-    (connection,) = [each.connection for each in worker.node.services if each.record.name == name]
+    (connection,) = [each.connection for each in worker._node.services if each.record.name == name]
     return connection
 
 

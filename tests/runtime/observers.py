@@ -37,7 +37,7 @@ class Seen:
 @contextmanager
 def seen(worker: Worker, passes: Callable[[Passage], bool] = lambda passage: True) -> Iterator[Seen]:
     """The messages of a worker in the block. passes: whether one that is about to leave does so, or is dropped."""
-    observer, engine = Seen(passes), worker.node.engine
+    observer, engine = Seen(passes), worker._node.engine
     engine.observers = (*engine.observers, observer)
     try:
         yield observer

@@ -29,7 +29,7 @@ from tests.runtime.waiting import LIMIT, until
 
 async def say(worker: Worker, introduction: bytes, times: int) -> None:
     """As a stranger, say HELLO with that so many times, and wait until the worker has refused it."""
-    record = worker.node.engine.record
+    record = worker._node.engine.record
     hello = b"".join(encode_frame(Kind.HELLO, 0, msgpack.packb([introduction, b""])))
     refused = worker.statistics().connections_refused + times
     for _ in range(times):
@@ -82,7 +82,7 @@ async def test_descriptors_that_have_run_out_are_told_once_a_minute(
 ) -> None:
     """It is looked twice a second whether there are some again, for as long as that lasts."""
     async with cluster(1) as (worker,):
-        acceptor = worker.node.acceptor
+        acceptor = worker._node.acceptor
         with caplog.at_level(logging.INFO, "aiorpc"), Exhausted() as listener:
             caplog.clear()
             for _ in range(5):
@@ -107,7 +107,7 @@ async def test_a_second_connection_that_is_long_to_open_says_so(
             raise AssertionError("nobody waits as long")
 
         monkeypatch.setattr(connecting, "_reach", reach)
-        workers[0].node.engine.bounds = Bounds(pipe=0.05)
+        workers[0]._node.engine.bounds = Bounds(pipe=0.05)
         with caplog.at_level(logging.INFO, "aiorpc"):
             assert await workers[0].call("worker1", torch.numel, tensor) == tensor.numel()
         said = [line for line in caplog.messages if "no second connection" in line]
@@ -116,7 +116,7 @@ async def test_a_second_connection_that_is_long_to_open_says_so(
 
 async def shake(opener: Handshake, worker: Worker) -> None:
     """Say to a worker what that side of a handshake says, until the worker closes the connection."""
-    record = worker.node.engine.record
+    record = worker._node.engine.record
     reader, writer = await asyncio.open_connection(record.tcp_host, record.tcp_port)
     decoder = FrameDecoder(max_body=1 << 20)
     writer.write(b"".join(opener.start()))
@@ -137,13 +137,13 @@ async def test_the_second_connection_of_who_has_just_left_is_no_intruder(caplog:
     async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
         async with Worker("short", store=store, options=options) as short:
             assert await short.call("worker0", abs, -3) == 3
-            record, link = short.node.engine.record, short.node.peers.find("worker0").link
+            record, link = short._node.engine.record, short._node.peers.find("worker0").link
             assert link is not None
             session, number = link.connection.session, link.number
-        await until(lambda: worker.node.links.find(record, number, opener=False) is None)
+        await until(lambda: worker._node.links.find(record, number, opener=False) is None)
 
         def opener(secret: bytes, number: int) -> Handshake:
-            return Handshake(record, secret, expect=worker.node.engine.record, link=number, pipe=True)
+            return Handshake(record, secret, expect=worker._node.engine.record, link=number, pipe=True)
 
         def turned_away() -> tuple[int, int]:
             statistics = worker.statistics()
@@ -155,8 +155,8 @@ async def test_the_second_connection_of_who_has_just_left_is_no_intruder(caplog:
             await shake(opener(session, number), worker)
             await until(lambda: turned_away() == (given_up + 1, refused))
             assert not caplog.messages
-            await shake(opener(worker.node.acceptor.secret, number), worker)
-            await shake(opener(worker.node.acceptor.secret, number + 99), worker)
+            await shake(opener(worker._node.acceptor.secret, number), worker)
+            await shake(opener(worker._node.acceptor.secret, number + 99), worker)
             await until(lambda: turned_away() == (given_up + 1, refused + 2))
         assert ["secret does not match" in line for line in caplog.messages] == [True, False]
         assert "the connection whose second one this is to be has ended here" in caplog.messages[1]
@@ -165,7 +165,7 @@ async def test_the_second_connection_of_who_has_just_left_is_no_intruder(caplog:
 async def test_who_looks_whether_a_socket_is_alive_is_not_counted() -> None:
     """Each worker that starts looks at all sockets of its user; whoever says something and goes away has given up."""
     async with cluster(1) as (worker,):
-        path = worker.node.engine.record.unix_path
+        path = worker._node.engine.record.unix_path
         for _ in range(5):
             sockets.remove_if_stale(Path(path))
         before = worker.statistics()
@@ -183,8 +183,8 @@ async def prove(sock: socket.socket, by: Worker, to: Worker, link: int, session:
 
     session: of that link, whose second connection it is to be.
     """
-    loop, mine, theirs = asyncio.get_running_loop(), by.node.engine.record, to.node.engine.record
-    secret = by.node.acceptor.secret if session is None else session
+    loop, mine, theirs = asyncio.get_running_loop(), by._node.engine.record, to._node.engine.record
+    secret = by._node.acceptor.secret if session is None else session
     shaking = Handshake(mine, secret, expect=theirs, link=link, pipe=session is not None)
     decoder = FrameDecoder(max_body=1 << 16)
     await loop.sock_sendall(sock, b"".join(shaking.start()))
@@ -199,7 +199,7 @@ async def opened(by: Worker, to: Worker, link: int, session: bytes | None = None
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(sock, to.node.engine.record.unix_path)
+        await asyncio.get_running_loop().sock_connect(sock, to._node.engine.record.unix_path)
         await prove(sock, by, to, link, session)
     except BaseException:
         sock.close()
@@ -211,7 +211,7 @@ async def test_a_member_has_few_connections() -> None:
     """However many it opens, also at once, two are served; the others are told so or closed."""
     async with cluster(3) as workers:
         worker, _, member = workers
-        loop, services = asyncio.get_running_loop(), worker.node.services
+        loop, services = asyncio.get_running_loop(), worker._node.services
         assert await member.call("worker0", len, "abc") == 3
         made = await asyncio.gather(*(opened(member, worker, 1000 + at) for at in range(20)), return_exceptions=True)
         assert len([each for each in services if each.record.name == "worker2"]) <= 2
@@ -232,7 +232,7 @@ async def test_a_link_has_one_connection_for_large_tensors() -> None:
     """One that comes in place of another, of which no use was made yet, ends that."""
     async with cluster(2) as (worker, member):
         assert await member.call("worker0", len, "abc") == 3
-        link = member.node.peers.find("worker0").link
+        link = member._node.peers.find("worker0").link
         assert link is not None
         loop, socks = asyncio.get_running_loop(), []
         for _ in range(5):
@@ -249,7 +249,7 @@ async def test_a_member_does_not_fill_our_log(caplog: pytest.LogCaptureFixture) 
     options = RpcBackendOptions(transports=("tcp",), authenticate_frames=False, reconnect_grace=0.0)
     loop, crowd = asyncio.get_running_loop(), accepting.REFUSALS_LOGGED + 20
     async with cluster(3, options=options) as workers:
-        record = workers[0].node.engine.record
+        record = workers[0]._node.engine.record
         for number in range(crowd):
             with socket.socket() as sock:
                 sock.setblocking(False)
@@ -266,7 +266,7 @@ async def test_a_member_does_not_fill_our_log(caplog: pytest.LogCaptureFixture) 
 async def test_the_log_says_where_a_stranger_was(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     """By what the system knows, as he may say of himself what he likes: so an operator knows where to look."""
     async with cluster(1, options=RpcBackendOptions(transports=(transport,))) as (worker,):
-        record = worker.node.engine.record
+        record = worker._node.engine.record
         if transport == "tcp":
             reader, writer = await asyncio.open_connection(record.tcp_host, record.tcp_port)
         else:

@@ -79,7 +79,7 @@ class Good:
 
     async def queues(self, one: Worker, other: Worker) -> None:
         with acting_for(one):
-            queue = aiorpc.queue("right", owner=other.name).bind()
+            queue = aiorpc.queue("right", owner=other.name)._bind()
         await queue.put("item")
         assert await queue.get() == "item"
         await queue.task_done()
@@ -114,7 +114,7 @@ def wants(worker: Worker, bad: Worker) -> list[Awaitable[Any]]:
     """What a right member wants of the bad one meanwhile."""
     peer, name = worker.peer(bad.name, timeout=1.0), bad.name
     with acting_for(worker):
-        queue = aiorpc.queue("open", owner=name, timeout=1.0).bind()
+        queue = aiorpc.queue("open", owner=name, timeout=1.0)._bind()
 
     async def value_of_reference() -> Any:
         return await peer.remote(double, 1)
@@ -147,7 +147,7 @@ def wants(worker: Worker, bad: Worker) -> list[Awaitable[Any]]:
 @contextlib.contextmanager
 def acting_for(worker: Worker) -> Iterator[None]:
     """Verbs act for that worker."""
-    token = current_node.set(worker.node)
+    token = current_node.set(worker._node)
     try:
         yield
     finally:
@@ -206,12 +206,12 @@ async def test_what_a_member_says_of_a_loss_is_one_line_of_the_log(caplog: pytes
     """It says why another one was lost, which is believed as that one is silent; nobody writes lines in our log."""
     async with cluster(3, options=RpcBackendOptions(transports=("tcp",), reconnect_grace=0.0)) as workers:
         reporter, believer, lost = workers
-        record = lost.node.engine.record
+        record = lost._node.engine.record
         assert await reporter.call("worker2", double, 1) == 2  # so it sees for itself that this one dies
         words = "it died\nERROR all is \x1b[31mlost\n" + 9999 * "x"
         report = reporter.call("worker1", report_lost, pack(record.to_wire()), words)
-        await asyncio.gather(report, lost.drop())
-        await until(lambda: believer.node.group.is_gone(record))
+        await asyncio.gather(report, lost._drop())
+        await until(lambda: believer._node.group.is_gone(record))
     said = [each.getMessage() for each in caplog.records if "was lost: " in each.getMessage()]
     assert any("it died?ERROR" in each for each in said)
     assert all(each.isprintable() and len(each) < 2000 for each in said)

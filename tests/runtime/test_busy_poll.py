@@ -223,7 +223,7 @@ async def test_calls_keep_workers_awake(monkeypatch: pytest.MonkeyPatch, handler
 
     monkeypatch.setattr(BackOff, "succeeded", succeeded)
     async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers, asyncio.timeout(LIMIT):
-        callee = workers[1].node
+        callee = workers[1]._node
         mine: set[BackOff] = set()
         while not mine & set(successes):
             assert await workers[0].call("worker1", handler) == 7
@@ -240,6 +240,6 @@ async def test_where_nobody_stays_awake(monkeypatch: pytest.MonkeyPatch, cores: 
     async with cluster(2, options=RpcBackendOptions(busy_wait=busy_wait)) as workers:
         assert await workers[0].call("worker1", answer) == 7
         for worker in workers:
-            engine = worker.node.engine
+            engine = worker._node.engine
             assert engine.poll is None and engine.pool.lookout._moment == 0
             assert all(connection.on_heard is None for connection in engine.connections)

@@ -158,7 +158,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
     """rpc_sync and rpc_async take args as a tuple or a list, and kwargs as a dict."""
 
     def script() -> list[int]:
-        token = current_node.set(pair[0].node)
+        token = current_node.set(pair[0]._node)
         try:
             return [
                 aiorpc.rpc_sync("worker1", add, (1,)),
@@ -174,7 +174,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
 
 async def test_a_blocking_verb_on_the_loop_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
     """The error names the awaitable to use instead, and no call was made."""
-    current_node.set(pair[0].node)
+    current_node.set(pair[0]._node)
     with pytest.raises(aiorpc.errors.WouldBlockLoop, match=r"await aiorpc\.call"):
         aiorpc.rpc_sync("worker1", add, (1,))
     assert pair[0].statistics().calls_made == 0
@@ -310,7 +310,7 @@ async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(
         def holds(self) -> bool:
             return False
 
-    pair[0].node.engine.observers = (Spy(),)
+    pair[0]._node.engine.observers = (Spy(),)
     assert await asyncio.gather(*(pair[0].call("worker1", add, n) for n in range(3))) == [10, 11, 12]
     assert await pair[0].call("worker1", add, 3) == 13
     number = functions[-1]
@@ -538,7 +538,7 @@ async def test_many_threads_may_call_at_once(pair: list[Worker]) -> None:
 )
 async def test_futures_and_references_name_the_users_line(pair: list[Worker], make: Callable[[Worker], Any]) -> None:
     """Whatever was made, its text says where: a line of the user's, not one of the library's."""
-    current_node.set(pair[0].node)
+    current_node.set(pair[0]._node)
     made = make(pair[0])
     assert f"{__file__}:" in repr(made) and "in <lambda>" in repr(made)
     await made
@@ -585,8 +585,8 @@ async def test_an_answer_that_is_none_says_whose_it_is(pair: list[Worker]) -> No
     release = _events["hold"] = threading.Event()
     call = pair[0].call("worker1", hold)
     connection = serving(pair[1], "worker0")
-    await until(lambda: any(each.user_calls() for each in pair[1].node.services))
-    (number,) = [number for each in pair[1].node.services for number, one in each.calls.items() if not one.system]
+    await until(lambda: any(each.user_calls() for each in pair[1]._node.services))
+    (number,) = [number for each in pair[1]._node.services for number, one in each.calls.items() if not one.system]
     say(connection, REPLY, number, b"\xc1")
     with pytest.raises(RpcError, match=r"the result of .*hold on .*worker1.* cannot be read here: ProtocolError"):
         await asyncio.wait_for(call, LIMIT)

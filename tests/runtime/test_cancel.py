@@ -213,7 +213,7 @@ async def test_an_error_that_comes_as_its_waiter_is_cancelled_is_not_told_as_one
 
     task = asyncio.ensure_future(wait(call))
     await asyncio.sleep(0)
-    call.settle(None, ValueError("late"))
+    call._settle(None, ValueError("late"))
     assert task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -266,7 +266,7 @@ async def test_an_answer_that_meets_its_cancellation_takes_its_references_along(
     caller has to take the reference in it. Else the owner would keep the value for ever."""
     ready, taken_out, answered = threading.Event(), threading.Event(), threading.Event()
     await pair[0].call("worker1", len, "")
-    (answers,) = [service._answers for service in pair[1].node.services if service.record.name == "worker0"]
+    (answers,) = [service._answers for service in pair[1]._node.services if service.record.name == "worker0"]
     take, may_answer = answers.take, answers._may_answer
 
     def meet(call: Any) -> bool:
@@ -452,7 +452,7 @@ async def _never_begins(pair: list[Worker], flags: Flags) -> None:
     callee = pair[1]
     await until(lambda: callee.statistics().calls_cancelled == 1)
     flags.release.set()
-    await until(lambda: callee.node.engine.background.idle == callee.node.engine.background.threads)
+    await until(lambda: callee._node.engine.background.idle == callee._node.engine.background.threads)
     assert await pair[0].call("worker1", len, "abc") == 3
     assert not flags.entered.is_set() and callee.is_idle()
 

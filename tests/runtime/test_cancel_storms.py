@@ -722,7 +722,7 @@ async def check_that_all_is_well(worker: rpc.Worker) -> None:
 def what_is_left(worker: rpc.Worker) -> dict[str, Any]:
     """Of all that a worker may hold for a while."""
     gc.collect()
-    node, found = worker.node, worker.statistics()
+    node, found = worker._node, worker.statistics()
     names = ("calls_pending", "calls_running", "shared_lent", "shared_leases", "jobs_queued")
     references = ("references_held", "references_pending")
     left: dict[str, Any] = {name: getattr(found, name) for name in (*names, *references) if getattr(found, name)}
@@ -745,7 +745,7 @@ async def run(kind: str, seed: int, rounds: int) -> None:
     options = rpc.RpcBackendOptions(rpc_timeout=PATIENCE, **KINDS[kind])
 
     async def do_all_here(worker: rpc.Worker) -> None:
-        current_node.set(worker.node)
+        current_node.set(worker._node)
         await do_all(worker.name, seed, rounds)
 
     async with cluster(len(NAMES), options=options) as workers:

@@ -797,7 +797,7 @@ class Group:
         lines = [
             each
             for life in WORLD[0].living()
-            for each in life.worker.node.engine.connections
+            for each in life.worker._node.engine.connections
             if isinstance(each, LastingConnection)
         ]
         lines = [each for each in lines if each.lasting is not None and not each.suspended and each.on_suspended]
@@ -866,7 +866,7 @@ async def run(seed: int, changes: int = 10, **options: Any) -> None:
 def left_of(life: Life) -> dict[str, Any]:
     """But for memory that was lent to workers which are gone: the process that they were in, this one, lives."""
     found = what_is_left(life.worker)
-    retired = [lender for _, lender in life.worker.node.memory._retired]
+    retired = [lender for _, lender in life.worker._node.memory._retired]
     if found.get("shared_leases") == sum(lender.leases for lender in retired):
         found = {name: count for name, count in found.items() if not name.startswith("shared_")}
     return found

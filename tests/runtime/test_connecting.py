@@ -66,7 +66,7 @@ async def for_ever() -> None:
 
 
 def listeners(worker: Worker) -> list[socket.socket]:
-    return worker.node.listeners.sockets()
+    return worker._node.listeners.sockets()
 
 
 def count(*values: Any) -> int:
@@ -78,7 +78,7 @@ def fail_with(size: int) -> None:
 
 
 def take_no_connections(worker: Worker) -> None:
-    """Whoever connects waits, as with a process that is stopped, until `worker.node.acceptor.start`."""
+    """Whoever connects waits, as with a process that is stopped, until `worker._node.acceptor.start`."""
     for sock in listeners(worker):
         worker.loop.remove_reader(sock.fileno())
 
@@ -88,36 +88,36 @@ def take_no_connections(worker: Worker) -> None:
 
 async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(pair: list[Worker]) -> None:
     """Stopped, or with a loop that cannot run, it takes connections and says nothing: calls wait until it goes on."""
-    pair[0].node.engine.bounds = Bounds(handshake=0.02, connect=0.05)
+    pair[0]._node.engine.bounds = Bounds(handshake=0.02, connect=0.05)
     take_no_connections(pair[1])
     call = asyncio.ensure_future(pair[0].peer("worker1", timeout=0).call(abs, -3))
     done, _ = await asyncio.wait([call], timeout=0.2)
     assert not done
-    pair[0].node.engine.bounds = Bounds()  # a busy machine needs longer for a handshake
-    pair[1].node.acceptor.start()
+    pair[0]._node.engine.bounds = Bounds()  # a busy machine needs longer for a handshake
+    pair[1]._node.acceptor.start()
     assert await answer(call) == 3
 
 
 async def test_handshake_that_breaks_is_begun_again(pair: list[Worker]) -> None:
     """A connection that ends before it was proved says nothing about the worker at its other end."""
-    pair[1].node.engine.bounds = Bounds(handshake=0.0)  # it lets nobody come that far
+    pair[1]._node.engine.bounds = Bounds(handshake=0.0)  # it lets nobody come that far
     call = pair[0].call("worker1", abs, -3)
     await until(lambda: pair[1].statistics().connections_refused >= 2)
-    assert not call.done() and pair[0].node.group.lost == {}
-    pair[1].node.engine.bounds = Bounds()
+    assert not call.done() and pair[0]._node.group.lost == {}
+    pair[1]._node.engine.bounds = Bounds()
     assert await answer(call) == 3
 
 
 async def test_member_gets_through_a_crowd_of_strangers(over_tcp: list[Worker]) -> None:
     """Strangers who open all the connections that may be in their handshake keep no member out."""
-    engine = over_tcp[1].node.engine
+    engine = over_tcp[1]._node.engine
     engine.bounds = Bounds(handshakes=4)
     record = engine.record
 
     def open_connections() -> int:
         return sum(not connection.ended for connection in list(engine.connections))
 
-    await until(lambda: over_tcp[1].node.peers.find("worker0").state is PeerState.READY)
+    await until(lambda: over_tcp[1]._node.peers.find("worker0").state is PeerState.READY)
     before = open_connections()
     with ExitStack() as stack:
         for _ in range(4):
@@ -135,15 +135,15 @@ async def test_goodbye_right_behind_the_handshake_is_one() -> None:
 
     def leave_once_connected() -> None:
         """Before a has read the end of the handshake: what is to be called soon comes before the sockets' turn."""
-        for service in b.node.services:
+        for service in b._node.services:
             service.say_goodbye()
-        if not b.node.services:
+        if not b._node.services:
             b.loop.call_soon(leave_once_connected)
 
     leave_once_connected()
     events = a.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: a.node.news.listeners)
+    await until(lambda: a._node.news.listeners)
     with pytest.raises(PeerLeft, match="w1"):
         await answer(a.call("w1", abs, -3))
     assert await answer(heard) == WorkerLeft(b.info)
@@ -158,10 +158,10 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     """Before the first call between two workers there is nothing between them, and after it one connection."""
 
     def between() -> list[str]:
-        return [service.record.name for service in trio[2].node.services]
+        return [service.record.name for service in trio[2]._node.services]
 
-    await until(lambda: trio[1].node.peers.find("worker0").state.value == "ready")
-    assert between() == [] and trio[1].node.peers.find("worker2").state.value == "idle"
+    await until(lambda: trio[1]._node.peers.find("worker0").state.value == "ready")
+    assert between() == [] and trio[1]._node.peers.find("worker2").state.value == "idle"
     assert await asyncio.gather(*(trio[1].call("worker2", abs, -n) for n in range(20))) == list(range(20))
     assert between() == ["worker1"]
 
@@ -169,16 +169,16 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
 async def become_ready_beside_references(trio: list[Worker]) -> None:
     """Let worker2 be ready for worker1 while another thread has the lock of its references, as one that uses them."""
     caller, callee = trio[1:]
-    peer, has_it = caller.node.peers.find("worker2"), threading.Event()
+    peer, has_it = caller._node.peers.find("worker2"), threading.Event()
 
     def hold_the_lock() -> None:
-        with caller.node.references._lock:  # nothing of users' runs under it, so that nobody else could hold it
+        with caller._node.references._lock:  # nothing of users' runs under it, so that nobody else could hold it
             has_it.set()
             wait_until(lambda: peer.state is PeerState.READY, LONG)
 
     holding = asyncio.ensure_future(asyncio.to_thread(hold_the_lock))
     await until(has_it.is_set)
-    callee.node.acceptor.start()
+    callee._node.acceptor.start()
     await holding
 
 
@@ -186,10 +186,10 @@ async def test_becoming_ready_waits_for_nobody_who_uses_references(trio: list[Wo
     """That may be somebody who sends to that very peer; what a call took along that was given up comes back."""
     caller = trio[1]
     take_no_connections(trio[2])
-    token = current_node.set(caller.node)
+    token = current_node.set(caller._node)
     reference = aiorpc.RRef(5)
     current_node.reset(token)
-    peer = caller.node.peers.find("worker2")
+    peer = caller._node.peers.find("worker2")
     call = caller.call("worker2", count, torch.ones(APART), reference)
     call.cancel()
     assert peer.state is PeerState.CONNECTING
@@ -205,7 +205,7 @@ async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
     """The creation of a value that fails is news for the references; calls behind it go out."""
     caller = trio[1]
     take_no_connections(trio[2])
-    peer, prepare = caller.node.peers.find("worker2"), Distribution.prepare
+    peer, prepare = caller._node.peers.find("worker2"), Distribution.prepare
 
     def refuse(distribution: Distribution, *args: Any, **options: Any) -> Any:
         if peer.link is not None and distribution is peer.link.distribution:
@@ -225,7 +225,7 @@ async def test_connecting_is_tried_again_after_growing_pauses(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that cannot be reached for a moment is not lost; calls made meanwhile go out in their order."""
-    path = Path(pair[1].node.engine.record.unix_path)
+    path = Path(pair[1]._node.engine.record.unix_path)
     aside, pauses, sleep = path.with_suffix(".aside"), list[float](), asyncio.sleep
 
     async def note(seconds: float) -> None:
@@ -244,8 +244,8 @@ async def test_connecting_is_tried_again_after_growing_pauses(
 
 async def test_a_call_whose_time_is_up_first_says_what_is_in_the_way(pair: list[Worker]) -> None:
     """The error with the reason comes when connecting is given up, which a short timeout does not live to see."""
-    pair[0].node.engine.bounds = Bounds(connect=100 * LONG, refused=100 * LONG)
-    path = Path(pair[1].node.engine.record.unix_path)
+    pair[0]._node.engine.bounds = Bounds(connect=100 * LONG, refused=100 * LONG)
+    path = Path(pair[1]._node.engine.record.unix_path)
     aside = path.with_suffix(".aside")
     path.rename(aside)
     with socket.socket(socket.AF_UNIX) as deaf:
@@ -261,12 +261,12 @@ async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
     elsewhere = RpcBackendOptions(transports=("tcp",), address="127.0.0.2", shutdown_timeout=0.1)
     with ExitStack() as stack:
         async with cluster(2, options=[TCP, elsewhere]) as workers:
-            address = ("127.0.0.2", workers[1].node.engine.record.tcp_port)
+            address = ("127.0.0.2", workers[1]._node.engine.record.tcp_port)
             full = stack.enter_context(socket.socket())
             full.bind(address)
             full.listen(0)  # it takes one connection, and the system is silent to all others
             stack.enter_context(socket.create_connection(address, LONG))
-            workers[0].node.engine.bounds = Bounds(connect=0.05)
+            workers[0]._node.engine.bounds = Bounds(connect=0.05)
             place = rf"no answer from 127\.0\.0\.2:{address[1]} within 0\.05 s \(a firewall\?.* address and port_range"
             with pytest.raises(PeerLost, match=rf"worker1.*cannot be reached: .*does not take connections: {place}"):
                 await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
@@ -283,7 +283,7 @@ async def test_what_the_system_does_not_permit_is_tried_once(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(sockets, "connect_unix", connect)
-    pair[0].node.engine.bounds = Bounds(connect=100 * LONG)
+    pair[0]._node.engine.bounds = Bounds(connect=100 * LONG)
     with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .*Permission denied"):
         await answer(pair[0].peer("worker1", timeout=0).call(abs, -3))
     assert len(tries) == 1
@@ -294,7 +294,7 @@ async def test_worker_of_this_host_that_listens_no_more_is_lost_soon(transport: 
     """Its process lives on, as it does in tests: that it refuses connections says enough, without the whole time."""
     options = RpcBackendOptions(transports=(transport,), shutdown_timeout=0.1)
     async with cluster(2, options=options) as workers:
-        workers[0].node.engine.bounds = Bounds(connect=100 * LONG, refused=0.1)
+        workers[0]._node.engine.bounds = Bounds(connect=100 * LONG, refused=0.1)
         take_no_connections(workers[1])
         for sock in listeners(workers[1]):
             sock.shutdown(socket.SHUT_RDWR)  # it listens no more
@@ -312,12 +312,12 @@ async def test_what_goes_wrong_on_the_way_is_told_at_once() -> None:
 
 async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(pair: list[Worker]) -> None:
     """That it cannot be reached is no news to the group, but it is to who waits."""
-    pair[0].node.engine.bounds = Bounds(connect=0.05)
+    pair[0]._node.engine.bounds = Bounds(connect=0.05)
     assert await pair[1].call("worker0", abs, -3) == 3  # in one process a death is seen by connections alone
-    await pair[1].drop()
-    await until(lambda: pair[0].node.group.is_gone(pair[1].node.engine.record))
-    engine = pair[0].node.engine
-    late = Peer(pair[0].node, Deadlines(engine.loop, lambda now: now), "worker1", pair[1].node.engine.record)
+    await pair[1]._drop()
+    await until(lambda: pair[0]._node.group.is_gone(pair[1]._node.engine.record))
+    engine = pair[0]._node.engine
+    late = Peer(pair[0]._node, Deadlines(engine.loop, lambda now: now), "worker1", pair[1]._node.engine.record)
     with pytest.raises(PeerLost, match="worker1"):
         await answer(late.call(abs, (-3,), None, 0.0))
 
@@ -326,19 +326,19 @@ async def test_broken_connection_to_oneself_ends_its_calls(pair: list[Worker]) -
     """No worker is lost then, and yet nobody will answer."""
     call = pair[0].peer("worker0", timeout=0).call(for_ever)
     assert await pair[0].call("worker0", abs, -3) == 3
-    connection = pair[0].node.peers.find("worker0").connection
+    connection = pair[0]._node.peers.find("worker0").connection
     assert connection is not None
     connection.abort(ConnectionResetError("for the test"))
     with pytest.raises(PeerLost, match=r"worker0.*for the test"):
         await answer(call)
     assert await pair[0].call("worker1", abs, -3) == 3
-    assert pair[0].node.group.lost == {}
+    assert pair[0]._node.group.lost == {}
 
 
 async def test_what_we_hold_of_a_peer_that_left_is_little(pair: list[Worker]) -> None:
     """Peers are remembered for good; the connection, with its long buffers, is not."""
     assert await pair[0].call("worker1", abs, -3) == 3
-    peer = pair[0].node.peers.find("worker1")
+    peer = pair[0]._node.peers.find("worker1")
     connection = weakref.ref(peer.connection)
     assert connection() is not None
     await pair[1].shutdown(graceful=False)
@@ -367,7 +367,7 @@ async def test_errors_longer_than_a_message_may_be_are_errors_of_their_calls(fru
     for size in (LIMIT // 2, LIMIT, 32 * LIMIT):  # the last one travels as text
         with pytest.raises((ValueError, RemoteError), match="x" * 100):
             await answer(frugal[0].call("worker1", fail_with, size))
-    assert not other.done() and frugal[0].node.group.lost == {}
+    assert not other.done() and frugal[0]._node.group.lost == {}
     other.cancel()
 
 
@@ -394,7 +394,7 @@ async def test_the_longest_message_may_have_tensors_beside_it(frugal: list[Worke
             assert beside() == before + 100
         else:
             high = middle
-    assert low > LIMIT // 2 and frugal[0].node.group.lost == {}
+    assert low > LIMIT // 2 and frugal[0]._node.group.lost == {}
 
 
 def test_what_the_runtime_adds_to_a_message_is_bounded() -> None:
@@ -408,7 +408,7 @@ async def test_who_has_no_descriptors_loses_nobody(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its calls wait for longer than for a worker that does not answer, and the log says once why."""
-    pair[0].node.engine.bounds = Bounds(connect=0.05)
+    pair[0]._node.engine.bounds = Bounds(connect=0.05)
     tries, begun, connect = 0, time.monotonic(), sockets.connect_unix
 
     async def refuse(path: str) -> socket.socket:
@@ -434,7 +434,7 @@ async def test_without_descriptors_the_loop_rests(
 ) -> None:
     """A connection that cannot be taken is tried again after a pause; the log says so once a minute at most."""
     pause, tries = 0.05, 0
-    pair[1].node.engine.bounds = Bounds(accept_pause=pause)
+    pair[1]._node.engine.bounds = Bounds(accept_pause=pause)
     accept: Callable[..., Any] = socket.socket.accept
 
     def refuse(sock: socket.socket) -> Any:
@@ -459,8 +459,8 @@ async def test_forked_child_keeps_no_socket_of_its_parent() -> None:
     async with cluster(2, options=TCP) as (a, b):
         assert await a.call("worker1", abs, -3) == 3
         await b.shutdown(graceful=False)
-        await until(lambda: a.node.group.is_gone(b.node.engine.record) and not a.node.services)
-        host, port = a.node.engine.record.tcp_host, a.node.engine.record.tcp_port
+        await until(lambda: a._node.group.is_gone(b._node.engine.record) and not a._node.services)
+        host, port = a._node.engine.record.tcp_host, a._node.engine.record.tcp_port
         assert await a.call("worker0", abs, -3) == 3
         with socket.create_connection((host, port), LONG) as stranger:
             others.add(os.fstat(stranger.fileno()).st_ino)
@@ -503,11 +503,11 @@ async def test_a_worker_that_stands_still_in_the_midst_of_its_handshake_tries_ag
     apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
     async with cluster(2, options=[apart, RpcBackendOptions()]) as (still, worker):
         assert await worker.call("worker0", abs, -3) == 3
-        still.node.engine.bounds, worker.node.engine.bounds = Bounds(connect=0.1), Bounds(handshake=0.3)
+        still._node.engine.bounds, worker._node.engine.bounds = Bounds(connect=0.1), Bounds(handshake=0.3)
         call = still.call("worker1", abs, -3)
         # This loop does not run until the other one stands, so the handshake is not over by then.
-        assert select.select(worker.node.listeners.sockets(), [], [], LONG)[0]
+        assert select.select(worker._node.listeners.sockets(), [], [], LONG)[0]
         with standing_still(still):
             await until(lambda: worker.statistics().connections_refused)
         assert await answer(call) == 3
-        assert not still.node.group.lost
+        assert not still._node.group.lost

@@ -187,7 +187,7 @@ async def test_a_call_that_has_waited_for_room_has_nothing_of_a_stream_that_did(
 
     async with cluster(2) as workers, workers[0].stream("worker1", alices_numbers) as numbers:
         await read(numbers)
-        (service,) = workers[1].node.services
+        (service,) = workers[1]._node.services
         backlog = service._backlog
         backlog.half = -1  # as if so much waited to be sent
         reading = asyncio.ensure_future(read(numbers))
@@ -337,7 +337,7 @@ async def test_what_outlives_its_worker_does_not_act_for_the_next_one(handler: A
     if handler is verbs_in_a_task:
         await call
     await first.shutdown(graceful=False)
-    call.mark_seen()
+    call._mark_seen()
     async with aiorpc.init("second", rank=0, world_size=1, store=HashStore()) as second:
         Late.go.set()
         await until(Late.over.is_set)
@@ -387,7 +387,7 @@ async def test_events_of_workers_that_join_and_leave() -> None:
                 heard[index].append(event)
 
         tasks = [asyncio.ensure_future(listen(index)) for index in range(2)]
-        await until(lambda: all(worker.node.news.listeners for worker in workers))
+        await until(lambda: all(worker._node.news.listeners for worker in workers))
         async with aiorpc.init("late", store=store) as late:
             info = late.info
             await until(lambda: all(heard))
@@ -403,15 +403,15 @@ async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     news = pair[0].events()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(news), 0.01)
-    listeners.append(pair[0].node.news.listeners)
+    listeners.append(pair[0]._node.news.listeners)
     await news.aclose()
-    listeners.append(pair[0].node.news.listeners)
+    listeners.append(pair[0]._node.news.listeners)
     assert [event async for event in news] == []
     dropped = pair[0].events()
-    listeners.append(pair[0].node.news.listeners)
+    listeners.append(pair[0]._node.news.listeners)
     del dropped
     gc.collect()
-    listeners.append(pair[0].node.news.listeners)
+    listeners.append(pair[0]._node.news.listeners)
     assert listeners == [1, 0, 1, 0]
 
 
@@ -426,7 +426,7 @@ async def test_events_reach_a_task_that_nobody_holds() -> None:
                 heard.append(event)
 
         asyncio.create_task(watch())  # noqa: RUF006  # nobody holds it: that is what is tried
-        await until(lambda: worker.node.news.listeners)
+        await until(lambda: worker._node.news.listeners)
         gc.collect()
         for name in ("b", "c"):
             async with aiorpc.init(name, store=store) as late:
@@ -530,24 +530,24 @@ def test_workers_are_looked_through_as_others_come_and_go() -> None:
 
     async def look() -> None:
         async with cluster(3) as workers:
-            nodes: set[Any] = {worker.node for worker in workers}
+            nodes: set[Any] = {worker._node for worker in workers}
 
             def happened(at: int, come: bool) -> bool:
                 found: list[Any] = []
                 change = registry.add if come else registry.remove
                 if come:
-                    registry.remove(workers[2].node)
+                    registry.remove(workers[2]._node)
                 here = meanwhile(
                     lambda: found.extend(registry.nodes()),
                     at,
-                    lambda _: change(workers[2].node),
+                    lambda _: change(workers[2]._node),
                     current.__file__,
                     _weakrefset.__file__,
                     signals=True,
                 )
                 if here or come:
-                    registry.add(workers[2].node)
-                assert nodes - {workers[2].node} <= {*found} <= nodes
+                    registry.add(workers[2]._node)
+                assert nodes - {workers[2]._node} <= {*found} <= nodes
                 return here
 
             for come in (False, True):

@@ -147,7 +147,7 @@ async def test_zero_means_no_limit() -> None:
         assert await workers[0].peer("worker1", timeout=0).call(left) is None
 
         def script() -> Any:
-            current_node.set(workers[0].node)
+            current_node.set(workers[0]._node)
             return aiorpc.rpc_sync("worker1", left, timeout=0), aiorpc.rpc_sync("worker1", left, timeout=300)
 
         unlimited, limited = await asyncio.to_thread(script)
@@ -277,7 +277,7 @@ def blocking(verb: Callable[[Worker, aiorpc.RRef[Any]], Any], worker: Worker, rr
     errors: list[Any] = []
 
     def use() -> None:
-        current_node.set(worker.node)
+        current_node.set(worker._node)
         try:
             errors.extend(outcome.error for outcome in verb(worker, rref))
         except RpcError as error:
@@ -446,9 +446,9 @@ def test_what_can_never_come_on_another_loop_is_refused(loop_factory: LoopFactor
     """The loop that has to bring it is this thread's, which runs another one: that is said, and nobody hangs."""
 
     async def make(worker: Worker) -> Any:
-        token = current_node.set(worker.node)
+        token = current_node.set(worker._node)
         try:
-            return aiorpc.Queue("items").bind()
+            return aiorpc.Queue("items")._bind()
         finally:
             current_node.reset(token)
 
@@ -531,7 +531,7 @@ async def test_references_in_a_late_answer_are_released(apart: list[Worker], fla
     await apart[0].call("worker1", left)
     await time_out_beside(apart[0], late_reference, flags)
     await until(lambda: apart[0].statistics().late_answers >= 1)
-    await until(lambda: all(worker.node.references.counts().owned == 0 for worker in apart))
+    await until(lambda: all(worker._node.references.counts().owned == 0 for worker in apart))
 
 
 async def late_reference() -> Any:
@@ -607,7 +607,7 @@ def set_cancelled() -> None:
 async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> None:
     """The collector may start in the middle of a look, and let other threads call: the look goes on all the same."""
     calls = [pair[0].call("worker1", for_ever) for _ in range(50)]
-    peer = pair[0].node.peers.find("worker1")
+    peer = pair[0]._node.peers.find("worker1")
     pending = list(peer.owed.pending.values())
     numbers = itertools.count(-1, -1)
 
@@ -629,7 +629,7 @@ async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> N
         for call in calls:
             call.cancel()
     assert len(drained) == 5000
-    assert earliest == [min(call.deadline or 0 for call in pending)] * 20
+    assert earliest == [min(call._deadline or 0 for call in pending)] * 20
 
 
 @pytest.mark.parametrize("method", ["ask", "ask_async"])

@@ -121,7 +121,7 @@ class Doing:
 
 def here() -> Refusing:
     """The devices of the worker whose handler this is."""
-    driver = rpc.current().node.accelerators.accelerator
+    driver = rpc.current()._node.accelerators.accelerator
     assert isinstance(driver, Refusing)
     return driver
 
@@ -552,10 +552,10 @@ def what_is_left_on(worker: Worker) -> dict[str, Any]:
     found = what_is_left(worker)
     if MORTAL:  # what a worker has borrowed stays lent as long as its process lives
         found = {name: count for name, count in found.items() if not name.startswith("shared")}
-    for link in worker.node.links.all():
+    for link in worker._node.links.all():
         link.flush()
         found |= {f"{name} {link.record.name}": count for name, count in link.devices.under_way.items() if count}
-    driver = worker.node.accelerators.accelerator
+    driver = worker._node.accelerators.accelerator
     assert isinstance(driver, FakeCuda)
     return found | {f"bytes on {index}": size for index in range(DEVICES) if (size := driver.in_use(index))}
 

@@ -134,7 +134,7 @@ def fake_of(tensor: Tensor) -> FakeCuda:
 @asynccontextmanager
 async def acting_as(worker: Worker) -> AsyncIterator[None]:
     """The module's verbs are this worker's."""
-    token = current_node.set(worker.node)
+    token = current_node.set(worker._node)
     try:
         yield
     finally:
@@ -1327,7 +1327,7 @@ async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_nothing(way: str, 
                 break
             assert is_all(await first.call("worker1", plus_one, x), number + 1)
         assert number > 10, "it was interrupted nowhere"
-        await until(lambda: not any(link.devices.busy for link in first.node.links.all()))
+        await until(lambda: not any(link.devices.busy for link in first._node.links.all()))
         del x, arguments, call, made
 
 
@@ -1406,7 +1406,7 @@ async def test_items_whose_device_refuses_a_mark_stay_in_the_queue(way: str) -> 
         queue, there = await queue_of(worker0, worker1)
         for _ in range(2):
             await there.put({"x": late(fake, 0, 3)})
-        accelerators = worker0.node.accelerators
+        accelerators = worker0._node.accelerators
         arrival = accelerators.arrival
 
         def refused(value: Any = None) -> Any:
@@ -1429,7 +1429,7 @@ async def test_items_whose_device_refuses_a_mark_stay_in_the_queue(way: str) -> 
 async def test_gradients_of_a_context_are_right_on_whatever_stream_they_are_used() -> None:
     """Those that were added up are waited for, and none is written over before the last stream has read it."""
     async with group({"worker0": {0: 0}}) as (fake, (worker,)):
-        node, leaf = worker.node, torch.zeros(1)
+        node, leaf = worker._node, torch.zeros(1)
         node.accelerators._use_index(0)
         made, summed, user = (fake.fresh(0) for _ in range(3))
         for attempt in range(20):
@@ -1460,7 +1460,7 @@ async def test_gradients_of_a_context_are_right_on_whatever_stream_they_are_used
 async def test_gradients_that_arrive_are_kept_for_the_stream_that_goes_backward() -> None:
     """Their memory is that of the message's stream."""
     async with group({"worker0": {0: 0}}) as (fake, (worker,)):
-        node = worker.node
+        node = worker._node
         node.accelerators._use_index(0)
         made, user = (fake.fresh(0) for _ in range(2))
         with fake.entered([made]):

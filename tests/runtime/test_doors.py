@@ -132,8 +132,8 @@ async def party(kind: str) -> AsyncIterator[Party]:
     """Workers without a limit for calls, queues at the second one, and a name that it publishes."""
     store: Store = HashStore()
     async with cluster(3, dynamic=kind == "free", store=store, options=NO_LIMIT) as (leaver, other, third):
-        leaver.node.engine.bounds = Bounds(grace=0.05)
-        token = current_node.set(other.node)
+        leaver._node.engine.bounds = Bounds(grace=0.05)
+        token = current_node.set(other._node)
         try:
             queues = [aiorpc.Queue("empty"), aiorpc.Queue("full", maxsize=1), aiorpc.Queue("endless")]
             await queues[1].put(0)
@@ -167,7 +167,7 @@ def start(actor: str, party: Party, make: Callable[[Party], Any], again: Callabl
     """Have a task or a thread of the program begin that again and again; the error that it ends with."""
 
     async def in_task() -> BaseException:
-        current_node.set(party.leaver.node)
+        current_node.set(party.leaver._node)
         try:
             while True:
                 await awaited(make(party))
@@ -178,7 +178,7 @@ def start(actor: str, party: Party, make: Callable[[Party], Any], again: Callabl
             return error
 
     def in_thread() -> BaseException:
-        current_node.set(party.leaver.node)
+        current_node.set(party.leaver._node)
         try:
             while True:
                 waited_for(make(party))
@@ -210,7 +210,7 @@ async def test_what_a_program_begins_back_to_back_keeps_nobody(verb: str, actor:
             return True
 
         if verb == "get":
-            here.other.node.engine.tasks.spawn(refill(here.other))
+            here.other._node.engine.tasks.spawn(refill(here.other))
         begun = start(actor, here, QUICK[verb], again)
         await until(lambda: rounds > 2 or begun.done())
         assert not begun.done(), begun.result()
@@ -220,7 +220,7 @@ async def test_what_a_program_begins_back_to_back_keeps_nobody(verb: str, actor:
 
 
 async def refill(owner: Worker) -> None:
-    token = current_node.set(owner.node)
+    token = current_node.set(owner._node)
     queue = aiorpc.queue("full", owner=owner.name)
     current_node.reset(token)
     with contextlib.suppress(RpcError):
@@ -259,7 +259,7 @@ async def what_a_fixed_group_runs_is_awaited() -> None:
         call = here.leaver.call(here.other.name, wait_at_the_gate)
         await until(lambda: gate.entered)
         leaving = asyncio.ensure_future(leave(here, "fixed"))
-        await until(lambda: here.leaver.node.engine.lifetime.shut)
+        await until(lambda: here.leaver._node.engine.lifetime.shut)
         await asyncio.wait((leaving,), timeout=0.2)  # several times the grace
         assert not leaving.done()
         gate.open.set()
@@ -275,7 +275,7 @@ async def test_what_was_accepted_goes_on_behind_the_door(handler: Any, kind: str
         call = here.other.call(here.leaver.name, handler, here.other.name)
         await until(lambda: gate.entered)
         leaving = asyncio.ensure_future(leave(here, kind))
-        await until(lambda: here.leaver.node.engine.lifetime.shut)
+        await until(lambda: here.leaver._node.engine.lifetime.shut)
         with pytest.raises(WorkerClosed, match="worker 'worker0' is leaving"):
             here.leaver.call(here.other.name, abs, -3)
         gate.open.set()
@@ -291,7 +291,7 @@ async def test_what_others_send_behind_the_door_is_refused(verb: str, gate: Gate
         held = caller.call("worker0", wait_at_the_gate)
         await until(lambda: gate.entered)
         leaving = asyncio.ensure_future(leaver.shutdown())
-        await until(lambda: leaver.node.engine.lifetime.parting)
+        await until(lambda: leaver._node.engine.lifetime.parting)
         if verb == "call":
             with pytest.raises(PeerLeft, match=r"worker0 \(rank 0.* is leaving: it takes no more calls"):
                 await caller.call("worker0", wait_at_the_gate)
@@ -318,7 +318,7 @@ async def test_before_all_have_entered_everything_goes_on(gate: Gate) -> None:
     """In a group of fixed size who has entered serves the others, and its own program's threads may go on, too."""
     async with party("fixed") as here:
         leaving = asyncio.ensure_future(here.leaver.shutdown())
-        await until(lambda: here.leaver.node.group.departure.entered)
+        await until(lambda: here.leaver._node.group.departure.entered)
         assert await here.leaver.call("worker1", abs, -3) == 3
         assert await here.other.call("worker0", relay_at_once, "worker1") == 3
         assert not leaving.done()
@@ -350,7 +350,7 @@ async def test_who_hosts_the_store_serves_until_the_others_have_gone(
 async def free_host() -> AsyncIterator[tuple[Worker, Worker]]:
     where = f"tcp://127.0.0.1:{free_port()}"
     host = await aiorpc.init("host", init_method=where, options=NO_LIMIT)
-    host.node.engine.bounds = Bounds(grace=0.05)
+    host._node.engine.bounds = Bounds(grace=0.05)
     guest = await aiorpc.init("guest", init_method=where, options=NO_LIMIT)
     try:
         yield host, guest
@@ -363,11 +363,11 @@ async def test_a_handler_that_waits_at_a_queue_is_no_wait_of_the_program(gate: G
     """The grace is not for what was accepted: that ends in its own time."""
     async with party("free") as here:
         call = here.other.call("worker0", get_from, "empty", "worker1")
-        await until(lambda: here.leaver.node.engine.waits and here.leaver.pending_calls()[1:])
+        await until(lambda: here.leaver._node.engine.waits and here.leaver.pending_calls()[1:])
         leaving = asyncio.ensure_future(here.leaver.shutdown())
         await asyncio.wait((leaving,), timeout=0.2)  # several times the grace
         assert not leaving.done()
-        token = current_node.set(here.other.node)
+        token = current_node.set(here.other._node)
         await aiorpc.queue("empty", owner="worker1").put("item")
         current_node.reset(token)
         await asyncio.wait_for(leaving, LIMIT)
@@ -383,7 +383,7 @@ async def test_waits_in_threads_end_when_the_main_program_raises() -> None:
     ended = threading.Event()
 
     def waits(party: Party) -> None:
-        current_node.set(party.leaver.node)
+        current_node.set(party.leaver._node)
         try:
             party.queue("empty").get().wait()
         finally:
@@ -391,7 +391,7 @@ async def test_waits_in_threads_end_when_the_main_program_raises() -> None:
 
     store = HashStore()
     async with cluster(1, dynamic=True, store=store, options=NO_LIMIT) as (owner,):
-        token = current_node.set(owner.node)
+        token = current_node.set(owner._node)
         queue = aiorpc.Queue("empty")
         current_node.reset(token)
         with pytest.raises(KeyError):

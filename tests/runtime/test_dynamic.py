@@ -96,7 +96,7 @@ async def test_who_leaves_in_the_midst_of_a_handshake_is_not_taken_for_dead(
             outcome: object = (await asyncio.gather(call, return_exceptions=True))[0]
             assert outcome == "worker0" or isinstance(outcome, WorkerClosed)
         await until(lambda: names(worker) == ["worker0"])
-        assert not worker.node.group.lost
+        assert not worker._node.group.lost
 
 
 @pytest.mark.parametrize("way", ["cancelled", "shut down"])
@@ -142,7 +142,7 @@ async def test_who_gives_up_joining_is_not_taken_for_dead(
         await asyncio.gather(joining, ending, return_exceptions=True)
         with pytest.raises(PeerLeft, match="late"):
             await asyncio.wait_for(call, LIMIT)
-        assert not worker.node.group.lost
+        assert not worker._node.group.lost
 
 
 async def test_a_call_to_a_name_not_there_yet_waits_for_it(store: Store) -> None:
@@ -173,10 +173,10 @@ async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(store:
             if store.check([key]):
                 copy.set(key, store.get(key).decode())
         short, long = (worker.peer("late", timeout=timeout).call(for_ever) for timeout in (0.5, 0))
-        known_by_id = worker.node.peers.by_id(7)
+        known_by_id = worker._node.peers.by_id(7)
         async with aiorpc.init("late", rank=7, store=copy):
             await until(lambda: "late" in names(worker))
-            assert worker.node.peers.find("late") is known_by_id
+            assert worker._node.peers.find("late") is known_by_id
             assert await worker.call("late", where) == "late"
             assert {call.function for call in worker.pending_calls()} == {f"{__name__}:for_ever"}
             with pytest.raises(RpcTimeout, match=r"'late'.*no connection"):
@@ -230,7 +230,7 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
         old = await aiorpc.init("phoenix", store=store)
         ref = worker.remote("phoenix", dict)
         assert await ref == {}
-        await old.drop()
+        await old._drop()
         await until(lambda: names(worker) == ["worker0"])
         for _ in range(2):
             with pytest.raises(PeerLost, match=r"phoenix \(rank 1, pid \d+.*\) was lost.*Nothing was sent") as caught:
@@ -261,16 +261,16 @@ async def test_a_newcomer_is_found_though_it_was_not_heard_of(store: Store) -> N
     async with cluster(1, dynamic=True, store=store) as (worker,):
         old = await aiorpc.init("phoenix", store=store)
         assert await worker.call("phoenix", where) == "phoenix"
-        await old.drop()
+        await old._drop()
         await until(lambda: names(worker) == ["worker0"])
-        known = worker.node.group.on_joined
-        worker.node.group.on_joined = lambda record: None  # type: ignore[method-assign]  # what newcomers say is lost
+        known = worker._node.group.on_joined
+        worker._node.group.on_joined = lambda record: None  # type: ignore[method-assign]  # what newcomers say is lost
         try:
             async with aiorpc.init("phoenix", store=store):
-                worker.node.group.on_joined = known  # type: ignore[method-assign]  # as it was
+                worker._node.group.on_joined = known  # type: ignore[method-assign]  # as it was
                 assert await worker.call("phoenix", where) == "phoenix"
         finally:
-            worker.node.group.on_joined = known  # type: ignore[method-assign]  # as it was
+            worker._node.group.on_joined = known  # type: ignore[method-assign]  # as it was
 
 
 async def test_a_name_that_was_never_seen_is_waited_for_once(store: Store) -> None:
@@ -290,7 +290,7 @@ async def test_a_name_that_was_never_seen_is_waited_for_once(store: Store) -> No
 async def test_names_that_nobody_bears_leave_nothing_behind(store: Store) -> None:
     """However many are called, waited for or asked for: of the latest something is kept, and of the others nothing."""
     async with cluster(1, dynamic=True, store=store, options=RpcBackendOptions(newcomer_grace=0.05)) as (worker,):
-        peers = worker.node.peers
+        peers = worker._node.peers
         for name in (f"nobody{number}" for number in range(UNMET)):
             worker.peer(name)
         calls: list[asyncio.Future[Any]] = []
@@ -334,7 +334,7 @@ async def test_names_of_a_store_that_does_not_answer_leave_nothing_behind() -> N
 
         def left() -> int:
             gc.collect()
-            return len(worker.node.peers.all())
+            return len(worker._node.peers.all())
 
         await until(lambda: left() <= UNMET + 1)
 
@@ -363,7 +363,7 @@ async def test_a_call_to_who_is_met_while_the_store_says_nothing_does_not_wait_f
 async def test_who_has_a_peer_that_is_let_go_of_can_call_it(store: Store) -> None:
     """A thread may have found it just before: its calls have their deadlines, find their worker, and end with ours."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        peers = worker.node.peers
+        peers = worker._node.peers
         found = {name: peers.find(name) for name in ("late", "later", "never")}
         for number in range(2 * UNMET):
             peers.find(f"nobody{number}")
@@ -394,7 +394,7 @@ async def test_a_name_that_is_let_go_of_still_tells_who_bore_it(store: Store) ->
             with pytest.raises(PeerLeft, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
                 await asyncio.wait_for(worker.call("phoenix", where), LIMIT)
             for number in range(2 * UNMET):
-                worker.node.peers.find(f"nobody{number}")
+                worker._node.peers.find(f"nobody{number}")
 
 
 async def test_who_waits_in_vain_is_told_for_whom(store: Store) -> None:
@@ -407,9 +407,9 @@ async def test_who_waits_in_vain_is_told_for_whom(store: Store) -> None:
             await asyncio.to_thread(worker.wait_for("late", timeout=0.05).wait)
         cancelled = worker.wait_for("late", timeout=0)
         assert cancelled.cancel()
-        await until(lambda: not worker.node.peers.find("late").owed.pending)
+        await until(lambda: not worker._node.peers.find("late").owed.pending)
         async with aiorpc.init("late", store=store):
-            peers, over = worker.node.peers, RpcTimeout("as the call has it", worker="late", seconds=0.5)
+            peers, over = worker._node.peers, RpcTimeout("as the call has it", worker="late", seconds=0.5)
             assert await worker.call("late", where) == "late"
             told = str(peers.not_come(peers.find("late"), over))
             assert told.startswith("late (rank 1, pid") and "has joined, and has not answered within 0.5 s" in told
@@ -435,7 +435,7 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Stor
     watched, slow = WatchedStore(store), WatchedStore(store)
     looks: list[str] = []
     async with cluster(1, dynamic=True, store=watched) as (worker,):
-        worker.node.engine.bounds = Bounds(serving_pause=60.0)
+        worker._node.engine.bounds = Bounds(serving_pause=60.0)
         old = await aiorpc.init("phoenix", store=slow)
         assert await worker.call("phoenix", where) == "phoenix"
         slow.look = stuck = Stuck()
@@ -444,7 +444,7 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Stor
         watched.look = lambda operation, keys: looks.append(operation)
         call = worker.peer("phoenix", wait=True).call(where)
         await until(lambda: looks.count("get") > 1)
-        assert old.node.engine.record.incarnation in store.get(ROSTER).decode()
+        assert old._node.engine.record.incarnation in store.get(ROSTER).decode()
         stuck.open.set()
         await leaving
         async with aiorpc.init("phoenix", store=store) as new:
@@ -466,7 +466,7 @@ async def test_a_secret_that_cannot_be_written_once_is_handed_out_later(
         return write(path, content)
 
     async with cluster(1, dynamic=True, store=store) as (first,):
-        first.node.rendezvous.remove_secret()  # somebody has tidied up
+        first._node.rendezvous.remove_secret()  # somebody has tidied up
         monkeypatch.setattr(sockets, "write_secret", fail_once)
         async with aiorpc.init("late", store=store, options=RpcBackendOptions(rpc_timeout=10.0)) as late:
             assert await late.call("worker0", where) == "worker0"
@@ -529,7 +529,7 @@ async def test_what_leaving_waits_for_is_told(store: Store, caplog: pytest.LogCa
     go_on = _go_on["it"] = asyncio.Event()
     async with cluster(1, dynamic=True, store=store) as (worker,):
         guest = await aiorpc.init("guest", store=store)
-        guest.node.engine.bounds = Bounds(told=0.05)
+        guest._node.engine.bounds = Bounds(told=0.05)
         theirs, ours = worker.call("guest", once_told), guest.call("worker0", once_told)
         await until(lambda: guest.statistics().calls_running == worker.statistics().calls_running == 1)
         leaving = asyncio.ensure_future(guest.shutdown())
@@ -553,7 +553,7 @@ async def test_leaving_waits_until_answers_are_read(store: Store, reads: bool, m
     async with cluster(1, dynamic=True, store=store) as (worker,):
         guest = await aiorpc.init("guest", store=store, options=options)
         assert await worker.call("guest", text, 1) == "x"
-        link = worker.node.peers.find("guest").link
+        link = worker._node.peers.find("guest").link
         assert link is not None
         link.connection.pause()  # as if its loop had other work
         calls = [worker.call("guest", text, 200_000) for _ in range(100)]
@@ -568,7 +568,7 @@ async def test_leaving_waits_until_answers_are_read(store: Store, reads: bool, m
             if reads:
                 assert len(await call) == 200_000
             else:
-                call.mark_seen()
+                call._mark_seen()
 
 
 _go_on: dict[str, asyncio.Event] = {}
@@ -645,7 +645,7 @@ async def test_references_to_workers_that_joined_later(store: Store) -> None:
         rref = workers[0].remote("worker1", dict, a=1)
         assert await workers[0].call("late", fetch, rref) == {"a": 1}
         del rref
-        await until(lambda: workers[1].node.references.counts().owned == 0)
+        await until(lambda: workers[1]._node.references.counts().owned == 0)
 
 
 async def test_a_worker_of_which_a_reference_alone_was_heard_is_called_and_passed_the_reference(store: Store) -> None:

@@ -36,11 +36,11 @@ async def error_of(call: Any) -> BaseException:
 async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(transport: str) -> None:
     """In a star members are connected with the leader alone, so nobody else is told of a goodbye."""
     async with cluster(3, options=options(transport)) as (_, leaver, caller):
-        caller.node.engine.bounds = Bounds(refused=0.02)
+        caller._node.engine.bounds = Bounds(refused=0.02)
         await leaver.shutdown(graceful=False)
         error = await error_of(caller.peer("worker1", timeout=0).call(abs, -3))
         assert isinstance(error, PeerLeft) and "worker1" in str(error)
-        assert caller.node.group.lost == {}
+        assert caller._node.group.lost == {}
         assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerLeft)
 
 
@@ -48,21 +48,21 @@ async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(t
 async def test_who_leaves_in_the_midst_of_a_handshake_is_not_lost(transport: str) -> None:
     """The handshake is cut; that it was that of a worker that leaves stands in the store."""
     async with cluster(3, options=options(transport)) as (_, leaver, caller):
-        caller.node.engine.bounds = Bounds(refused=0.02)
-        for sock in leaver.node.listeners.sockets():  # whoever connects waits, as with a busy process
+        caller._node.engine.bounds = Bounds(refused=0.02)
+        for sock in leaver._node.listeners.sockets():  # whoever connects waits, as with a busy process
             leaver.loop.remove_reader(sock.fileno())
         call = asyncio.ensure_future(caller.peer("worker1", timeout=0).call(abs, -3))
-        await until(lambda: len(caller.node.engine.connections) >= 2)
+        await until(lambda: len(caller._node.engine.connections) >= 2)
         await leaver.shutdown(graceful=False)
-        assert isinstance(await error_of(call), PeerLeft) and caller.node.group.lost == {}
+        assert isinstance(await error_of(call), PeerLeft) and caller._node.group.lost == {}
 
 
 async def test_who_has_died_is_lost_whatever_the_store_says_of_others() -> None:
     """Nothing of it stands there, as nothing does where the store does not answer: that is waited for shortly."""
     async with cluster(4, options=options("unix")) as (_, leaver, dead, caller):
-        caller.node.engine.bounds = Bounds(refused=0.02)
+        caller._node.engine.bounds = Bounds(refused=0.02)
         await leaver.shutdown(graceful=False)
-        await dead.drop()
+        await dead._drop()
         assert isinstance(await error_of(caller.peer("worker2", timeout=0).call(abs, -3)), PeerLost)
 
 
@@ -70,9 +70,9 @@ async def test_a_store_that_does_not_answer_keeps_no_loss_back(monkeypatch: pyte
     """The store is asked for a bounded time."""
     opened = threading.Event()
     async with cluster(3, options=options("unix")) as (_, dead, caller):
-        caller.node.engine.bounds = Bounds(refused=0.02, farewell=0.02)
-        monkeypatch.setattr(caller.node.rendezvous, "has_left", lambda _: opened.wait(LONG) and False)
-        await dead.drop()
+        caller._node.engine.bounds = Bounds(refused=0.02, farewell=0.02)
+        monkeypatch.setattr(caller._node.rendezvous, "has_left", lambda _: opened.wait(LONG) and False)
+        await dead._drop()
         assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerLost)
         opened.set()
 
@@ -80,12 +80,12 @@ async def test_a_store_that_does_not_answer_keeps_no_loss_back(monkeypatch: pyte
 async def test_a_store_that_answers_a_packet_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is lost on the way there is sent again after a second; the worker has left, and is not lost."""
     async with cluster(3, options=options("unix")) as (_, leaver, caller):
-        caller.node.engine.bounds = Bounds(refused=0.02)
-        has_left, late = caller.node.rendezvous.has_left, threading.Event()
-        monkeypatch.setattr(caller.node.rendezvous, "has_left", lambda record: late.wait(1.2) or has_left(record))
+        caller._node.engine.bounds = Bounds(refused=0.02)
+        has_left, late = caller._node.rendezvous.has_left, threading.Event()
+        monkeypatch.setattr(caller._node.rendezvous, "has_left", lambda record: late.wait(1.2) or has_left(record))
         await leaver.shutdown(graceful=False)
         assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerLeft)
-        assert caller.node.group.lost == {}
+        assert caller._node.group.lost == {}
 
 
 @pytest.mark.parametrize("sign", ["the line is given up", "its process ends"])
@@ -97,16 +97,16 @@ async def test_who_leaves_while_its_line_is_down_is_not_lost(sign: str) -> None:
         for each in (leader, caller):
             assert await each.call("worker1", abs, -3) == await leaver.call(each.name, abs, -3) == 3
         with away():
-            for connection in list(leaver.node.engine.connections):
+            for connection in list(leaver._node.engine.connections):
                 connection.break_off(1.0)
             await until(lambda: leader.statistics().connections_suspended + caller.statistics().connections_suspended)
             await leaver.shutdown(graceful=False)
-            record = leaver.node.engine.record
+            record = leaver._node.engine.record
             if sign == "its process ends":  # as the kernel says
                 for each in (leader, caller):
-                    each.node.group.on_process_exit(record)
-            await until(lambda: all(each.node.group.is_gone(record) for each in (leader, caller)), LONG)
-        assert leader.node.group.lost == caller.node.group.lost == {}
+                    each._node.group.on_process_exit(record)
+            await until(lambda: all(each._node.group.is_gone(record) for each in (leader, caller)), LONG)
+        assert leader._node.group.lost == caller._node.group.lost == {}
         assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerLeft)
 
 
@@ -118,11 +118,11 @@ async def test_a_free_group_tells_who_has_left_from_who_was_struck_off() -> None
         await each.start()
     for each in (a, b):
         assert await each.call("c", abs, -3) == await a.call("b", abs, -3) == 3
-    left, lost = b.node.engine.record, c.node.engine.record
+    left, lost = b._node.engine.record, c._node.engine.record
     await b.shutdown(graceful=False)
-    await c.drop()
-    await until(lambda: a.node.group.lost)
-    rendezvous = a.node.rendezvous
+    await c._drop()
+    await until(lambda: a._node.group.lost)
+    rendezvous = a._node.rendezvous
     await until(lambda: [each.name for each in rendezvous.members()] == ["a"])
     assert rendezvous.has_left(left) and not rendezvous.has_left(lost)
     await a.shutdown()
@@ -134,10 +134,10 @@ async def test_a_connection_that_ends_without_a_goodbye_is_no_loss_if_its_worker
     async with cluster(3, options=options("unix")) as (_, leaver, other):
         caller, called = (leaver, other) if opener == 0 else (other, leaver)
         assert await caller.call(called.name, abs, -3) == 3
-        leaver.node.rendezvous.say_farewell(leaver.node.engine.record)
-        await leaver.drop()
-        await until(lambda: other.node.group.is_gone(leaver.node.engine.record))
-        assert other.node.group.lost == {}
+        leaver._node.rendezvous.say_farewell(leaver._node.engine.record)
+        await leaver._drop()
+        await until(lambda: other._node.group.is_gone(leaver._node.engine.record))
+        assert other._node.group.lost == {}
         assert isinstance(await error_of(other.call("worker1", abs, -3)), PeerLeft)
 
 
@@ -148,7 +148,7 @@ async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
         await reference
         waiting = caller.call("worker1", asyncio.sleep, LONG)
         await until(lambda: leaver.statistics().calls_running)
-        caller.node.group.on_goodbye(leaver.node.engine.record)  # which came over another connection than they will
+        caller._node.group.on_goodbye(leaver._node.engine.record)  # which came over another connection than they will
         assert not waiting.done()
         assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerLeft)
         await leaver.shutdown(graceful=False)

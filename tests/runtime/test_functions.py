@@ -372,7 +372,7 @@ def answered_later() -> asyncio.Future[str]:
 
 
 async def _asked(worker: Worker) -> tuple[rpc.Future[str], asyncio.Future[str]]:
-    peer = worker.node.peers.of(next(record for record in worker.node.group.live() if record.name == "worker1"))
+    peer = worker._node.peers.of(next(record for record in worker._node.group.live() if record.name == "worker1"))
     gates.clear()
     future = peer.call(answered_later, (), None, 0.0, system=True)
     await until(lambda: len(gates) == 1)

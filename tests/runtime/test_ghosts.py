@@ -35,23 +35,23 @@ COUNT = 300
 def receive(worker: Worker, owner: int, number: int) -> RRef[object]:
     """What arrives when worker 1 passes on a reference, invented or not, to a value of that owner."""
     passed = PassedReference(ReferenceId(owner, number), owner, ReferenceId(1, 1_000_000 + number), None)
-    (handle,) = worker.node.references.load([passed], 1)
+    (handle,) = worker._node.references.load([passed], 1)
     return handle
 
 
 async def test_references_to_workers_that_do_not_exist_fail_at_once() -> None:
     """In a group of fixed size it is known who there is: nobody looks for them, and nothing of them is kept."""
     async with cluster(2) as workers:
-        known = len(workers[0].node.peers.all())
+        known = len(workers[0]._node.peers.all())
         ghosts = [receive(workers[0], 100 + number, number) for number in range(COUNT)]
         for ghost in ghosts[:5]:
             with pytest.raises(UnknownWorker, match=r"no worker 10\d in the group"):
                 await ghost
-        assert len(workers[0].node.peers.all()) == known
-        assert not workers[0].node.references.counts().pending
+        assert len(workers[0]._node.peers.all()) == known
+        assert not workers[0]._node.references.counts().pending
         ghosts.clear()
         del ghost
-        await until(lambda: gc.collect() < 0 or not workers[0].node.references.counts().users)
+        await until(lambda: gc.collect() < 0 or not workers[0]._node.references.counts().users)
         assert await workers[1].call("worker0", len, "abc") == 3
 
 
@@ -59,8 +59,8 @@ async def test_references_to_workers_that_have_not_been_heard_of_share_a_look() 
     """In a free group all are looked for together, once; those that are not there fail, and are kept no longer."""
     async with cluster(2, dynamic=True) as workers:
         ghosts = [receive(workers[0], 100 + number, number) for number in range(COUNT)]
-        await until(lambda: not workers[0].node.references.counts().pending)
-        await until(lambda: not [peer for peer in workers[0].node.peers.all() if peer.name.startswith("#")])
+        await until(lambda: not workers[0]._node.references.counts().pending)
+        await until(lambda: not [peer for peer in workers[0]._node.peers.all() if peer.name.startswith("#")])
         for ghost in ghosts[:5]:
             with pytest.raises(RpcError, match=r"no worker 10\d in the group"):
                 await ghost
@@ -72,7 +72,7 @@ async def test_a_worker_whose_id_was_invented_can_join_all_the_same() -> None:
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
         ghost = receive(workers[0], 2, 1)
-        await until(lambda: not workers[0].node.references.counts().pending)
+        await until(lambda: not workers[0]._node.references.counts().pending)
         with pytest.raises(RpcError, match="no worker 2 in the group"):
             await ghost
         async with aiorpc.init("late", store=store) as late:
@@ -84,8 +84,8 @@ async def test_a_worker_whose_id_was_invented_can_join_all_the_same() -> None:
 async def test_values_that_are_waited_for_by_their_creator_go_with_it() -> None:
     """Whoever asks for values of his own references before they are made, and leaves, leaves nothing behind."""
     async with cluster(2) as workers:
-        owner = workers[0].node.references
-        peer = workers[1].node.peers.find("worker0")
+        owner = workers[0]._node.references
+        peer = workers[1]._node.peers.find("worker0")
         calls = [peer.call(Fetch(1, 1_000_000 + number, 0), (), None, 0.0) for number in range(50)]
         await until(lambda: workers[0].statistics().calls_running == 50)
         for call in calls:
@@ -119,7 +119,7 @@ async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
     """The same for those that he asks for before he has them made: these calls are answered Overloaded."""
     options = [RpcBackendOptions(max_references=5), RpcBackendOptions()]
     async with cluster(2, options=options) as workers:
-        peer = workers[1].node.peers.find("worker0")
+        peer = workers[1]._node.peers.find("worker0")
         calls = [peer.call(Fetch(1, 1_000_000 + number, 0), (), None, 0.0) for number in range(8)]
         for call in calls[5:]:
             with pytest.raises(Overloaded, match="max_references"):
@@ -131,7 +131,7 @@ async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
 async def test_values_that_their_creator_gave_up_are_waited_for_no_more() -> None:
     """One that was asked for before its creation came, and then never was made, counts for that limit no longer."""
     async with cluster(2, options=RpcBackendOptions(max_references=2)) as workers:
-        owner = workers[0].node.references
+        owner = workers[0]._node.references
         for number in range(5):
             rref = ReferenceId(1, 1_000_000 + number, 1)
             waiting = owner.value(*rref, asker=1)
@@ -145,9 +145,9 @@ async def test_values_that_their_creator_gave_up_are_waited_for_no_more() -> Non
 async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:
     """Whoever has one reference to a value of a worker fetches no other, and calls no method of it."""
     async with cluster(2) as (owner, guesser):
-        handles = [owner.node.references.refer_to(value) for value in ("known", "other")]
+        handles = [owner._node.references.refer_to(value) for value in ("known", "other")]
         known, other = (handle._rref for handle in handles)
-        peer = guesser.node.peers.find("worker0")
+        peer = guesser._node.peers.find("worker0")
         assert await peer.call(Fetch(*known), (), None, 10.0) == "known"
         for guess in (known._replace(number=other.number), other._replace(key=known.key), other._replace(key=0)):
             for function in (Fetch(*guess), Method(guess.worker, guess.number, guess.key, "upper")):

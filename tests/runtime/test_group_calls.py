@@ -199,7 +199,7 @@ async def test_a_member_that_is_lost_is_named(four: list[Worker]) -> None:
     """Its outcome says so, and so does the group of errors; a group by pattern goes on without it."""
     call = four[0].group("worker*").call(hang_at, "worker3")
     await until(lambda: four[3].pending_calls() != [])
-    await four[3].drop()
+    await four[3]._drop()
     outcomes = await call
     assert (outcomes.lost, len(outcomes.answers)) == (("worker3",), 3)
     assert type(outcomes["worker3"].error) is PeerLost
@@ -454,7 +454,7 @@ def keep(tensor: torch.Tensor) -> None:
 async def test_a_large_tensor_lies_in_shared_memory_once(four: list[Worker]) -> None:
     """However many members have it; what each writes is its own, and the last one gives the memory back."""
     me, group, size = four[0], four[0].group("worker[123]"), 2 << 20
-    memory = me.node.memory
+    memory = me._node.memory
 
     try:
         for _ in range(100):  # until the memory is there, and all have mapped it
@@ -568,7 +568,7 @@ class Three:
         self.members = [
             MemberCall(call, place, self.peer, FunctionEntry("f"), place, 0.0, None, None) for place in range(3)
         ]
-        call.calls.update(enumerate(self.members))
+        call._calls.update(enumerate(self.members))
         self.seen: list[tuple[str, Any, str]] = []
         self.consumer = asyncio.ensure_future(self._consume())
 
@@ -588,21 +588,21 @@ class Three:
         for member in self.members:
             if member.call_id not in self.peer.cancelled:
                 with contextlib.suppress(AttributeError):  # it has answered
-                    member.settle("late")
+                    member._settle("late")
         async with asyncio.timeout(LIMIT):
             await self.consumer
         error = self.call.exception()
         if isinstance(error, GroupError):
             return str(error), error.failed, error.lost, error.missing, sorted(set(self.peer.cancelled))
         told = [(each.name, each.value, repr(each.error), each.answered) for each in self.call.value()]
-        return told, sorted(set(self.peer.cancelled)), dict(self.call.calls)
+        return told, sorted(set(self.peer.cancelled)), dict(self.call._calls)
 
 
 def bring(call: MemberCall | Future[Any], outcome: Any) -> None:
     if isinstance(outcome, Exception):
-        call.settle(None, outcome)
+        call._settle(None, outcome)
     else:
-        call.settle(outcome)
+        call._settle(outcome)
 
 
 CASES: list[tuple[int | None, list[Any], Any]] = [
@@ -635,8 +635,8 @@ async def test_whoever_brings_an_answer_may_be_interrupted_anywhere(
         brings: MemberCall | Future[Any] = three.members[place]
         if kind == "future":
             brings = Future[Any]()
-            three.call.calls[place] = brings
-            three.call.follow(place, brings)
+            three.call._calls[place] = brings
+            three.call._follow(place, brings)
         where = interrupted(partial(bring, brings, last), at, group_call.__file__, member_call.__file__)
         if where is not None and kind == "part":  # as whoever reads answers does then
             with contextlib.suppress(AttributeError):

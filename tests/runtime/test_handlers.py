@@ -276,7 +276,7 @@ async def test_who_waits_for_a_nested_call_leaves_its_thread() -> None:
     async with cluster(2, options=RpcBackendOptions(num_worker_threads=2)) as workers:
         assert await workers[0].call("worker1", nest, 12) == 12
         assert await asyncio.gather(*(workers[0].call("worker1", nest, 5) for _ in range(6))) == [5] * 6
-        share = workers[1].node.engine.shares.of(workers[0].id)
+        share = workers[1]._node.engine.shares.of(workers[0].id)
         await until(lambda: not share.claims)  # a thread answers before it has ended its job
 
 
@@ -347,8 +347,8 @@ def test_a_deferred_answer_that_is_interrupted_is_not_lost() -> None:
         while True:
             _waiting.clear()
             outer = workers[0].call("worker1", deferred_by_a_call, "worker0")
-            wait_until(lambda: _waiting and _waiting[0].waiters)
-            settle = partial(_waiting[0].settle, 7)
+            wait_until(lambda: _waiting and _waiting[0]._waiters)
+            settle = partial(_waiting[0]._settle, 7)
             place = interrupted(settle, at, *files)
             assert outer.wait(LIMIT) == 7, place
             if place is None:
@@ -925,7 +925,7 @@ async def test_tasks_that_end_as_they_are_made_leave_nothing(pair: list[Worker])
             coroutine.send(None)
         return done
 
-    loop, tasks = asyncio.get_running_loop(), pair[1].node.engine.tasks.alive
+    loop, tasks = asyncio.get_running_loop(), pair[1]._node.engine.tasks.alive
     assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
     before = set(tasks)
     loop.set_task_factory(make)
@@ -958,7 +958,7 @@ async def test_whoever_is_told_of_errors_cannot_keep_the_answer(
         told.append(error)
         raise OSError("nobody reads this")
 
-    pair[1].node.engine.on_handler_error = tell
+    pair[1]._node.engine.on_handler_error = tell
     with pytest.raises(ZeroDivisionError):
         await pair[0].call("worker1", divmod, 1, 0)
     await until(lambda: "on_handler_error of worker worker1 raised" in caplog.text)

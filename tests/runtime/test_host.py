@@ -119,7 +119,7 @@ def test_a_host_without_proc_is_known_by_a_legible_name(monkeypatch: pytest.Monk
 
 async def test_a_member_of_another_user_is_watched_by_its_process(pair: list[Worker]) -> None:
     """So its death is told at once, whether or not it was ever connected to; one on another host cannot be watched."""
-    group, record = pair[0].node.group, pair[1].node.engine.record
+    group, record = pair[0]._node.group, pair[1]._node.engine.record
     other = replace(record, incarnation="other", host=of_another_user(record.host), pid=os.getppid())
     assert group.watch(other)
     assert not group.watch(replace(other, incarnation="far", host=ELSEWHERE))

@@ -105,7 +105,7 @@ async def test_a_host_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(socket, "gethostname", lambda: "h\udcff\n\x1b[31m" + "x" * 5000)
     async with cluster(2) as workers:
         assert await workers[0].call("worker1", len, "abc") == 3
-        record = workers[0].node.peers.find("worker1").record
+        record = workers[0]._node.peers.find("worker1").record
         assert record is not None and " on h???[31mxxx" in record.describe()
 
 

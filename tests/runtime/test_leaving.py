@@ -99,7 +99,7 @@ async def test_goodbye_behind_much_data_arrives(trio: list[Worker]) -> None:
     assert await leaver.call("worker2", abs, -3) == 3
     events = seer.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: seer.node.news.listeners)
+    await until(lambda: seer._node.news.listeners)
     call = leaver.call("worker2", torch.numel, LARGE)
     await leaver.shutdown(graceful=False)
     assert isinstance(call.exception(), WorkerClosed)
@@ -112,8 +112,8 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read() -> None:
     in_its_frame = RpcBackendOptions(shared_memory=0, min_bulk_bytes=1 << 40)
     async with cluster(2, options=[in_its_frame, APART]) as pair:
         assert await pair[0].call("worker1", abs, -3) == 3
-        pair[0].node.engine.bounds = Bounds(connections=0.05)
-        connections = list(pair[0].node.engine.connections)
+        pair[0]._node.engine.bounds = Bounds(connections=0.05)
+        connections = list(pair[0]._node.engine.connections)
         with standing_still(pair[1]):
             call = pair[0].call("worker1", torch.numel, LARGE)
             assert any(connection.unsent for connection in connections)
@@ -133,7 +133,7 @@ async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker]) -> 
         answers += 1
         return answers > 5
 
-    pair[0].node.engine.bounds = Bounds(poll=0.02)
+    pair[0]._node.engine.bounds = Bounds(poll=0.02)
     with seen(pair[1], passes):
         reports = await asyncio.gather(*(each.shutdown() for each in pair))
     assert answers > 6 and [report.timed_out for report in reports] == [False, False]
@@ -142,12 +142,12 @@ async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker]) -> 
 async def test_a_member_that_hears_no_poll_keeps_the_group_together(gate: Gate) -> None:
     """Its calls to itself are seen by nobody else: no answer for several polls does not say that there are none."""
     async with cluster(2, options=[RpcBackendOptions(), APART]) as pair:
-        pair[0].node.engine.bounds = Bounds(poll=0.02)
+        pair[0]._node.engine.bounds = Bounds(poll=0.02)
         assert await pair[0].call("worker1", abs, -3) == 3
         call = pair[1].call("worker1", wait_at_the_gate)
         await until(lambda: gate.entered)
         leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
-        await until(lambda: len(pair[0].node.group.departure.entered) == 2)
+        await until(lambda: len(pair[0]._node.group.departure.entered) == 2)
         with standing_still(pair[1]):
             before = pair[0].statistics().messages_sent
             # A poll is a call, and the word that nobody waits for its answer any more.
@@ -181,9 +181,9 @@ async def test_a_loss_lets_nobody_go_whom_a_living_member_needs(dead: int) -> No
     async with cluster(4) as workers:
         *servers, works = [each for each in workers if each.id != dead]
         leaving = [asyncio.ensure_future(each.shutdown()) for each in servers]
-        await until(lambda: len(workers[0].node.group.departure.entered) >= 2)
-        await workers[dead].drop()
-        await until(lambda: all(dead in each.node.group.lost for each in workers if each.id != dead))
+        await until(lambda: len(workers[0]._node.group.departure.entered) >= 2)
+        await workers[dead]._drop()
+        await until(lambda: all(dead in each._node.group.lost for each in workers if each.id != dead))
         for each in servers:
             assert await works.call(each.info, abs, -3) == 3
         await asyncio.wait(leaving, timeout=0.1)
@@ -204,7 +204,7 @@ async def test_all_who_leave_together_report_the_same_losses(monkeypatch: pytest
     monkeypatch.setattr(Hearsay, "is_together", asks_for_long)
     async with cluster(3) as workers:
         assert await workers[2].call("worker0", abs, -1) == 1
-        await workers[2].drop()
+        await workers[2]._drop()
         leaving = [asyncio.ensure_future(worker.shutdown()) for worker in workers[:2]]
         await leaving[0]
         let_go.set()
@@ -237,12 +237,12 @@ async def test_a_call_whose_next_try_is_being_written_is_under_way(gate: Gate) -
     options = [RpcBackendOptions(max_pending_calls=1), RpcBackendOptions()]
     async with cluster(2, dynamic=True, options=options) as (worker, _):
         assert await worker.call("worker1", abs, -3) == 3
-        await until(lambda: worker.node.peers.find("worker1").refusal() is None)  # what follows the answer is sent
+        await until(lambda: worker._node.peers.find("worker1").refusal() is None)  # what follows the answer is sent
         held = worker.call("worker1", for_ever)
         call = worker.peer("worker1", timeout=0, retries=9, backoff=(1000, 1000)).call(str, PickledAtTheGate())
-        (paused,) = worker.node.retries.paused
+        (paused,) = worker._node.retries.paused
         held.cancel()
-        await until(lambda: worker.node.peers.find("worker1").refusal() is None)
+        await until(lambda: worker._node.peers.find("worker1").refusal() is None)
         paused.pause_over()
         await until(lambda: gate.entered)
         assert not worker.is_idle()
@@ -251,7 +251,7 @@ async def test_a_call_whose_next_try_is_being_written_is_under_way(gate: Gate) -
         assert not leaving.done()
         gate.open.set()
         assert await asyncio.wait_for(call, LONG) == "0"
-        assert not worker.node.retries.calls
+        assert not worker._node.retries.calls
         assert await asyncio.wait_for(leaving, LONG) == ShutdownReport()
 
 
@@ -327,11 +327,11 @@ def is_not_read(data: bytes) -> None:
 
 async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
-    pair[1].node.engine.bounds = Bounds(tasks=0.05)
+    pair[1]._node.engine.bounds = Bounds(tasks=0.05)
     with pytest.raises(PeerLeft, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
-    assert pair[1].node.engine.pool.threads == 0 and not os.path.exists(pair[1].node.engine.record.unix_path)
+    assert pair[1]._node.engine.pool.threads == 0 and not os.path.exists(pair[1]._node.engine.record.unix_path)
 
 
 async def test_no_thread_is_there_once_a_worker_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ async def test_no_thread_is_there_once_a_worker_has_left(monkeypatch: pytest.Mon
     async with cluster(2) as workers:
         assert await workers[0].call("worker1", abs, -1) == 1
         for worker in workers:
-            worker.node.engine.in_background(do_nothing)
+            worker._node.engine.in_background(do_nothing)
     threads = [thread.name for thread in threading.enumerate()]
     assert not [name for name in threads if name.startswith("aiorpc-worker")]
 
@@ -354,7 +354,7 @@ async def test_no_thread_is_there_once_a_worker_has_left(monkeypatch: pytest.Mon
 async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate: Gate) -> None:
     """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
     a = await alone()
-    a.node.engine.bounds = Bounds(threads=0.1)
+    a._node.engine.bounds = Bounds(threads=0.1)
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)
     assert not secrets(), "in a group of one nobody needs a file with it"
@@ -364,11 +364,11 @@ async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    assert not secrets() and not os.path.exists(a.node.engine.record.unix_path)
+    assert not secrets() and not os.path.exists(a._node.engine.record.unix_path)
     assert await asyncio.wait_for(a.shutdown(), LONG) == ShutdownReport()
     assert isinstance(call.exception(), WorkerClosed)
     gate.open.set()
-    await until(lambda: a.node.engine.pool.threads == 0)
+    await until(lambda: a._node.engine.pool.threads == 0)
 
 
 async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
@@ -376,7 +376,7 @@ async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
     async with cluster(2) as workers:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(workers[0].shutdown(), 0.05)
-        assert workers[0].closed and not os.path.exists(workers[0].node.engine.record.unix_path)
+        assert workers[0].closed and not os.path.exists(workers[0]._node.engine.record.unix_path)
         assert (await workers[0].shutdown()).timed_out
         with pytest.raises(RpcError):
             await workers[1].call("worker0", abs, -3)
@@ -402,12 +402,12 @@ async def test_of_two_that_wait_for_a_shutdown_the_one_that_is_cancelled_is_alon
     """Also while it waits for a handshake with a member that stands still: the other one gets the report."""
     async with cluster(2, options=[RpcBackendOptions(), APART]) as workers:
         worker = workers[0]
-        worker.node.engine.bounds = Bounds(opening=LONG)
-        await until(lambda: worker.node.services)
+        worker._node.engine.bounds = Bounds(opening=LONG)
+        await until(lambda: worker._node.services)
         with standing_still(workers[1]):
-            before = len(worker.node.engine.connections)
+            before = len(worker._node.engine.connections)
             call = worker.call("worker1", abs, -3)
-            await until(lambda: len(worker.node.engine.connections) > before)
+            await until(lambda: len(worker._node.engine.connections) > before)
             waiting = [asyncio.ensure_future(worker.shutdown(graceful=False)) for _ in range(2)]
             await until(lambda: worker.leaving)
             waiting[0].cancel()
@@ -489,7 +489,7 @@ async def test_init_that_is_cancelled_in_the_turn_in_which_it_has_joined_leaves(
             await joining
         assert late.state is WorkerState.CLOSED
         await until(lambda: [info.name for info in first.worker_infos()] == ["worker0"])
-        assert not first.node.group.lost
+        assert not first._node.group.lost
 
 
 async def test_init_with_a_loop_of_its_own_that_is_cancelled_as_it_has_joined_leaves(
@@ -590,7 +590,7 @@ async def test_init_that_is_given_up_can_be_tried_again() -> None:
     a, b = make(0), make(1)
     await asyncio.wait_for(asyncio.gather(a.start(), b.start()), LONG)
     assert await asyncio.wait_for(a.call("w1", abs, -3), LONG) == 3
-    assert a.node.group.members[1] == b.node.engine.record
+    assert a._node.group.members[1] == b._node.engine.record
     await asyncio.gather(a.shutdown(), b.shutdown())
 
 
@@ -637,7 +637,7 @@ async def test_a_store_that_does_not_answer_is_left_without_a_word(
     """Its process is stopped, say: leaving is bounded all the same, says so, and takes the group's secret along."""
     store, stuck = WatchedStore(), Stuck()
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        worker.node.engine.bounds = Bounds(store=0.1)
+        worker._node.engine.bounds = Bounds(store=0.1)
         (secret,) = secrets()
         store.look = stuck
         await asyncio.wait_for(worker.shutdown(graceful), LONG)
@@ -676,7 +676,7 @@ async def test_nobody_looks_at_a_store_that_has_gone() -> None:
         raise RuntimeError("it has gone")
 
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        worker.node.engine.bounds = Bounds(serving_pause=0.001)
+        worker._node.engine.bounds = Bounds(serving_pause=0.001)
         roster = store.inner.get(ROSTER).decode()
         store.inner.set(ROSTER, "what nobody can read")
         store.look = note
@@ -772,7 +772,7 @@ async def test_a_start_that_is_given_up_in_the_turn_in_which_it_begins_closes_th
     joining = asyncio.ensure_future(a.start())
     await asyncio.sleep(0)
     if way == "dropped":
-        await a.drop()
+        await a._drop()
     else:
         joining.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -785,7 +785,7 @@ async def test_a_worker_that_is_dropped_while_it_joins_is_closed() -> None:
     a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
     joining = asyncio.ensure_future(a.start())
     await until(lambda: a.state is WorkerState.STARTING)
-    await a.drop()
+    await a._drop()
     with pytest.raises(asyncio.CancelledError):
         await joining
     assert a.state is WorkerState.CLOSED

@@ -102,14 +102,14 @@ WAYS = pytest.mark.parametrize("options", [TCP, OFF], ids=["tcp", "unix"])
 
 def calling(worker: Worker, name: str = "worker1") -> Link:
     """The link that this worker has opened."""
-    link = worker.node.peers.find(name).link
+    link = worker._node.peers.find(name).link
     assert link is not None
     return link
 
 
 def serving(worker: Worker) -> Link:
     """The link that others have opened to it."""
-    (service,) = [service for service in worker.node.services if service.record.name != worker.name]
+    (service,) = [service for service in worker._node.services if service.record.name != worker.name]
     return service.link
 
 
@@ -125,7 +125,7 @@ async def until_nothing_under_way(*workers: Worker) -> None:
         return [
             (worker.name, link.bulk.sending, link.bulk.receiving, len(link.held))
             for worker in workers
-            for link in worker.node.links.all()
+            for link in worker._node.links.all()
             if link.bulk.sending or link.bulk.receiving or link.held
         ]
 
@@ -203,7 +203,7 @@ async def test_one_message_goes_by_all_channels() -> None:
             assert new["inline"] >= old["inline"] + 1
         del back
         await until_nothing_under_way(*workers)
-        await until(lambda: all(worker.node.memory.arena.used == 0 for worker in workers))
+        await until(lambda: all(worker._node.memory.arena.used == 0 for worker in workers))
 
 
 @WAYS
@@ -309,7 +309,7 @@ async def test_a_call_given_up_in_mid_transfer_leaves_nothing(
     await until_nothing_under_way(*tcp)
     assert await tcp[0].call("worker1", echo, 5) == 5
     assert served == [] and not any(
-        service.calls for service in tcp[1].node.services if service.record.name == "worker0"
+        service.calls for service in tcp[1]._node.services if service.record.name == "worker0"
     )
 
 
@@ -385,7 +385,7 @@ async def test_bytes_of_a_second_connection_that_has_ended_still_count(tcp: list
     assert torch.equal(await tcp[0].call("worker1", echo, large(0, MIDDLE)), large(0, MIDDLE))
     link, before = calling(tcp[0]), tcp[0].statistics().bytes_sent
     await tcp[1].shutdown(graceful=False)
-    await until(lambda: link not in tcp[0].node.links.all())
+    await until(lambda: link not in tcp[0]._node.links.all())
     assert tcp[0].statistics().bytes_sent >= before > large(0, MIDDLE).nbytes
 
 
@@ -454,7 +454,7 @@ async def test_a_stream_ends_at_an_item_without_memory(tcp: list[Worker], short:
         async for item in stream:
             items.append(item)
     assert [len(item) for item in items] == sizes[:2]
-    await until(lambda: not any(service.user_calls() for service in tcp[1].node.services))
+    await until(lambda: not any(service.user_calls() for service in tcp[1]._node.services))
     await until_nothing_under_way(*tcp)
 
 
@@ -462,7 +462,7 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.Monke
     """One channel has taken its buffer when the next one fails: the call fails, and the first takes it back."""
     async with cluster(2, options=RpcBackendOptions(shared_memory=4 * MIB)) as workers:
         await until_sharing(workers)
-        await until(lambda: workers[0].node.memory.lent == 0)
+        await until(lambda: workers[0]._node.memory.lent == 0)
 
         def fail(*args: Any) -> Any:
             raise MemoryError("not now")
@@ -471,7 +471,7 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.Monke
             patch.setattr(Bulk, "send", fail)
             with pytest.raises(RpcError, match=r"could not be sent: .*not now"):
                 await workers[0].call("worker1", note, large(0, MIDDLE), large(0, 2 * COUNT))
-        await until(lambda: workers[0].node.memory.lent == 0)
+        await until(lambda: workers[0]._node.memory.lent == 0)
         assert await workers[0].call("worker1", note, large()) == 1
 
 
@@ -485,7 +485,7 @@ async def test_without_a_second_connection_chunks_go_over_the_first(
     caplog.set_level(logging.INFO, "aiorpc")
     async with cluster(2, options=TCP) as workers:
         await workers[0].call("worker1", note, 0)
-        for sock in workers[1].node.listeners.sockets():
+        for sock in workers[1]._node.listeners.sockets():
             workers[1].loop.remove_reader(sock.fileno())
             sock.shutdown(socket.SHUT_RDWR)  # whoever connects is refused from now on
         calls = [workers[0].call("worker1", echo, large(seed, COUNT + seed)) for seed in range(4)]
@@ -508,7 +508,7 @@ async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest
         async with cluster(2, options=options) as workers:
             await ready(workers)
             for worker in workers:
-                worker.node.engine.bounds = Bounds(pipe_grace=0.05, drain=0.05)
+                worker._node.engine.bounds = Bounds(pipe_grace=0.05, drain=0.05)
             Gate(monkeypatch, calling(workers[0]), 1)
             call = workers[0].call("worker1", note, large())
             await until(lambda: serving(workers[1]).held)
@@ -532,7 +532,7 @@ async def test_a_second_connection_that_its_opener_gives_up(monkeypatch: pytest.
         await workers[0].call("worker1", note, 0)
         monkeypatch.setattr(connecting._Opening, "_on_frames", without_welcome)
         for worker in workers:
-            worker.node.engine.bounds = Bounds(pipe=0.5, pipe_grace=0.05, drain=0.05)
+            worker._node.engine.bounds = Bounds(pipe=0.5, pipe_grace=0.05, drain=0.05)
         call = workers[0].call("worker1", echo, large())
         await until(lambda: serving(workers[1]).second.attached is not None)
         assert torch.equal(await asyncio.wait_for(call, LIMIT), large())
@@ -549,7 +549,7 @@ async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> 
     assert await call == 1
     await asyncio.gather(*(worker.shutdown() for worker in tcp))
     assert all(pipe is not None and pipe.closed for pipe in pipes)
-    assert [worker.node.group.lost for worker in tcp] == [type(tcp[0].node.group.lost)()] * 2
+    assert [worker._node.group.lost for worker in tcp] == [type(tcp[0]._node.group.lost)()] * 2
 
 
 # --- who shares memory ------------------------------------------------------------------------------------------------
@@ -624,7 +624,7 @@ async def test_calls_from_many_threads_keep_their_data() -> None:
 async def test_messages_that_threads_read_at_once_are_all_counted(pair: list[Worker]) -> None:
     """The loop reads one connection of a link, and a thread that waits for its answer the other."""
     await pair[0].call("worker1", abs, -1)
-    opened = next(each for each in pair[0].node.links.all() if each.opener)
+    opened = next(each for each in pair[0]._node.links.all() if each.opener)
     late = [Frame(Kind.ERROR, 1 << 40, b"")]  # the answer of a call that has ended
 
     def happened(at: int) -> bool:
@@ -649,7 +649,7 @@ async def test_what_waits_for_a_buffer_takes_no_more_than_may_be_under_way(behin
     async with cluster(3, options=options) as workers:
         assert await workers[2].call("worker0", len, "abc") == 3
         connection, link = calling_connection(workers[2], "worker0"), None
-        (link,) = [each.link for each in workers[0].node.services if each.record.name == "worker2"]
+        (link,) = [each.link for each in workers[0]._node.services if each.record.name == "worker2"]
         call = call_of("builtins:len", 10_000 * "x")
         parcel = Parcel(Kind.CALL, [(2, [1, 1000])], pack(call))
         say(connection, Kind.PARCEL, 1 << 40, parcel)
@@ -683,7 +683,7 @@ async def test_why_there_is_no_second_connection_is_one_line_of_the_log(caplog: 
     with caplog.at_level(logging.INFO, "aiorpc"):
         async with cluster(2, options=RpcBackendOptions(transports=("tcp",))) as workers:
             assert await workers[0].call("worker1", abs, -3) == 3
-            link = workers[0].node.peers.find("worker1").link
+            link = workers[0]._node.peers.find("worker1").link
             assert link is not None
             link.say(LINK, MESSAGES.write(Pipe("none\nERROR all is lost" + 9999 * "x")))
             await until(lambda: "no second connection" in caplog.text)

@@ -111,7 +111,7 @@ def test_blocking_verbs_after_the_loop_of_init_rpc_has_ended(again: bool, tmp_pa
 
 
 def end_the_loop(worker: Worker) -> None:
-    thread = worker.hosted_by
+    thread = worker._hosted_by
     assert thread is not None
     with contextlib.suppress(WorkerClosed):
         aiorpc.rpc_sync("alone", exit_later, (SystemExit,), timeout=LIMIT)
@@ -326,7 +326,7 @@ def test_a_shutdown_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(aiorpc.RpcUsageError, match="timeout must be a number of seconds"):
             aiorpc.shutdown(timeout=wrong)
         worker = aiorpc.current()
-        assert worker.thread is not None and worker.thread.loop.is_running()
+        assert worker._thread is not None and worker._thread.loop.is_running()
         assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
     finally:
         aiorpc.shutdown()
@@ -580,7 +580,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
         if verb != "wait_for":
             await until(lambda: made.is_set() if verb == "back to back" else worker.pending_calls())
         else:
-            await until(lambda: any(peer.name == "third" for peer in worker.node.peers.all()))
+            await until(lambda: any(peer.name == "third" for peer in worker._node.peers.all()))
         assert not waiting.done()
         raise KeyError
 
@@ -597,7 +597,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
 
 
 def in_context(worker: Worker, function: Callable[[Worker], None]) -> None:
-    current_node.set(worker.node)
+    current_node.set(worker._node)
     function(worker)
 
 
@@ -639,14 +639,14 @@ def test_a_shutdown_by_a_handler_of_the_worker_of_init_rpc(
     options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", rpc_timeout=LIMIT)
     aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     worker = aiorpc.current()
-    thread = worker.hosted_by
+    thread = worker._hosted_by
     assert thread is not None
     with contextlib.suppress(RpcError):
         aiorpc.rpc_sync("alone", handler)
     if again:
         aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     else:
-        assert aiorpc.shutdown() is worker.report()
+        assert aiorpc.shutdown() is worker._report()
     assert worker.state is WorkerState.CLOSED
     assert thread.loop.is_closed()
     if again:

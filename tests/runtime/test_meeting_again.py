@@ -58,9 +58,9 @@ async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Call
     async with aiorpc.init("a", init_method=method) as a, aiorpc.init("b", init_method=method) as b:
         gone = await aiorpc.init("gone", init_method=method)
         await until(lambda: len(a.worker_infos()) == len(b.worker_infos()) == 3)
-        await asyncio.sleep(2 * a.node.engine.bounds.serving_pause)  # they look at who is there so often
+        await asyncio.sleep(2 * a._node.engine.bounds.serving_pause)  # they look at who is there so often
         del store
-        await gone.drop()
+        await gone._drop()
         assert await a.call("b", where) == "b" and await b.call("a", where) == "a"
         with pytest.raises(PeerLost, match=r"gone .* was lost.*Nothing was sent"):
             await asyncio.wait_for(a.call("gone", where), LIMIT)
@@ -243,8 +243,8 @@ async def test_a_published_name_stays_taken_at_another_store(quick_founding: Cal
         del store
         quick_founding(60.0)
         async with aiorpc.init("b", init_method=method) as b:
-            claim = await b.node.engine.steps.run(lambda: b.node.rendezvous.look_up("published/weights"))
-            assert claim is not None and a.node.engine.record.incarnation in claim
+            claim = await b._node.engine.steps.run(lambda: b._node.rendezvous.look_up("published/weights"))
+            assert claim is not None and a._node.engine.record.incarnation in claim
             with pytest.raises(aiorpc.RpcUsageError, match="'weights' is published by worker 'a'"):
                 await b.publish("weights", 2)
             await a.unpublish("weights")
@@ -379,10 +379,10 @@ async def test_a_leader_that_did_not_reach_the_store_for_a_while_lets_newcomers_
     workers = [Worker(f"w{rank}", rank=rank, world_size=2, init_method=method) for rank in range(2)]
     await asyncio.gather(*(worker.start() for worker in workers))
     assert await workers[0].call("w1", where) == "w1"
-    workers[0].node.engine.bounds = Bounds(foreign_pause=0.05)
+    workers[0]._node.engine.bounds = Bounds(foreign_pause=0.05)
     with monkeypatch.context() as away:
         away.setattr(rendezvous, "listens", lambda place: False)
-        await workers[1].drop()
+        await workers[1]._drop()
         await until(lambda: any("can let nobody in" in message for message in caplog.messages))
     async with Worker("w1", rank=1, world_size=2, init_method=method) as back:
         assert await workers[0].call("w1", where) == "w1" and await back.call("w0", where) == "w0"

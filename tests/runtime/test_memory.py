@@ -161,9 +161,9 @@ async def until_all_back(*workers: Worker, collect: bool = False) -> None:
             await until(lambda: gc.collect() < 0 or not lent(*workers))
         await until(lambda: not lent(*workers))
     except AssertionError:
-        blocks = {worker.name: worker.node.memory.arena.blocks for worker in workers}
+        blocks = {worker.name: worker._node.memory.arena.blocks for worker in workers}
         raise AssertionError(f"{lent(*workers)} bytes are still lent; blocks in use: {blocks}") from None
-    assert all(worker.node.memory.arena.used == 0 for worker in workers)
+    assert all(worker._node.memory.arena.used == 0 for worker in workers)
 
 
 async def warm(sender: Worker, receiver: Worker) -> None:
@@ -364,7 +364,10 @@ async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatc
         taken: set[int] = set()
 
         def on_frames(link: Link, frames: Sequence[Frame], **kwargs: Any) -> None:
-            if threading.get_ident() != worker.node.engine.thread and threading.get_ident() != other.node.engine.thread:
+            if (
+                threading.get_ident() != worker._node.engine.thread
+                and threading.get_ident() != other._node.engine.thread
+            ):
                 taken.update(frame.kind for frame in frames)
             real(link, frames, **kwargs)
 
@@ -427,7 +430,7 @@ async def test_a_large_call_that_is_interrupted_leaves_nothing_lent(
     """Wherever a signal handler may raise in the thread that sends it and reads its answer; and later calls go on."""
 
     def lent_now() -> int:
-        return sum(each.node.memory.lent + each.node.memory.arena.used for each in (worker, other))
+        return sum(each._node.memory.lent + each._node.memory.arena.used for each in (worker, other))
 
     def call() -> object:
         return worker.call(other.name, echo, value).wait()
@@ -449,7 +452,7 @@ async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_no_reference(
     """What was counted for its receiver is so no more if it never leaves, and still is if it has left."""
 
     def pins() -> int:
-        return sum(each.node.references.counts().pins for each in (worker, other, third))
+        return sum(each._node.references.counts().pins for each in (worker, other, third))
 
     def call() -> object:
         return worker.call(other.name, total, value).wait()
@@ -468,7 +471,7 @@ async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_no_reference(
 
 
 def give_back_what_was_not_lent(to: str) -> int:
-    (service,) = [each for each in aiorpc.current().node.services if each.record.name == to]
+    (service,) = [each for each in aiorpc.current()._node.services if each.record.name == to]
     service.link.give_back([Block(0, 4096, 5, 77)], [True], more=True)
     return 1
 
@@ -508,7 +511,7 @@ async def test_the_very_first_long_tensor_goes_through_shared_memory(
 async def test_who_was_called_has_mapped_memory_before_anything_large_is_sent(pair: list[Worker]) -> None:
     """The caller's, and not its own; nothing of it takes up memory."""
     await pair[0].call("worker1", drop)
-    link_to = pair[0].node.peers.find("worker1").link
+    link_to = pair[0]._node.peers.find("worker1").link
     assert link_to is not None and link_to.distribution.shared is not None
     sharing = link_to.distribution.shared
     await until(lambda: sharing._mapped == {0})
@@ -648,7 +651,7 @@ async def test_no_memory_at_all_is_counted_and_no_error(monkeypatch: pytest.Monk
         await workers[0].call("worker1", drop)
         for seed in range(3):
             assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
-        await until(lambda: workers[0].node.memory.arena.last_refusal == why)
+        await until(lambda: workers[0]._node.memory.arena.last_refusal == why)
         assert torch.equal(await workers[0].call("worker1", echo, large()), large())
         shared = workers[0].statistics().channels["shared memory"]
         assert shared.sent == 0 and shared.refused.keys() == {"cold", why}
@@ -723,14 +726,14 @@ async def test_over_its_share_a_peer_copies_out(keeper: Keeper) -> None:
 async def test_a_second_segment_is_offered_when_the_first_is_full(keeper: Keeper) -> None:
     """Messages go inline until it is mapped, and through it afterwards."""
     async with cluster(2, options=RpcBackendOptions(shared_memory=64 * MIB)) as workers:
-        workers[0].node.memory.arena._segment_size = 4 * MIB
+        workers[0]._node.memory.arena._segment_size = 4 * MIB
         await warm(*workers)
-        indices = [segment.index for segment in workers[0].node.memory.arena.segments]
+        indices = [segment.index for segment in workers[0]._node.memory.arena.segments]
         for seed in range(24):
             await workers[0].call("worker1", keep, large(seed))
         tensor = large(count=MIB)
         await until_shared(workers[0], tensor)
-        assert indices == [0] and len(workers[0].node.memory.arena.segments) > 1
+        assert indices == [0] and len(workers[0]._node.memory.arena.segments) > 1
         keeper.kept.clear()
         await until_all_back(*workers)
 
@@ -871,12 +874,12 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(warmed: list[Worker]) -> 
     """A large argument before one that cannot be serialised, or before a body that is too long."""
     with pytest.raises(SerializationError, match="argument 1 of"):
         await warmed[0].call("worker1", drop, large(), threading.Lock())
-    assert lent(warmed[0]) == 0 and warmed[0].node.memory.arena.used == 0
-    peer = warmed[0].node.peers.find("worker1")
+    assert lent(warmed[0]) == 0 and warmed[0]._node.memory.arena.used == 0
+    peer = warmed[0]._node.peers.find("worker1")
     peer.max_body = 1000
     with pytest.raises(SerializationError, match="too large"):
         await warmed[0].call("worker1", drop, large(), "x" * 2000)
-    assert lent(warmed[0]) == 0 and warmed[0].node.memory.arena.used == 0
+    assert lent(warmed[0]) == 0 and warmed[0]._node.memory.arena.used == 0
 
 
 async def test_results_that_cannot_be_sent_leave_nothing_lent(warmed: list[Worker]) -> None:
@@ -925,7 +928,7 @@ async def test_what_was_let_go_right_before_leaving_comes_back() -> None:
     async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
         guest = await Worker("guest", store=store)
         await warm(guest, lender)
-        guest.node.engine.bounds = Bounds(release_pause=60.0)
+        guest._node.engine.bounds = Bounds(release_pause=60.0)
         value = await guest.call("worker0", make, COUNT)
         assert lent(lender) == value.nbytes
         del value
@@ -938,8 +941,8 @@ async def test_statistics_after_a_connection_ended_count_once(warmed: list[Worke
     """What the other side keeps stays lent, once; the process is the same, so nothing proves that it let go."""
     await warmed[0].call("worker1", keep, large())
     await warmed[1].shutdown(graceful=False)
-    await until(lambda: warmed[0].node.peers.find(1).gone)
-    await until(lambda: not warmed[0].node.links.all())
+    await until(lambda: warmed[0]._node.peers.find(1).gone)
+    await until(lambda: not warmed[0]._node.links.all())
     assert lent(warmed[0]) == large().nbytes
     assert torch.equal(keeper.kept[0], large())
 
@@ -956,7 +959,7 @@ async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: p
 
 async def test_an_offer_that_meets_a_closed_worker_is_nothing(warmed: list[Worker]) -> None:
     """Threads for mapping are gone by then: no error, no broken connection."""
-    channel = next(iter(warmed[1].node.services)).link.distribution.shared
+    channel = next(iter(warmed[1]._node.services)).link.distribution.shared
     assert channel is not None
     channel.close()
     channel.on_message(MESSAGES.write(SegmentOffer(7, 3, 4096, bytes(16))))
@@ -996,16 +999,16 @@ def fork_and_drop(tensor: torch.Tensor) -> int:
 async def test_two_thousand_megabytes_keep_one_segment(warmed: list[Worker]) -> None:
     """Blocks are used again: the arenas stay as they were after the first call."""
     tensor = torch.arange(MIB // 4, dtype=torch.float32)
-    sizes = [worker.node.memory.arena.size for worker in warmed]
+    sizes = [worker._node.memory.arena.size for worker in warmed]
     resident = 0
     for turn in range(2000):
         back = await warmed[0].call("worker1", aecho, tensor)
         if turn == 20:
-            resident = sum(worker.node.memory.arena.resident for worker in warmed)
+            resident = sum(worker._node.memory.arena.resident for worker in warmed)
     assert torch.equal(back, tensor)
-    assert [worker.node.memory.arena.size for worker in warmed] == sizes
-    assert all(len(worker.node.memory.arena.segments) == 1 for worker in warmed)
-    assert sum(worker.node.memory.arena.resident for worker in warmed) <= 2 * resident
+    assert [worker._node.memory.arena.size for worker in warmed] == sizes
+    assert all(len(worker._node.memory.arena.segments) == 1 for worker in warmed)
+    assert sum(worker._node.memory.arena.resident for worker in warmed) <= 2 * resident
     assert all(refused(worker) == {} for worker in warmed)
     del back
     await until_all_back(*warmed)

@@ -83,9 +83,9 @@ def options(kind: str, certificate: rpc.Tls) -> rpc.RpcBackendOptions:
 async def far(options: rpc.RpcBackendOptions) -> AsyncIterator[list[Worker]]:
     """Two workers that speak TCP alone; the first is the current one."""
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0].node)
+        current_node.set(workers[0]._node)
         assert await rpc.call("worker1", bodies.add, 1, 2) == 3
-        assert (workers[0].node.engine.record.tls == "1.3") == (options.tls is not None)
+        assert (workers[0]._node.engine.record.tls == "1.3") == (options.tls is not None)
         yield workers
 
 
@@ -142,7 +142,7 @@ async def test_the_time_in_which_a_worker_stands_still_does_not_count(place: int
             await until(lambda: time.monotonic() > began + 1.5 * grace)
         for each, other in (workers, workers[::-1]):
             assert await each.call(other.info, abs, -3) == 3
-            assert not each.node.group.lost
+            assert not each._node.group.lost
 
 
 def stand_still(seconds: float) -> None:
@@ -161,7 +161,7 @@ async def test_a_try_in_which_its_worker_stands_still_is_not_the_last(
     async def connect_slowly(host: str, port: int) -> socket.socket:
         nonlocal tries
         found = await connect(host, port)
-        if port != acceptor.node.engine.record.tcp_port:  # the acceptor asks whether the opener is there
+        if port != acceptor._node.engine.record.tcp_port:  # the acceptor asks whether the opener is there
             return found
         tries += 1
         if tries == 1:
@@ -173,13 +173,13 @@ async def test_a_try_in_which_its_worker_stands_still_is_not_the_last(
 
     options = rpc.RpcBackendOptions(**TCP, reconnect_grace=grace, lag_warning=0.0)
     async with cluster(2, options=[options, replace(options, dedicated_loop=True)]) as (opener, acceptor):
-        acceptor.node.engine.bounds = Bounds(handshake=0.3)
+        acceptor._node.engine.bounds = Bounds(handshake=0.3)
         assert await opener.call("worker1", abs, -3) == 3
         monkeypatch.setattr(sockets, "connect_tcp", connect_slowly)
         cut()
         assert await opener.call("worker1", abs, -3) == 3
         assert tries > 1
-        assert not opener.node.group.lost and not acceptor.node.group.lost
+        assert not opener._node.group.lost and not acceptor._node.group.lost
 
 
 @ALSO_TLS
@@ -265,7 +265,7 @@ async def test_large_tensors_go_on_where_they_were(far: list[Worker], kind: str)
 @ALSO_TLS
 async def test_a_second_connection_that_an_outage_hinders_is_opened_behind_it(far: list[Worker], kind: str) -> None:
     """Else all large tensors would go over the first one from then on, between the calls that they hold up."""
-    large, link = torch.ones(500_000), far[0].node.peers.find("worker1").link
+    large, link = torch.ones(500_000), far[0]._node.peers.find("worker1").link
     assert link is not None and link.pipe is None
     with away():
         cut()
@@ -276,7 +276,7 @@ async def test_a_second_connection_that_an_outage_hinders_is_opened_behind_it(fa
     assert torch.equal(await asyncio.wait_for(call, LIMIT), large)
     await until(lambda: link.pipe is not None)
     assert link.pipe is not link.connection
-    (service,) = [each for each in far[1].node.services if each.record.name == "worker0"]
+    (service,) = [each for each in far[1]._node.services if each.record.name == "worker0"]
     await until(lambda: service.link.pipe is not None)
     assert service.link.pipe is not service.link.connection
     assert torch.equal(await under_cuts(rpc.call("worker1", bodies.echo, large), 7, 0.1), large)
@@ -325,7 +325,7 @@ async def test_callers_see_that_a_worker_is_suspended(far: list[Worker]) -> None
 
     listening = asyncio.create_task(listen())
     await asyncio.sleep(0)
-    peer = far[0].node.peers.of(far[1].node.engine.record)
+    peer = far[0]._node.peers.of(far[1]._node.engine.record)
     runs.clear()
     with away():
         cut()
@@ -415,7 +415,7 @@ def black_hole() -> Iterator[None]:
 
 async def break_once(worker: Worker, other: Worker) -> None:
     """The connection over which one worker calls the other breaks, and goes on."""
-    peer = worker.node.peers.of(other.node.engine.record)
+    peer = worker._node.peers.of(other._node.engine.record)
     assert peer.state is PeerState.READY
     await give_up_the_socket(worker, other)
     await until(lambda: peer.state is PeerState.READY)
@@ -452,7 +452,7 @@ async def test_what_never_gets_through_is_a_loss_although_the_connection_goes_on
             later = 2 * options.reconnect_grace
             await break_once(*workers)
             assert await workers[0].call("worker1", bodies.add, 3, 4) == 7
-            assert not workers[0].node.group.lost
+            assert not workers[0]._node.group.lost
         said = [record.getMessage() for record in caplog.records if "has gone on 3 times" in record.getMessage()]
         assert len(said) == 1 and "worker1" in said[0] and "MTU" in said[0]
 
@@ -463,7 +463,7 @@ async def test_a_listener_that_is_gone_is_a_loss_at_once() -> None:
         assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
         call = workers[0].call("worker1", bodies.ablock)
         await until(lambda: workers[1].statistics().calls_running)
-        for listener in workers[1].node.listeners.sockets():
+        for listener in workers[1]._node.listeners.sockets():
             listener.shutdown(socket.SHUT_RDWR)
         cut()
         with pytest.raises(rpc.PeerLost, match="worker1"):
@@ -530,7 +530,7 @@ def led_away() -> Iterator[Ways]:
 
 
 def port_of(worker: Worker | socket.socket) -> int:
-    return worker.node.engine.record.tcp_port if isinstance(worker, Worker) else int(worker.getsockname()[1])
+    return worker._node.engine.record.tcp_port if isinstance(worker, Worker) else int(worker.getsockname()[1])
 
 
 async def ends_of_a_line(workers: list[Worker], end: str) -> tuple[Worker, Worker]:
@@ -540,7 +540,7 @@ async def ends_of_a_line(workers: list[Worker], end: str) -> tuple[Worker, Worke
 
 
 async def until_lost(worker: Worker, other: Worker) -> None:
-    await until(lambda: worker.node.group.is_lost(other.node.engine.record))
+    await until(lambda: worker._node.group.is_lost(other._node.engine.record))
 
 
 BOTH_ENDS = pytest.mark.parametrize("end", ["opener", "acceptor"])
@@ -589,7 +589,7 @@ async def test_whoever_closes_the_connection_or_says_too_little_gets_no_more_tha
     monkeypatch.setattr(connecting, "FIRST_WORD", 0.05)
     async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers, another_program(said) as program:
         for worker in workers:
-            worker.node.engine.bounds = Bounds(connect=0.1, vouch=0.2)
+            worker._node.engine.bounds = Bounds(connect=0.1, vouch=0.2)
         await until_both_are_lost(*await ends_of_a_line(workers, end), program)
 
 
@@ -603,7 +603,7 @@ async def test_a_worker_that_takes_connections_and_is_silent_is_waited_for(
     async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers:
         assert await workers[1].call("worker0", count, 1) == 1
         for worker in workers:
-            for sock in worker.node.listeners.sockets():
+            for sock in worker._node.listeners.sockets():
                 worker.loop.remove_reader(sock.fileno())
         with led_away() as ways:
             cut()
@@ -612,9 +612,9 @@ async def test_a_worker_that_takes_connections_and_is_silent_is_waited_for(
             await until(lambda: ways.tried[port_of(workers[1])] >= 6)
         assert not call.done()
         for worker in workers:
-            worker.node.acceptor.start()
+            worker._node.acceptor.start()
         assert await call == 2
-        assert all(not worker.node.group.lost for worker in workers)
+        assert all(not worker._node.group.lost for worker in workers)
 
 
 @ALSO_TLS
@@ -635,7 +635,7 @@ async def test_an_opener_that_answers_and_does_not_come_is_waited_for(
             assert not call.done()
         assert await call == 2
         assert workers[1].statistics().connections_refused == before.connections_refused
-        assert all(not worker.node.group.lost for worker in workers)
+        assert all(not worker._node.group.lost for worker in workers)
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["the first one", "the second one"])
@@ -672,7 +672,7 @@ async def test_a_connection_that_its_opener_never_got_is_no_loss(
         assert len(lost) == 1
         await until(lambda: len(news) >= 2)
         assert news == [rpc.events.WorkerSuspended, rpc.events.WorkerResumed]
-        assert all(not worker.node.group.lost for worker in workers)
+        assert all(not worker._node.group.lost for worker in workers)
         assert await workers[0].call("worker1", count, 2) == 2
         listening.cancel()
 
@@ -695,18 +695,18 @@ async def test_connections_that_their_opener_never_got_count_for_nothing(
         monkeypatch.setattr(Handshake, "feed", lose)
         assert await workers[0].call("worker1", count, 1) == 1
         assert len(lost) == times
-        mine = [each for each in workers[1].node.services if each.record.name == "worker0"]
+        mine = [each for each in workers[1]._node.services if each.record.name == "worker0"]
         assert len(mine) == 2  # one of which waits for its opener
         large = torch.ones(2_000_000)
         assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
-        link = workers[0].node.peers.find("worker1").link
+        link = workers[0]._node.peers.find("worker1").link
         assert link is not None
         await until(lambda: link.pipe is not None)
         assert link.pipe is not link.connection
         for _ in range(3):
             cut()
             assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
-        assert all(not worker.node.group.lost for worker in workers)
+        assert all(not worker._node.group.lost for worker in workers)
 
 
 @ALSO_TLS
@@ -738,7 +738,7 @@ async def test_a_worker_that_has_answered_before_the_line_broke_again_was_reache
                 await until(lambda: len(answers) >= 6)  # the pauses between them are more than the grace
                 assert not call.done()
             assert await call == 2
-        assert all(not worker.node.group.lost for worker in workers)
+        assert all(not worker._node.group.lost for worker in workers)
 
 
 @contextlib.contextmanager
@@ -758,7 +758,7 @@ def unnoticed() -> Any:
 
 async def give_up_the_socket(worker: Worker, other: Worker) -> None:
     """Of the connection over which one calls the other: the one connects again, and the other has noticed nothing."""
-    link = worker.node.peers.of(other.node.engine.record).link
+    link = worker._node.peers.of(other._node.engine.record).link
     assert link is not None and isinstance(link.connection, LastingConnection)
     link.connection.break_off(0.0)
 

@@ -556,7 +556,7 @@ async def test_arguments_that_are_no_tuple_are_told_as_such(pair: list[Worker], 
     def value_of(result: Any) -> Any:
         return result.wait() if isinstance(result, aiorpc.Future) else result
 
-    current_node.set(pair[0].node)
+    current_node.set(pair[0]._node)
     await asyncio.to_thread(use)
 
 

@@ -91,7 +91,7 @@ async def test_what_is_kept_of_a_group_does_not_grow_with_joins(
         names = [f"guest{0 if alike else number}" for number in range(30)]
         await come_and_go(store, names, [a, b])
         for worker in (a, b):
-            assert len(worker.node.peers.all()) <= 8 + 2 and len(worker.node.group.members) <= 8 + 2
+            assert len(worker._node.peers.all()) <= 8 + 2 and len(worker._node.group.members) <= 8 + 2
         await until(lambda: len(json.loads(store.get(ROSTER))["members"]) == 2)
         assert json.loads(store.get(ROSTER))["used"] == [[2, 32]]
         assert store.num_keys() <= 4

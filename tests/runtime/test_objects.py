@@ -329,7 +329,7 @@ class Holder:
 async def test_private_methods_are_refused_by_the_owner(pair: list[Worker]) -> None:
     """Also when the caller does not look; what is not callable is said to be that."""
     pair[1].serve("buffer", Buffer())
-    peer = pair[0].node.peers.find("worker1")
+    peer = pair[0]._node.peers.find("worker1")
     for name in ("_secret", "__init__", "__reduce__", "__class__"):
         with pytest.raises(RpcUsageError, match=f"{name} of the object 'buffer' is private"):
             await peer.call(ObjectMethod("buffer", name), (), None, 20.0)

@@ -77,7 +77,7 @@ async def test_a_message_is_shown_alike_at_both_ends(channel: str) -> None:
             await worker.call(other, echo, torch.ones(2, 2))  # before there is a connection, no channel is chosen
         watchers = [Watcher(), Watcher()]
         for worker, watcher in zip(workers, watchers, strict=True):
-            worker.node.engine.observers = (watcher,)
+            worker._node.engine.observers = (watcher,)
         large = torch.ones(2 * MIB)
         async with asyncio.timeout(LIMIT):  # until memory is mapped, or a second connection is there
             while not any(channel in each.channels for each in watchers[1].arrived):
@@ -97,7 +97,7 @@ async def test_who_and_which_call(pair: list[Worker]) -> None:
     """The peer is named, and the call is the one that the runtime keeps, until it has ended."""
     watchers = [Watcher(), Watcher()]
     for worker, watcher in zip(pair, watchers, strict=True):
-        worker.node.engine.observers = (watcher,)
+        worker._node.engine.observers = (watcher,)
     future = pair[0].call("worker1", echo, torch.ones(2))
     assert isinstance(future, CallFuture)
     await future

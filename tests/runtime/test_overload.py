@@ -81,7 +81,7 @@ async def test_remote_and_stream_are_refused_alike(gate: Gate) -> None:
         for verb in (workers[0].remote, workers[0].stream):
             with pytest.raises(Overloaded):
                 verb("worker1", wait, 1)
-        await until(lambda: not workers[0].node.references.counts().users)
+        await until(lambda: not workers[0]._node.references.counts().users)
         gate.open.set()
         assert await call == 1
 
@@ -119,7 +119,7 @@ async def test_calls_of_the_runtime_that_wait_count_too(monkeypatch: pytest.Monk
     monkeypatch.setattr(service, "LEAST_CALLS", 3)
     async with cluster(3, options=RpcBackendOptions(max_queued_calls=2)) as workers:
         assert await workers[1].call("worker0", abs, -1) == 1
-        await until(lambda: not any(each.calls for each in workers[0].node.services))  # those of joining
+        await until(lambda: not any(each.calls for each in workers[0]._node.services))  # those of joining
         barriers = [workers[1].group("worker*").barrier(str(number)) for number in range(5)]
         for each in barriers[3:]:
             with pytest.raises(Overloaded, match=r"3 calls of the runtime of 'worker1' waiting \(max_queued_calls\)"):
@@ -143,7 +143,7 @@ async def test_calls_of_the_runtime_that_come_too_fast_are_read_later(monkeypatc
 
     monkeypatch.setattr(Backlog, "hold_off", seen)
     async with cluster(2, options=[RpcBackendOptions(max_call_rate=10.0), RpcBackendOptions()]) as workers:
-        peer = workers[1].node.peers.find("worker0")
+        peer = workers[1]._node.peers.find("worker0")
         for _ in range(3):
             asked = [peer.call(present, (), None, LIMIT, system=True) for _ in range(400)]
             assert await asyncio.gather(*asked) == [None] * 400
@@ -186,7 +186,7 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
             calls.append(workers[1].call("worker0", wait_async, number))
             await until(lambda: workers[0].statistics().calls_running == len(calls))
         leaving = asyncio.ensure_future(workers[1].shutdown())
-        await until(lambda: leaving.done() or workers[1].id in workers[0].node.group.departure.entered)
+        await until(lambda: leaving.done() or workers[1].id in workers[0]._node.group.departure.entered)
         assert not leaving.done()
         gate.open.set()
         assert await asyncio.gather(*calls) == [0, 1]
@@ -208,8 +208,8 @@ async def test_one_of_the_runtimes_that_is_cancelled_before_it_is_found_is_not_c
     assert await pair[0].call("worker1", abs, -1) == 1
     monkeypatch.setattr(Resolver, "_find", find_later)
     monkeypatch.setattr(functions, "is_loaded", lambda name: not name.endswith(":present") and is_loaded(name))
-    call = pair[0].node.peers.by_id(pair[1].id).call(present, (), None, 0.0, system=True)
-    (service,) = pair[1].node.services
+    call = pair[0]._node.peers.by_id(pair[1].id).call(present, (), None, 0.0, system=True)
+    (service,) = pair[1]._node.services
     try:
         await until(finding.is_set)
         call.cancel()
@@ -235,7 +235,7 @@ async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> N
 async def test_calls_given_up_before_their_worker_joined_are_taken_back() -> None:
     """What timed out waiting for a name is neither kept nor sent, and nobody goes on looking for the name."""
     async with cluster(1, dynamic=True) as (worker,):
-        peer, kept = worker.node.peers.find("nobody"), list[weakref.ref[Any]]()
+        peer, kept = worker._node.peers.find("nobody"), list[weakref.ref[Any]]()
         for _ in range(3):
             arrays = [numpy.zeros(10_000) for _ in range(5)]
             kept += [weakref.ref(array) for array in arrays]
@@ -257,7 +257,7 @@ async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent() -> None:
     caller = RpcBackendOptions(max_pending_calls=limit, min_bulk_bytes=1 << 40, shared_memory=0)
     async with cluster(2, options=[caller, RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)]) as pair:
         assert await pair[0].call("worker1", abs, -1) == 1
-        connection = pair[0].node.peers.find("worker1").connection
+        connection = pair[0]._node.peers.find("worker1").connection
         assert connection is not None
         large = torch.zeros(1 << 22)
         with standing_still(pair[1]):
@@ -335,7 +335,7 @@ async def test_a_callee_without_any_thread_says_so(monkeypatch: pytest.MonkeyPat
         if kind == "number":  # of a function that was named before
             with pytest.raises(Overloaded, match=NO_THREAD):
                 await workers[0].call("worker1", abs, -1)
-        (service,) = workers[1].node.services
+        (service,) = workers[1]._node.services
         backlog = service._backlog
         if kind == "parked":
             backlog.half = -1
@@ -429,7 +429,7 @@ async def test_calls_while_a_second_connection_is_opened_are_not_too_many(monkey
     options = [RpcBackendOptions(transports=("tcp",), **each) for each in ({}, TIGHT)]
     async with cluster(2, options=options) as workers:
         assert await workers[0].call("worker1", len, "abc") == 3
-        (service,) = [each for each in workers[1].node.services if each.record.name == "worker0"]
+        (service,) = [each for each in workers[1]._node.services if each.record.name == "worker0"]
         connect, may_connect = sockets.connect_tcp, asyncio.Event()
 
         async def connect_later(host: str, port: int) -> socket.socket:
@@ -467,7 +467,7 @@ async def test_a_number_that_is_used_again_is_that_of_another_call(gate: Gate, p
     assert await pair[1].call("worker0", len, "abc") == 3
     other = _gates["other"] = Gate()
     connection, number = calling(pair[1], "worker0"), 1 << 40
-    (service,) = [each for each in pair[0].node.services if each.record.name == "worker1"]
+    (service,) = [each for each in pair[0]._node.services if each.record.name == "worker1"]
     answers = service.calls
 
     def runs(function: str) -> bool:

@@ -16,11 +16,11 @@ from tests.runtime.waiting import until
 
 def lose(worker: Worker, other: Worker) -> None:
     """The connection between the two has broken, as far as that worker can see."""
-    worker.node.group.on_lost(other.node.engine.record, "the connection to it broke")
+    worker._node.group.on_lost(other._node.engine.record, "the connection to it broke")
 
 
 def lost(worker: Worker) -> list[str]:
-    return sorted(info.name for info in worker.node.group.lost.values())
+    return sorted(info.name for info in worker._node.group.lost.values())
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -44,10 +44,10 @@ async def test_a_leader_that_is_gone_is_lost_by_the_word_of_the_next_one() -> No
     """As it does not say that it is there."""
     async with cluster(3) as workers:
         assert await workers[1].call("worker0", abs, -3) == 3
-        await workers[0].drop()
+        await workers[0]._drop()
         lose(workers[1], workers[0])
         await until(lambda: lost(workers[2]) == ["worker0"])
-        assert workers[1].node.group.leads
+        assert workers[1]._node.group.leads
         assert await workers[2].call("worker1", abs, -3) == 3
 
 
@@ -58,18 +58,18 @@ async def test_a_loss_is_told_to_whoever_stands_still_for_long(monkeypatch: pyte
         leader, dead, still = workers
         assert await leader.call("worker2", abs, -3) == 3
         with monkeypatch.context() as patched, standing_still(still):
-            patched.setattr(leader.node.engine.options, "rpc_timeout", 0.02)
+            patched.setattr(leader._node.engine.options, "rpc_timeout", 0.02)
             lose(leader, dead)
             with pytest.raises(RpcTimeout):  # it was sent after the word of the loss, and waited for longer
                 await leader.peer("worker2", timeout=0.1).call(abs, -3)
-            await dead.drop()
+            await dead._drop()
         await until(lambda: lost(still) == ["worker1"])
 
 
 async def test_whoever_stands_still_while_it_asks_takes_nobodys_silence_for_an_answer() -> None:
     """It asks once more: the other one may have answered in time."""
     async with cluster(2, options=[RpcBackendOptions(lag_warning=0.0), RpcBackendOptions(dedicated_loop=True)]) as pair:
-        asking, other = (each.node for each in pair)
+        asking, other = (each._node for each in pair)
         asking.engine.bounds = Bounds(vouch=0.3)
         together = asyncio.ensure_future(asking.group._hearsay.is_together(other.engine.record, asking.engine.record))
         await asyncio.sleep(0)  # it has begun

@@ -91,7 +91,7 @@ async def test_any_goes_to_the_least_busy_member(four: list[Worker]) -> None:
     assert {(await group.any(name_of))[0] for _ in range(6)} == {"worker1", "worker3"}
     _gates["worker2"].set()
     await asyncio.gather(*calls)
-    await four[3].drop()
+    await four[3]._drop()
     await until(lambda: len(four[0].worker_infos()) == 3)
     assert {(await group.any(name_of))[0] for _ in range(6)} == {"worker1", "worker2"}
 
@@ -120,7 +120,7 @@ async def test_retries_wait_for_another_member_where_the_only_one_was_lost() -> 
         call, results = group.any(held, 7), group.map(held, range(6))
         begun = asyncio.ensure_future(anext(results))
         await until(lambda: len(_begun) == 3)
-        await first.drop()
+        await first._drop()
         await until(lambda: len(worker.worker_infos()) == 1 and worker.statistics().calls_retried > 3)
         _gates.clear()
         async with aiorpc.init("server", store=store):
@@ -229,7 +229,7 @@ async def test_a_map_hands_the_items_of_a_lost_member_to_others(four: list[Worke
     results = group.map(held, range(12))
     first = asyncio.ensure_future(anext(results))
     await until(lambda: "worker3" in _begun)
-    await four[3].drop()
+    await four[3]._drop()
     values = [await first, *[result async for result in results]]
     assert [value for _, value in values] == list(range(12))
     assert {name for name, _ in values} == {"worker1", "worker2"}
@@ -614,7 +614,7 @@ async def test_what_the_collector_finds_lets_go_of_all(four: list[Worker], verb:
     cycle.append(cycle)
     del given, cycle
     gc.collect()
-    await until(lambda: not any(worker.pending_calls() for worker in four) and not four[0].node.engine.kept)
+    await until(lambda: not any(worker.pending_calls() for worker in four) and not four[0]._node.engine.kept)
     loop.set_exception_handler(None)
     assert not worse, worse
 
@@ -725,7 +725,7 @@ async def test_a_reference_that_could_not_be_made_fails_at_its_member(four: list
     assert four[0].statistics().calls_made == before + 2
     assert outcomes.answers == {"worker1": 0, "worker3": 0}
     assert type(outcomes["worker2"].error) is ValueError
-    await four[3].drop()
+    await four[3]._drop()
     await until(lambda: len(four[0].worker_infos()) == 3)
     assert (await refs.rpc_async().add(1)).lost == ("worker3",)
 
@@ -810,13 +810,13 @@ async def test_members_wait_for_each_other(four: list[Worker]) -> None:
 
     for round_ in range(3):
         early = [asyncio.ensure_future(come(worker, round_)) for worker in four[1:]]
-        await until(lambda: sum(len(each.arrived) for each in four[0].node.barriers._barriers.values()) == 3)
+        await until(lambda: sum(len(each.arrived) for each in four[0]._node.barriers._barriers.values()) == 3)
         assert len(passed) == 4 * round_
         await come(four[0], round_)
         await asyncio.gather(*early)
     other = [worker.group("worker[12]").barrier("other") for worker in four[1:3]]
     await asyncio.gather(*other)
-    assert not four[0].node.barriers._barriers
+    assert not four[0]._node.barriers._barriers
 
 
 async def test_a_barrier_names_who_has_not_come(four: list[Worker]) -> None:
@@ -825,13 +825,13 @@ async def test_a_barrier_names_who_has_not_come(four: list[Worker]) -> None:
     errors = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(error) for error in errors] == [RpcTimeout, RpcTimeout]
     assert "worker0, worker3 had not come" in "".join(map(str, errors))
-    await until(lambda: not four[0].node.barriers._barriers)
+    await until(lambda: not four[0]._node.barriers._barriers)
     await asyncio.gather(*(worker.group("worker*").barrier() for worker in four))
 
 
 async def test_a_barrier_that_is_complete_as_its_time_is_up_lets_all_go_on(four: list[Worker]) -> None:
     """Where the last one comes in the very turn of the loop in which another one would give up: all, or nobody."""
-    barriers, loop = four[0].node.barriers, asyncio.get_running_loop()
+    barriers, loop = four[0]._node.barriers, asyncio.get_running_loop()
     members, seconds = (four[0].id, four[1].id), 0.05
     early = asyncio.ensure_future(barriers.arrive(four[0].id, "", members, seconds))
     await until(lambda: sum(len(each.arrived) for each in barriers._barriers.values()) == 1)
@@ -845,11 +845,11 @@ async def test_a_barrier_that_is_complete_as_its_time_is_up_lets_all_go_on(four:
 async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) -> None:
     """Who waits is told at once who will not come, whether it died or left; also who comes later."""
     waiting = [asyncio.ensure_future(_awaited(worker.group(["worker0", "worker1", "worker3"]))) for worker in four[:2]]
-    await until(lambda: sum(len(each.arrived) for each in four[0].node.barriers._barriers.values()) == 2)
+    await until(lambda: sum(len(each.arrived) for each in four[0]._node.barriers._barriers.values()) == 2)
     if graceful:
         await four[3].shutdown(graceful=False)
     else:
-        await four[3].drop()
+        await four[3]._drop()
     for each in waiting:
         with pytest.raises(PeerLeft if graceful else PeerLost, match="worker3") as failure:
             await each
@@ -864,11 +864,11 @@ async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) 
 async def test_a_barrier_ends_with_the_member_where_all_wait(four: list[Worker], graceful: bool) -> None:
     """In the same words, and not in those of a call that nobody has made."""
     waiting = asyncio.ensure_future(_awaited(four[1].group("worker*")))
-    await until(lambda: four[0].node.barriers._barriers)
+    await until(lambda: four[0]._node.barriers._barriers)
     if graceful:
         await four[0].shutdown(graceful=False)
     else:
-        await four[0].drop()
+        await four[0]._drop()
     told = r"^barrier '' of 4 workers: worker0 will not come any more: worker0 \(rank 0, .*\) (has shut down|was lost)"
     with pytest.raises(PeerLeft if graceful else PeerLost, match=told) as failure:
         await waiting
@@ -881,7 +881,7 @@ async def test_a_barrier_says_who_does_not_answer(four: list[Worker], monkeypatc
     """The member where all wait, which is to say who is missing, may be stopped itself."""
     monkeypatch.setattr("aiorpc.runtime.fanout.barriers._LEAST_GRACE", 0.05)
     _gates["barrier"] = asyncio.Event()
-    monkeypatch.setattr(four[0].node.barriers, "arrive", lambda *_: _gates["barrier"].wait())
+    monkeypatch.setattr(four[0]._node.barriers, "arrive", lambda *_: _gates["barrier"].wait())
     told = r"^barrier 't' of 4 workers: worker0, where they wait for each other, has not answered after 0\.05 s"
     with pytest.raises(RpcTimeout, match=told) as failure:
         await four[1].group("worker*", timeout=0.05).barrier("t")
@@ -907,7 +907,7 @@ async def test_who_has_taken_the_place_of_a_lost_member_comes_to_barriers(rank: 
         for everybody in ("worker*", [0, 1, 2], ["worker0", "worker1", "worker2"]):
             await asyncio.gather(*(each.group(everybody).barrier() for each in (*others, newcomer)))
         waiting = [asyncio.ensure_future(_awaited(each.group([0, 1, 2]))) for each in others]
-        await newcomer.drop()
+        await newcomer._drop()
         for each in waiting:
             with pytest.raises(PeerLost) as failure:
                 await each
@@ -928,22 +928,22 @@ async def test_who_may_come_to_a_barrier_is_said_by_a_rule() -> None:
         for worker, tag in ((workers[1], ""), (workers[2], "epoch-1")):
             with pytest.raises(NotAllowed, match=f"barrier/{tag}:come on worker 'worker0'"):
                 await worker.group("worker*").barrier(tag)
-        assert not workers[0].node.barriers._barriers
+        assert not workers[0]._node.barriers._barriers
 
 
 async def test_who_gives_up_is_taken_back_from_the_barrier(four: list[Worker]) -> None:
     """So the others do not go on without it."""
     first = four[1].group("worker*").barrier()
-    await until(lambda: len(four[0].node.barriers._barriers) == 1)
+    await until(lambda: len(four[0]._node.barriers._barriers) == 1)
     first.cancel()
-    await until(lambda: not four[0].node.barriers._barriers)
+    await until(lambda: not four[0]._node.barriers._barriers)
 
 
 async def test_who_gives_up_may_come_again_at_once(four: list[Worker]) -> None:
     """The word that it gives up and the next call arrive together."""
     for _ in range(5):
         first = four[1].group("worker*").barrier()
-        await until(lambda: len(four[0].node.barriers._barriers) == 1)
+        await until(lambda: len(four[0]._node.barriers._barriers) == 1)
         first.cancel()
         again = four[1].group("worker*", timeout=0.01).barrier()
         with pytest.raises(RpcTimeout):
@@ -959,7 +959,7 @@ async def test_who_is_interrupted_at_a_barrier_may_come_again(
         raise KeyboardInterrupt
 
     first = four[1].group("worker*").barrier()
-    barriers = four[0].node.barriers
+    barriers = four[0]._node.barriers
     await until(lambda: len(barriers._barriers) == 1)
     with pytest.raises(RpcTimeout):
         await asyncio.to_thread(first.wait, 0.01)
@@ -978,7 +978,7 @@ async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
     with pytest.raises(RpcUsageError, match="tag"):
         four[0].group("worker*").barrier("x" * 1000)
     first = four[1].group("worker*").barrier()
-    await until(lambda: len(four[0].node.barriers._barriers) == 1)
+    await until(lambda: len(four[0]._node.barriers._barriers) == 1)
     with pytest.raises(RpcUsageError, match="already"):
         await four[1].group("worker*").barrier()
     first.cancel()
@@ -1008,7 +1008,7 @@ async def test_each_member_waits_at_so_many_barriers(four: list[Worker], monkeyp
     await asyncio.gather(*others)
     coming = [worker.group("worker*").barrier(str(number)) for number in range(3) for worker in (four[0], *four[2:])]
     await asyncio.gather(*waiting, *coming)
-    assert not four[0].node.barriers._barriers and not four[0].node.barriers._waits
+    assert not four[0]._node.barriers._barriers and not four[0]._node.barriers._waits
 
 
 async def test_a_barrier_with_a_member_that_has_not_joined_says_how_to_wait_for_it() -> None:
@@ -1031,10 +1031,10 @@ async def test_an_interrupted_answer_wakes_who_awaits_the_result_of_map(pair: li
     at = 0
     while True:
         call = futures.Future[str]()
-        results = GroupMap(pair[0].node.engine, lambda _, call=call: call, [0], lambda: 1)  # type: ignore[misc]  # no type for a default
+        results = GroupMap(pair[0]._node.engine, lambda _, call=call: call, [0], lambda: 1)  # type: ignore[misc]  # no type for a default
         result = asyncio.ensure_future(anext(results))
-        await until(lambda call=call: call.waiters == 1)  # type: ignore[misc]  # as above
-        answer = partial(call.settle, "answer")
+        await until(lambda call=call: call._waiters == 1)  # type: ignore[misc]  # as above
+        answer = partial(call._settle, "answer")
         place = await asyncio.to_thread(interrupted, answer, at, mapping.__file__, futures.__file__)
         answer()  # if it had not begun
         async with asyncio.timeout(LIMIT):

@@ -81,7 +81,7 @@ async def steps_of(workers: list[Worker], readers: int) -> int:
     """The steps of the interpreter, in the runtime, as so many subscriptions ask while a delivery is awaited."""
     name = f"of{readers}"
     await workers[0].publish(name, {"step": 1})
-    publisher, record = workers[0].node.publications.publishers[name], workers[1].node.engine.record
+    publisher, record = workers[0]._node.publications.publishers[name], workers[1]._node.engine.record
     answers = [publisher.want(record, Want(name, number + 1, 1, False, [], False)) for number in range(readers)]
     others: list[Future[Any]] = [Future(), Future()]
     for other in others:

@@ -57,7 +57,7 @@ def number_of(value: dict[str, torch.Tensor]) -> float:
 
 def slots_of(worker: Worker) -> int:
     """How many slots are in use."""
-    return worker.node.memory.slots.used
+    return worker._node.memory.slots.used
 
 
 async def test_readers_get_what_was_published(trio: list[Worker]) -> None:
@@ -233,7 +233,7 @@ async def test_a_slot_is_used_again_once_its_readers_have_let_go(pair: list[Work
         assert kept.unique().tolist() == [1]
         del kept
         await until(lambda: slots_of(pair[0]) == 1)
-        assert len(pair[0].node.memory.slots.numbers()) <= 10
+        assert len(pair[0]._node.memory.slots.numbers()) <= 10
 
 
 async def test_a_reader_that_has_locked_its_memory_gives_slots_back(
@@ -254,12 +254,12 @@ async def test_a_reader_that_has_locked_its_memory_gives_slots_back(
             del got
             await until(lambda: slots_of(pair[0]) <= 2)
     await until(lambda: slots_of(pair[0]) == 1)
-    assert len(pair[0].node.memory.slots.numbers()) <= 4
+    assert len(pair[0]._node.memory.slots.numbers()) <= 4
 
 
 async def test_a_release_goes_along_with_the_next_question(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its whole time for that, whatever was released before it; only then it gets a message of its own."""
-    publications = pair[1].node.publications
+    publications = pair[1]._node.publications
     said: dict[int, float] = {}
 
     def tell(record: WorkerRecord, message: Message) -> None:
@@ -298,7 +298,7 @@ async def test_what_is_released_as_a_subscription_ends_is_told_at_once(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message of the end names only versions whose tensors live: a worker that leaves next says nothing else."""
-    publications = pair[1].node.publications
+    publications = pair[1]._node.publications
     held: list[list[int]] = []
 
     def tell(record: WorkerRecord, message: Message) -> None:
@@ -345,7 +345,7 @@ async def test_a_subscription_that_ends_while_it_copies_lets_go(
         async with asyncio.timeout(20):
             await copying.wait()
     kept.clear()
-    await until(lambda: not pair[1].node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.feeds)
     await until(lambda: slots_of(pair[0]) == 1)
 
 
@@ -353,7 +353,7 @@ async def test_the_end_of_a_subscription_that_was_not_heard_is_told_again(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A publisher that takes no calls for a while does not wait for that reader for ever, nor keep its version."""
-    there = pair[0].node.publications
+    there = pair[0]._node.publications
     shelves_of, refused = there.shelves_of, 0
 
     def refuse(name: str) -> list[Shelf]:
@@ -377,7 +377,7 @@ async def test_what_is_released_with_a_question_that_fails_is_told_all_the_same(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by one that the publisher refuses: else the version would stay for as long as the subscription."""
-    publications = pair[1].node.publications
+    publications = pair[1]._node.publications
     want, refused = publications.want, list[int]()
 
     def refuse(record: WorkerRecord, message: Want, limit: float = 0.0) -> rpc.Future[Any]:
@@ -406,7 +406,7 @@ async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     await anext(versions)
     del versions
     gc.collect()
-    await until(lambda: not pair[1].node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.feeds)
     last = await pair[0].publish("policy", weights(2))
     assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
 
@@ -423,7 +423,7 @@ async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[A
     await pair[0].publish("policy", weights(1))
     assert number_of((await anext(versions)).value) == 1
     versions.close()
-    await until(lambda: not pair[1].node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.feeds)
 
 
 def test_a_subscription_that_is_half_made_may_be_dropped() -> None:
@@ -535,7 +535,7 @@ async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker])
             await last.delivered()
             kept.append((await anext(versions)).value)
         assert [number_of(value) for value in kept] == list(range(1, 20))
-        assert len(pair[0].node.memory.slots.numbers()) <= 10
+        assert len(pair[0]._node.memory.slots.numbers()) <= 10
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["none", "little"])
@@ -549,7 +549,7 @@ async def test_without_shared_memory_versions_come_with_the_answers(limit: int) 
             await last.delivered()
             kept.append((await anext(versions)).value)
         assert [number_of(value) for value in kept] == list(range(1, 8))
-        assert workers[0].node.memory.slots.size <= limit
+        assert workers[0]._node.memory.slots.size <= limit
 
 
 async def test_a_version_that_is_too_long_for_its_reader_is_told_in_a_turn() -> None:
@@ -709,8 +709,8 @@ async def test_taking_a_version_may_be_cancelled(pair: list[Worker]) -> None:
 async def test_a_reader_that_gives_up_holds_up_nobody(trio: list[Worker]) -> None:
     """Not one that asks no more, nor one that asks twice, whose first question is refused; and its place is free."""
     await trio[0].publish("policy", weights(1))
-    me = trio[0].node.engine.record
-    publications = trio[1].node.publications
+    me = trio[0]._node.engine.record
+    publications = trio[1]._node.publications
     asked = [publications.want(me, Want("policy", 99, 1, False, [], False)) for _ in range(2)]
     with pytest.raises(rpc.RpcUsageError, match="asked again"):
         await asked[0]
@@ -723,7 +723,7 @@ async def test_a_reader_that_gives_up_holds_up_nobody(trio: list[Worker]) -> Non
             await kept
         await trio[0].publish("policy", weights(2))
         assert (await anext(versions)).version == 2
-    subscribers = trio[0].node.publications.publishers["policy"].subscribers
+    subscribers = trio[0]._node.publications.publishers["policy"].subscribers
     publications.tell(me, SubscriptionClosed("policy", 99, []))
     await until(lambda: not subscribers)
 
@@ -733,7 +733,7 @@ async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
 ) -> None:
     """The others get the version, and whoever has published it hears of nothing."""
     await trio[0].publish("policy", weights(1))
-    publisher = trio[0].node.publications.publishers["policy"]
+    publisher = trio[0]._node.publications.publishers["policy"]
     answer = publisher._answer
 
     def break_one(key: Key, *args: Any) -> Any:
@@ -741,8 +741,8 @@ async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
             raise RuntimeError("broken")
         return answer(key, *args)
 
-    me = trio[0].node.engine.record
-    future = trio[1].node.publications.want(me, Want("policy", 99, 1, False, [], False))
+    me = trio[0]._node.engine.record
+    future = trio[1]._node.publications.want(me, Want("policy", 99, 1, False, [], False))
     async with trio[2].subscribe("policy") as versions:
         assert (await anext(versions)).version == 1
         await until(lambda: len(publisher.subscribers) == 2)
@@ -825,7 +825,7 @@ async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) 
     for quorum in (0, -1, 1.5, True, "all", 3):
         with pytest.raises(rpc.RpcUsageError, match="quorum"):
             published.delivered(quorum=quorum)  # type: ignore[arg-type]  # that is the point
-    assert not pair[1].node.publications.publishers
+    assert not pair[1]._node.publications.publishers
 
 
 async def test_a_reference_is_not_published(pair: list[Worker]) -> None:
@@ -889,7 +889,7 @@ async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_ha
         versions = reader.subscribe("policy")
         async with Worker("publisher", store=store, role=role) as publisher:
             await (await publisher.publish("policy", weights(1))).delivered()
-        await until(lambda: reader.node.group.is_gone(publisher.node.engine.record))
+        await until(lambda: reader._node.group.is_gone(publisher._node.engine.record))
         async with (
             Worker("newcomer", store=store, options=options) as newcomer,
             newcomer.subscribe("policy") as late,
@@ -911,7 +911,7 @@ async def test_what_this_worker_has_of_a_publisher_is_read_by_the_rights_of_that
         async with Worker("publisher", store=store, role="learner") as publisher:
             await publisher.publish("policy", weights(1))
             assert number_of((await anext(first)).value) == 1
-        await until(lambda: reader.node.group.is_gone(publisher.node.engine.record))
+        await until(lambda: reader._node.group.is_gone(publisher._node.engine.record))
         second = reader.subscribe("policy")
         assert number_of((await anext(second)).value) == 1
         first.close()
@@ -932,7 +932,7 @@ async def test_what_was_left_behind_comes_from_one_whose_pickles_are_read() -> N
         for versions in subscriptions:
             await anext(versions)
         await publisher.shutdown(graceful=False)
-        await until(lambda: all(each.node.group.is_gone(publisher.node.engine.record) for each in readers))
+        await until(lambda: all(each._node.group.is_gone(publisher._node.engine.record) for each in readers))
         newcomer = await stack.enter_async_context(Worker("newcomer", store=store, options=options))
         with newcomer.subscribe("policy") as versions:
             assert number_of((await anext(versions)).value) == 1
@@ -959,10 +959,10 @@ async def test_who_is_about_to_leave_holds_nothing(pair: list[Worker]) -> None:
     async with pair[1].subscribe("policy") as versions:
         await pair[0].publish("policy", weights(1))
         await anext(versions)
-        pair[1].node.publications.leave()
+        pair[1]._node.publications.leave()
         with pytest.raises(rpc.WorkerClosed):
             await anext(versions)
-        await until(lambda: not pair[0].node.publications.publishers["policy"].subscribers)
+        await until(lambda: not pair[0]._node.publications.publishers["policy"].subscribers)
         await pair[0].publish("policy", weights(2))
         assert slots_of(pair[0]) == 1
 
@@ -983,7 +983,7 @@ async def test_who_has_left_holds_nothing_though_its_process_lives() -> None:
 async def test_who_subscribes_as_its_worker_ends_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the worker's loop has stopped between the look whether it is open and what was to be done there."""
     ending = await Worker("ending", store=HashStore(), options=RpcBackendOptions(dedicated_loop=True))
-    engine = ending.node.engine
+    engine = ending._node.engine
     run_on_loop = engine.run_on_loop
 
     def end_first(function: Callable[..., object], *args: Any) -> None:
@@ -1060,7 +1060,7 @@ async def test_versions_go_up_past_a_reader_that_does_not_answer(monkeypatch: py
             await first.publish("policy", weights(number))
             assert (await anext(versions)).version == number
         await first.shutdown()
-        monkeypatch.setattr(reader.node.publications, "latest", too_busy)
+        monkeypatch.setattr(reader._node.publications, "latest", too_busy)
         published = await second.publish("policy", weights(4))
         delivered = published.delivered(quorum=1, timeout=20)
         got = await anext(versions)
@@ -1092,7 +1092,7 @@ async def test_a_name_is_not_taken_over_by_what_was_said_before_its_publisher_wa
     """Who has not heard yet that it is published asks for versions once the publisher is gone, and not before."""
     async with three_of_a_free_group() as (first, second, reader):
         assert (await first.publish("policy", weights(1))).version == 1
-        publications = second.node.publications
+        publications = second._node.publications
         ask_all = publications.names.ask_all
 
         async def ask_and_be_late(name: str) -> Any:
@@ -1121,7 +1121,7 @@ async def test_a_new_publisher_is_followed_whatever_its_first_version(monkeypatc
             await first.publish("policy", weights(number))
             kept.append((await anext(versions)).value)
         await first.shutdown()
-        monkeypatch.setattr(reader.node.publications, "latest", lambda name: Latest(name, 1, 0))
+        monkeypatch.setattr(reader._node.publications, "latest", lambda name: Latest(name, 1, 0))
         for number in (2, 3, 4):
             published = await second.publish("policy", weights(10 * number))
             assert published.version == number
@@ -1137,7 +1137,7 @@ async def test_a_publisher_forgets_whom_it_has_told_once_they_are_gone() -> None
     store = HashStore()
     async with cluster(1, dynamic=True, store=store) as (first,):
         await first.publish("policy", weights(1))
-        publisher = first.node.publications.publishers["policy"]
+        publisher = first._node.publications.publishers["policy"]
         for number in range(3):
             guest = await Worker(f"guest{number}", store=store)
             async with guest.subscribe("policy", timeout=20) as versions:
@@ -1161,7 +1161,7 @@ async def test_a_reader_hears_of_a_publisher_however_many_names_there_are(
     with caplog.at_level(logging.WARNING, "aiorpc"):
         last = await pair[0].publish("last", weights(2))
         await until(lambda: "worker1 keeps who publishes 3 names, and no more" in caplog.text)
-    assert pair[1].node.publications.names.get("last") is None
+    assert pair[1]._node.publications.names.get("last") is None
     assert (await last.delivered()).reached
     async with pair[1].subscribe("last") as versions:
         assert number_of((await anext(versions)).value) == 2
@@ -1172,7 +1172,7 @@ async def test_who_published_what_nobody_reads_is_forgotten_once_it_is_gone(monk
     monkeypatch.setattr(known, "_MANY_NAMES", 4)
     store, names = HashStore(), [f"of{number}" for number in range(12)]
     async with cluster(1, dynamic=True, store=store) as (first,):
-        there = first.node.publications
+        there = first._node.publications
         async with first.subscribe("of0", timeout=20) as versions:
             for number, name in enumerate(names):
                 async with Worker(f"guest{number}", store=store) as guest:
@@ -1198,7 +1198,7 @@ async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that refuses to be told, as it is overloaded, counts as a reader, and is told again."""
-    there = pair[1].node.publications
+    there = pair[1]._node.publications
     heard, refused = there.on_claim, 0
 
     def refuse(claim: Claim, caller_id: int) -> int:
@@ -1298,7 +1298,7 @@ async def test_the_memory_of_a_name_that_was_unpublished_goes_with_its_readers(p
         await until(lambda: slots_of(pair[0]) == 1)
         await pair[0].unpublish("of1")
     await until(lambda: slots_of(pair[0]) == 0)
-    assert not pair[0].node.publications.publishers and pair[1].node.publications.names.get("of1") is None
+    assert not pair[0]._node.publications.publishers and pair[1]._node.publications.names.get("of1") is None
 
 
 async def test_a_delivery_of_a_name_that_was_unpublished_settles(pair: list[Worker]) -> None:
@@ -1320,12 +1320,12 @@ async def test_only_its_publisher_may_unpublish_a_name(pair: list[Worker]) -> No
     with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*nobody publishes it"):
         await pair[0].unpublish("policy")
     await pair[1].publish("policy", weights(1))
-    await until(lambda: pair[0].node.publications.names.get("policy"))
+    await until(lambda: pair[0]._node.publications.names.get("policy"))
     with pytest.raises(rpc.RpcUsageError, match=r"it does not publish it: worker 'worker1' .* publishes it"):
         await pair[0].unpublish("policy")
     with pytest.raises(rpc.RpcUsageError, match="what is published has a name"):
         pair[0].unpublish("no name")
-    pair[0].node.publications.on_unpublished(Unpublished("policy", 1), pair[0].info.id)  # who speaks for itself alone
+    pair[0]._node.publications.on_unpublished(Unpublished("policy", 1), pair[0].info.id)  # who speaks for itself alone
     async with pair[0].subscribe("policy") as versions:
         assert (await anext(versions)).version == 1
 
@@ -1341,7 +1341,7 @@ async def test_a_name_stays_as_it_is_when_the_store_cannot_be_asked(
     async with pair[1].subscribe("policy") as versions:
         await pair[0].publish("policy", weights(1))
         with monkeypatch.context() as patch:
-            patch.setattr(pair[0].node.rendezvous, "swap", swap)
+            patch.setattr(pair[0]._node.rendezvous, "swap", swap)
             with pytest.raises(rpc.errors.RendezvousError, match="the store is gone"):
                 await pair[0].unpublish("policy")
         await pair[0].publish("policy", weights(2))
@@ -1354,9 +1354,9 @@ async def test_who_has_not_heard_that_a_name_was_unpublished_may_publish_it(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store says that it is free; and a reader that has not heard it follows the next publisher."""
-    engine = trio[0].node.engine
+    engine = trio[0]._node.engine
     engine.bounds = replace(engine.bounds, vouch=0.01)
-    late = [worker.node.publications for worker in trio[1:]]
+    late = [worker._node.publications for worker in trio[1:]]
     heard = late[0].on_unpublished
 
     def refuse(*_: object) -> None:
@@ -1384,9 +1384,9 @@ async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatc
     ):
         await first.publish("policy", weights(1))
         assert (await anext(versions)).version == 1
-        stands = first.node.publications.publishers["policy"].stands
-        await first.node.engine.steps.run(partial(release_claim, first.node.rendezvous, stands, 1))
-        await first.drop()
+        stands = first._node.publications.publishers["policy"].stands
+        await first._node.engine.steps.run(partial(release_claim, first._node.rendezvous, stands, 1))
+        await first._drop()
         published = await second.publish("policy", weights(2))
         got = await anext(versions)
         assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 2)
@@ -1397,7 +1397,7 @@ async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
 ) -> None:
     """It may have released the name, and its answer was lost: then another worker may have it by now."""
     first, second, reader = trio
-    rendezvous = first.node.rendezvous
+    rendezvous = first._node.rendezvous
 
     def lose(*args: Any, **options: Any) -> str:
         swap(*args, **options)
@@ -1426,8 +1426,8 @@ async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
     async with cluster(2, dynamic=True) as workers:
         publisher, other = workers
         await publisher.publish("policy", [1])
-        publications = publisher.node.publications
-        rendezvous = publisher.node.rendezvous
+        publications = publisher._node.publications
+        rendezvous = publisher._node.rendezvous
         began, fails = threading.Event(), threading.Event()
 
         def fail(*_: Any, **__: Any) -> str:
@@ -1439,8 +1439,8 @@ async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
         ending = publisher.unpublish("policy")
         await asyncio.to_thread(began.wait, 20)
         told = publications.publishers["policy"].told
-        told.discard(other.node.engine.record.incarnation)  # as one that has joined just now
+        told.discard(other._node.engine.record.incarnation)  # as one that has joined just now
         fails.set()
         with pytest.raises(rpc.errors.RendezvousError, match="cannot be asked"):
             await ending
-        await until(lambda: other.node.engine.record.incarnation in told)
+        await until(lambda: other._node.engine.record.incarnation in told)

@@ -41,17 +41,17 @@ FEW = {"actor": ["published/policy:read", "published/own/*:publish"], "*": "*"}
 
 def say(liar: Worker, other: Worker, function: Callable[..., Any], message: Any) -> Any:
     """What another worker answers to a message of the runtime."""
-    peer = liar.node.peers.of(other.node.engine.record)
+    peer = liar._node.peers.of(other._node.engine.record)
     return peer.call(function, (write(message),), None, 20.0, system=True)
 
 
 async def pretend(liar: Worker, value: float, turn: int = 1 << 30) -> Claim:
     """Give versions of "policy" to those that ask, without the name; the claim that goes with it."""
-    record = liar.node.engine.record
+    record = liar._node.engine.record
     claim = Claim("policy", turn, record.id, record.name, 5)
-    publisher = Publisher(liar.node, StandingClaim(claim, record.incarnation, 1000))
-    liar.node.publications.publishers["policy"] = publisher
-    await publisher.put(take_apart("policy", torch.full((4,), value), liar.node.engine))
+    publisher = Publisher(liar._node, StandingClaim(claim, record.incarnation, 1000))
+    liar._node.publications.publishers["policy"] = publisher
+    await publisher.put(take_apart("policy", torch.full((4,), value), liar._node.engine))
     return claim
 
 
@@ -75,7 +75,7 @@ async def test_a_claim_that_the_store_does_not_have_is_not_believed(trio: list[W
         last = await learner.publish("policy", torch.full((4,), 3.0))
         assert (await anext(versions)).value[0] == 3
         assert (await last.delivered(quorum=1)).has == (reader.info,)
-    del liar.node.publications.publishers["policy"]
+    del liar._node.publications.publishers["policy"]
 
 
 async def test_a_name_that_only_a_member_tells_of_has_no_publisher(pair: list[Worker]) -> None:
@@ -85,7 +85,7 @@ async def test_a_name_that_only_a_member_tells_of_has_no_publisher(pair: list[Wo
         await say(liar, reader, claimed, await pretend(liar, 666.0))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(versions), 0.3)
-        del liar.node.publications.publishers["policy"]
+        del liar._node.publications.publishers["policy"]
         await reader.publish("policy", torch.ones(4))
         assert (await anext(versions)).publisher == reader.info
 
@@ -107,7 +107,7 @@ async def test_while_the_store_says_nothing_a_living_publisher_is_not_replaced()
         await say(liar, reader, claimed, await pretend(liar, 666.0))
         await learner.publish("policy", torch.ones(4))
         assert (await anext(versions)).publisher == learner.info
-        del liar.node.publications.publishers["policy"]
+        del liar._node.publications.publishers["policy"]
 
 
 async def test_what_a_member_says_of_versions_counts_up_to_what_the_store_knows(
@@ -116,7 +116,7 @@ async def test_what_a_member_says_of_versions_counts_up_to_what_the_store_knows(
     """However often a name is taken over past a member that lies, it stays of use."""
     store = HashStore()
     async with cluster(1, dynamic=True, store=store) as (liar,):
-        monkeypatch.setattr(liar.node.publications, "latest", lambda name: Latest(name, LAST_VERSION - 1, 0))
+        monkeypatch.setattr(liar._node.publications, "latest", lambda name: Latest(name, LAST_VERSION - 1, 0))
         for number in range(3):
             async with Worker(f"guest{number}", store=store) as guest:
                 published = await guest.publish("policy", torch.ones(4))
@@ -138,7 +138,7 @@ async def test_the_store_knows_a_limit_before_versions_get_there(monkeypatch: py
         async with Worker("first", store=store) as first:
             for number in range(1, 31):
                 assert (await first.publish("policy", {"step": number})).version == number
-                publisher = first.node.publications.publishers["policy"]
+                publisher = first._node.publications.publishers["policy"]
                 await until(lambda publisher=publisher: not publisher.raising)  # type: ignore[misc]
             limit = publisher.stands.limit
             assert 30 < limit <= 38
@@ -148,7 +148,7 @@ async def test_the_store_knows_a_limit_before_versions_get_there(monkeypatch: py
         def silent(_: str) -> Latest:
             raise rpc.Overloaded("not now")
 
-        monkeypatch.setattr(reader.node.publications, "latest", silent)
+        monkeypatch.setattr(reader._node.publications, "latest", silent)
         assert (await reader.publish("policy", {"step": 31})).version == limit + 1
         await reader.unpublish("policy")
         assert (await reader.publish("policy", {"step": 32})).version == limit + 2
@@ -198,7 +198,7 @@ async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None
 
         async def write_claim() -> Claim:
             claim = await pretend(actor, 666.0)
-            rendezvous, record = actor.node.rendezvous, actor.node.engine.record
+            rendezvous, record = actor._node.rendezvous, actor._node.engine.record
             said = [claim.turn, claim.publisher, claim.worker, record.incarnation, claim.first, 1000]
             held = await asyncio.to_thread(rendezvous.look_up, "published/policy")
             await asyncio.to_thread(rendezvous.swap, "published/policy", held or "", json.dumps(said))
@@ -218,7 +218,7 @@ async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None
         assert (await anext(late)).publisher == learner.info
         await learner.publish("policy", torch.ones(4))
         assert (await anext(stays)).publisher == learner.info
-        del actor.node.publications.publishers["policy"]
+        del actor._node.publications.publishers["policy"]
 
 
 async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it() -> None:
@@ -247,7 +247,7 @@ async def test_what_was_left_is_handed_on_until_its_new_publisher_has_a_version(
                 await learner.publish("policy", torch.ones(4))
                 await anext(kept)
                 await anext(versions)
-            claimed = actor.node.publications.names.claim("policy")
+            claimed = actor._node.publications.names.claim("policy")
             assert (await claimed).claim.first > 1
             with actor.subscribe("policy", timeout=20) as others:
                 assert (await anext(others)).publisher == learner.info
@@ -271,7 +271,7 @@ async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of
     async with pair[0].subscribe("policy", timeout=20) as versions:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(versions), 0.05)
-        there, record = pair[0].node.publications, pair[1].node.engine.record
+        there, record = pair[0]._node.publications, pair[1]._node.engine.record
         for number in range(2500):
             there.on_claim(Claim(f"of{number}", 1, record.id, record.name, 1), record)
         monkeypatch.setattr(told, "find_claim", find)
@@ -314,7 +314,7 @@ async def test_a_subscription_that_goes_on_after_its_end_has_what_it_held(pair: 
         await learner.publish("policy", torch.ones(4096))
         await say(reader, learner, wanted, Want("policy", 1, version - 1, True, [], False))
         await say(reader, learner, ended, SubscriptionClosed("policy", 1, [version]))
-    publisher = learner.node.publications.publishers["policy"]
+    publisher = learner._node.publications.publishers["policy"]
     await learner.publish("policy", torch.ones(4096))
     assert [version for version in (1, 2, 3) if publisher.has(version)] == [2, 3]
     await say(reader, learner, released, VersionsReleased("policy", 1, [2]))

@@ -81,11 +81,11 @@ async def test_what_leaves_the_publisher_is_one_copy(monkeypatch: pytest.MonkeyP
         await learner.publish("policy", weights(4, SIZE))
         await turn(subscriptions, 4)
         assert 4 * SIZE <= sent(learner) - before < 2 * 4 * SIZE
-        assert sum(len(worker.node.publications.relays) for worker in workers.values()) == 3
+        assert sum(len(worker._node.publications.relays) for worker in workers.values()) == 3
         for subscription in subscriptions:
             subscription.close()
-        await until(lambda: not any(worker.node.publications.relays for worker in workers.values()))
-        await until(lambda: learner.node.memory.slots.used == 1)
+        await until(lambda: not any(worker._node.publications.relays for worker in workers.values()))
+        await until(lambda: learner._node.memory.slots.used == 1)
 
 
 @pytest.mark.parametrize("leads", ["", "actor"])
@@ -101,7 +101,7 @@ async def test_who_fetches_for_a_host_takes_no_rights_from_the_publisher(
         for name in (leads, "reader") if leads else ("reader",):
             subscriptions.append(workers[name].subscribe("policy"))
             await turn(subscriptions[-1:], 1)
-        assert workers[leads or "reader"].node.publications.relays  # as it has asked first
+        assert workers[leads or "reader"]._node.publications.relays  # as it has asked first
         last = await learner.publish("policy", weights(2, SIZE))
         await turn(subscriptions, 2)
         assert (await last.delivered(quorum=len(subscriptions))).reached
@@ -117,9 +117,9 @@ async def test_another_reader_fetches_when_the_leader_of_a_host_has_gone(monkeyp
         subscriptions = [workers[name].subscribe("policy") for name in ("b1", "b2", "c1")]
         await learner.publish("policy", weights(1, SIZE))
         await turn(subscriptions, 1)
-        (leader,) = [name for name in ("b1", "b2") if workers[name].node.publications.relays]
+        (leader,) = [name for name in ("b1", "b2") if workers[name]._node.publications.relays]
         left = subscriptions.pop(("b1", "b2").index(leader))
-        await workers.pop(leader).drop()
+        await workers.pop(leader)._drop()
         last = await learner.publish("policy", weights(2, SIZE))
         await turn(subscriptions, 2)
         assert (await last.delivered(quorum=2)).reached
@@ -151,7 +151,7 @@ async def test_all_hosts_let_go_of_a_name_that_is_unpublished(monkeypatch: pytes
         subscriptions = [worker.subscribe("policy") for worker in workers.values()]
 
         def all_ask() -> bool:  # the readers of its own host, and who fetches for another one
-            subscribers = learner.node.publications.publishers["policy"].subscribers.values()
+            subscribers = learner._node.publications.publishers["policy"].subscribers.values()
             return sum(each.asked is not None for each in subscribers) == 4
 
         for version in (1, 3):
@@ -165,8 +165,8 @@ async def test_all_hosts_let_go_of_a_name_that_is_unpublished(monkeypatch: pytes
             for subscription in subscriptions:
                 with pytest.raises(StopAsyncIteration):
                     await anext(subscription)
-            await until(lambda: not any(worker.node.publications.relays for worker in workers.values()))
-            await until(lambda: not any(worker.node.memory.slots.used for worker in workers.values()))
+            await until(lambda: not any(worker._node.publications.relays for worker in workers.values()))
+            await until(lambda: not any(worker._node.memory.slots.used for worker in workers.values()))
             subscriptions = [worker.subscribe("policy") for worker in workers.values()]
         for subscription in subscriptions:
             subscription.close()
@@ -183,16 +183,16 @@ async def test_who_is_busy_with_an_older_version_is_passed_by(monkeypatch: pytes
             await going_on.wait()
             raise RpcTimeout("enough")
 
-        relay = busy.node.publications.relays["policy"]
+        relay = busy._node.publications.relays["policy"]
         monkeypatch.setattr(relay, "_fill", stall)
         for version, patience in ((2, 0.2), (3, 600.0)):
-            behind.node.engine.bounds = replace(behind.node.engine.bounds, stalled=patience)
+            behind._node.engine.bounds = replace(behind._node.engine.bounds, stalled=patience)
             await learner.publish("policy", weights(version, SIZE))
             await turn(subscriptions[1:], version)
         monkeypatch.undo()
         going_on.set()
         await turn(subscriptions[:1], 3)
-        await until(lambda: learner.node.memory.slots.used == 1)
+        await until(lambda: learner._node.memory.slots.used == 1)
         for subscription in subscriptions:
             subscription.close()
 
@@ -204,16 +204,16 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
         await learner.publish("policy", weights(1, SIZE))
         async with source.subscribe("policy") as versions:
             await turn([versions], 1)
-            relay, there = source.node.publications.relays["policy"], behind.node.publications
+            relay, there = source._node.publications.relays["policy"], behind._node.publications
             for version, leave in ((2, True), (3, False)):
-                await there.piece(source.node.engine.record, PieceWanted("policy", version - 1, 0, 8))
+                await there.piece(source._node.engine.record, PieceWanted("policy", version - 1, 0, 8))
                 await learner.publish("policy", weights(version, SIZE))
                 await turn([versions], version)
                 assert relay.stored == 2
                 if leave:
-                    there.tell(source.node.engine.record, VersionsReleased("policy", IN_PIECES, [version - 1]))
+                    there.tell(source._node.engine.record, VersionsReleased("policy", IN_PIECES, [version - 1]))
                 else:
-                    await workers.pop("c").drop()
+                    await workers.pop("c")._drop()
                 await until(lambda: relay.stored == 1)
 
 
@@ -222,8 +222,8 @@ async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest
     async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
         learner, late, other = workers.values()
         subscriptions = await read_first(learner, late, other)
-        assert late.node.publications.relays
-        leader, there, publisher = late.node.engine.record, other.node.publications, learner.node.publications
+        assert late._node.publications.relays
+        leader, there, publisher = late._node.engine.record, other._node.publications, learner._node.publications
         want = there.want
 
         async def lose(record: WorkerRecord, message: Want, timeout: float = 0.0) -> Any:
@@ -238,10 +238,10 @@ async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest
             await learner.publish("policy", weights(version, SIZE))
             await turn(subscriptions, version)
         assert there.relays
-        await until(lambda: not late.node.publications.relays)
+        await until(lambda: not late._node.publications.relays)
         await learner.publish("policy", weights(5, SIZE))
         await turn(subscriptions, 5)  # its own reader had the one before from its own memory
-        await until(lambda: late.node.memory.slots.used == 0)
+        await until(lambda: late._node.memory.slots.used == 0)
         for subscription in subscriptions:
             subscription.close()
 
@@ -249,7 +249,7 @@ async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest
 async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for it is woken when it has come; if the version is given up just then, another may lie there."""
     async with hosts(monkeypatch, learner="a", b="b") as workers:
-        node, reader = workers["learner"].node, workers["b"].node.engine.record
+        node, reader = workers["learner"]._node, workers["b"]._node.engine.record
         origin = Origin(node.engine.id, "learner", node.engine.record.main, ("",))
         shelf, other = Shelf(node, "policy"), Shelf(node, "other")
         stored = shelf.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
@@ -292,10 +292,10 @@ async def test_a_reader_that_ends_while_it_waits_for_its_leader_is_not_waited_fo
         async with b1.subscribe("policy") as stays:
             await turn([stays], 1)
             assert (await published.delivered(quorum=1)).has == (b1.info,)
-            relay = b1.node.publications.relays["policy"]
+            relay = b1._node.publications.relays["policy"]
             monkeypatch.setattr(relay, "want", lambda *_: asyncio.get_running_loop().create_future())
             ends = b2.subscribe("policy")
-            await until(lambda: len(learner.node.publications.publishers["policy"].subscribers) == 3)
+            await until(lambda: len(learner._node.publications.publishers["policy"].subscribers) == 3)
             assert (await published.delivered(timeout=0.01)).missing == (b2.info,)
             ends.close()
             delivery = await published.delivered(timeout=30)
@@ -308,13 +308,13 @@ async def test_a_reader_that_ends_while_it_waits_for_its_leader_is_not_waited_fo
 async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is sent the bytes by the publisher, and the others of its host have theirs."""
     async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
-        workers["b2"].node.engine.options.shared_memory = 0
+        workers["b2"]._node.engine.options.shared_memory = 0
         subscriptions = [workers[name].subscribe("policy") for name in ("b1", "b2")]
         for version in (1, 2):
             last = await workers["learner"].publish("policy", weights(version, SIZE))
             await turn(subscriptions, version)
             assert (await last.delivered(quorum=2)).reached
-        assert not workers["b2"].node.publications.relays
+        assert not workers["b2"]._node.publications.relays
         for subscription in subscriptions:
             subscription.close()
 
@@ -322,13 +322,13 @@ async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.M
 async def test_without_leave_to_map_bytes_come_from_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is used again when the answers that brought its bytes are through."""
     async with hosts(monkeypatch, learner="a", b1="b") as workers:
-        workers["b1"].node.engine.options.shared_memory = 0
+        workers["b1"]._node.engine.options.shared_memory = 0
         async with workers["b1"].subscribe("policy") as versions:
             for version in range(1, 6):
                 await workers["learner"].publish("policy", weights(version, SIZE))
                 await turn([versions], version)
-            await until(lambda: workers["learner"].node.memory.slots.used == 1)
-            assert len(workers["learner"].node.memory.slots.numbers()) <= 3
+            await until(lambda: workers["learner"]._node.memory.slots.used == 1)
+            assert len(workers["learner"]._node.memory.slots.numbers()) <= 3
 
 
 FEW = {"b1": "published/policy:read", "c1": "published/policy:read", "*": "*"}
@@ -350,7 +350,7 @@ async def test_what_a_relay_hands_on_is_what_was_published(
 ) -> None:
     """A reader compares it with the digest of the publisher, takes the version from there, and says so once."""
     async with hosts(monkeypatch, learner="a", b1="b", b2="b", allow=FEW) as workers:
-        learner, relays, reader = workers["learner"], workers["b1"].node.publications.relays, workers["b2"]
+        learner, relays, reader = workers["learner"], workers["b1"]._node.publications.relays, workers["b2"]
         subscriptions = await read_first(learner, workers["b1"], reader)
         finish = relays["policy"].finish
 
@@ -375,7 +375,7 @@ async def test_what_was_compared_cannot_be_changed_afterwards(monkeypatch: pytes
         subscriptions = await read_first(workers["learner"], workers["b1"])
         subscriptions.append(workers["b2"].subscribe("policy"))
         got = await anext(subscriptions[1])
-        relay = workers["b1"].node.publications.relays["policy"]
+        relay = workers["b1"]._node.publications.relays["policy"]
         (stored,) = relay._stored.values()
         corrupt(stored)
         assert number_of(got.value) == 1
@@ -389,7 +389,7 @@ async def test_the_next_host_gets_what_was_published(
     """Whatever the one before it in the chain hands on: who fetches for a host compares it as well."""
     async with hosts(monkeypatch, learner="a", b1="b", c1="c", allow=FEW) as workers:
         subscriptions = await read_first(workers["learner"], workers["b1"], workers["c1"])
-        relay = workers["b1"].node.publications.relays["policy"]
+        relay = workers["b1"]._node.publications.relays["policy"]
         filled_to = relay.filled_to
 
         def lie(stored: Stored, end: int) -> None:
@@ -427,13 +427,13 @@ async def test_a_leader_that_hands_on_nothing_is_passed_by(
     """Its readers get the versions from the publisher, and go on."""
     async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
         learner, leads, reader = workers.values()
-        reader.node.engine.bounds = replace(reader.node.engine.bounds, stalled=0.02)
+        reader._node.engine.bounds = replace(reader._node.engine.bounds, stalled=0.02)
         subscriptions = await read_first(learner, leads)
-        relay = leads.node.publications.relays["policy"]
+        relay = leads._node.publications.relays["policy"]
         want = relay.want
 
         def stand(record: WorkerRecord, said: Want) -> Any:
-            if record != reader.node.engine.record:
+            if record != reader._node.engine.record:
                 return want(record, said)
             return asyncio.ensure_future(answer()) if answer is nothing else answer()
 
@@ -451,11 +451,11 @@ async def test_digests_are_those_of_the_latest_versions() -> None:
     """One that has gone is an error, which says so."""
     async with cluster(2) as workers:
         await workers[0].publish("policy", weights(1))
-        there, record = workers[1].node.publications, workers[0].node.engine.record
+        there, record = workers[1]._node.publications, workers[0]._node.engine.record
         first = await there.digest(record, "policy", 1)
         assert type(first) is bytes and len(first) == 32 and await there.digest(record, "policy", 1) == first
         await workers[0].publish("policy", weights(2))
         assert await there.digest(record, "policy", 2) != first == await there.digest(record, "policy", 1)
         with pytest.raises(RpcUsageError, match="has version 7 of 'policy' no more"):
             await there.digest(record, "policy", 7)
-        await until(lambda: workers[0].node.memory.slots.used == 1)
+        await until(lambda: workers[0]._node.memory.slots.used == 1)

@@ -179,7 +179,7 @@ async def test_remote_returns_at_once(workers: list[Worker], gate: Gate) -> None
 
 async def test_both_forms_of_remote(workers: list[Worker]) -> None:
     """remote(to, func, *args) and torch's remote(to, func, args=(...)); a lone tuple or list is torch's args."""
-    token = current_node.set(workers[0].node)
+    token = current_node.set(workers[0]._node)
     one, two = aiorpc.remote("worker1", divmod, 7, 2), aiorpc.remote("worker1", divmod, (7, 2))
     three = aiorpc.remote("worker1", divmod, args=[7, 2])
     four = aiorpc.remote("worker1", dict, args=(), kwargs={"a": 1}, timeout=5)
@@ -215,7 +215,7 @@ async def test_which_form_of_remote_is_meant(
     workers: list[Worker], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Any
 ) -> None:
     """torch's form where everything that follows the function is of the kinds that torch takes there."""
-    token = current_node.set(workers[0].node)
+    token = current_node.set(workers[0]._node)
     assert await aiorpc.remote("worker1", _given, *args, **kwargs) == wanted
     current_node.reset(token)
 
@@ -264,7 +264,7 @@ async def test_copies_of_a_proxy_copy_no_value(workers: list[Worker], verb: str)
 
 async def test_remote_by_keywords(workers: list[Worker]) -> None:
     """torch's names of the first two; a function's own keywords may have these names; one too few is a TypeError."""
-    token = current_node.set(workers[0].node)
+    token = current_node.set(workers[0]._node)
     assert await aiorpc.remote(to="worker1", func=_given, args=(1,)) == ((1,), {})
     assert await aiorpc.remote("worker1", func=_given) == ((), {})
     assert await aiorpc.remote("worker1", _given, to=1, func=2) == ((), {"to": 1, "func": 2})
@@ -286,7 +286,7 @@ async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: lis
 
 async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     """RRef(value) is owned here, confirmed from the beginning, and readable everywhere."""
-    token = current_node.set(workers[0].node)
+    token = current_node.set(workers[0]._node)
     thing = Thing(3)
     rref = RRef(thing)
     assert rref.is_owner() and rref.confirmed_by_owner() and rref.local_value() is thing
@@ -404,7 +404,7 @@ async def test_passing_on_before_the_value_exists(workers: list[Worker], gate: G
     calls = [workers[0].call(f"worker{to}", kind, rref) for to in range(3) for kind in (read, read_async)]
     del rref
     gc.collect()
-    await until(lambda: workers[1].node.references.counts().forks >= 1)
+    await until(lambda: workers[1]._node.references.counts().forks >= 1)
     gate.open.set()
     assert await asyncio.gather(*calls) == [6] * 6
 
@@ -591,7 +591,7 @@ async def test_a_broken_reference_that_is_a_value_is_freed(workers: list[Worker]
     ref = workers[0].remote("worker1", refer_to_what_is_never_made, "worker2")
     assert await ref.rpc_async().owner_name() == "worker2"
     await workers[2].shutdown(graceful=False)
-    await until(lambda: not (workers[1].node.references.counts().pending or workers[1].pending_calls()))
+    await until(lambda: not (workers[1]._node.references.counts().pending or workers[1].pending_calls()))
     with pytest.raises(SerializationError, match=r"has shut down; the call of .*never_made"):
         await ref
     del ref
@@ -602,7 +602,7 @@ async def test_a_call_that_is_not_sent_as_a_reference_in_it_is_broken_leaves_not
     """Its owner hears that nothing of a value that such a call was to create will come."""
     broken = workers[0].remote("worker2", never_made)
     await workers[2].shutdown(graceful=False)
-    await until(lambda: not workers[0].node.references.counts().pending)
+    await until(lambda: not workers[0]._node.references.counts().pending)
     made = workers[0].remote("worker1", Thing, broken)
     with pytest.raises(PeerLeft):
         await made
@@ -656,12 +656,12 @@ async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate
     del rref
     gc.collect()
     await until(lambda: len(workers[1].pending_calls()) == 1)
-    here, there = workers[0].node.references.counts(), workers[1].node.references.counts()
+    here, there = workers[0]._node.references.counts(), workers[1]._node.references.counts()
     assert (here.users, here.pins, there.forks) == (1, 0, 1)
     gate.open.set()
     assert await call == 3
     await until(lambda: not Thing.alive)
-    assert not workers[0].node.peers.find("worker1").owed.lent
+    assert not workers[0]._node.peers.find("worker1").owed.lent
 
 
 async def test_a_reference_inside_of_others_is_lent_as_well(workers: list[Worker]) -> None:
@@ -682,10 +682,10 @@ async def test_what_was_lent_outlives_its_call(workers: list[Worker], gate: Gate
     await workers[0].call("worker1", keep, rref)
     await workers[0].call("worker1", keep, rref)
     assert await workers[1].call("worker2", read, gate.kept[0]) == 3
-    await until(lambda: workers[1].node.references.counts().forks == 2)  # that one is counted from now on
+    await until(lambda: workers[1]._node.references.counts().forks == 2)  # that one is counted from now on
     gate.kept.pop(0)
     del rref
-    await until(lambda: gc.collect() < 0 or workers[1].node.references.counts().forks == 0)
+    await until(lambda: gc.collect() < 0 or workers[1]._node.references.counts().forks == 0)
     (lent,) = gate.kept
     assert lent.is_owner() and lent.local_value().value == 3
     assert await workers[1].call("worker2", read, lent) == 3
@@ -702,9 +702,9 @@ async def test_the_owner_calls_the_value_of_what_it_was_lent(workers: list[Worke
     await workers[0].call("worker1", keep, rref)
     await workers[0].call("worker1", keep, rref)
     del rref
-    await until(lambda: gc.collect() < 0 or workers[1].node.references.counts().forks == 0)
+    await until(lambda: gc.collect() < 0 or workers[1]._node.references.counts().forks == 0)
     first, second = gate.kept
-    current_node.set(workers[1].node)
+    current_node.set(workers[1]._node)
     assert await first.rpc_async().add(1) == 4
     assert await workers[1].call("worker1", local, second) == (True, 4)
     gate.kept.clear()
@@ -718,8 +718,8 @@ async def test_calls_on_a_reference_of_a_lost_owner_fail_for_who_waits_for_them(
         reference = workers[0].remote("worker1", Thing, 1)
         await reference.rpc_async().get()
         made_too_late = workers[0].remote("worker1", asyncio.sleep, 1000)
-        await workers[1].drop()
-        await until(lambda: workers[0].node.peers.by_id(1).gone is not None)
+        await workers[1]._drop()
+        await until(lambda: workers[0]._node.peers.by_id(1).gone is not None)
         for each in (reference, made_too_late):
             call, made, items = each.rpc_async().get(), each.remote().get(), each.stream().get()
             for waits in (call, made, anext(items)):
@@ -743,7 +743,7 @@ async def test_who_awaits_a_value_whose_creation_is_too_long_is_told_so() -> Non
 
 async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Worker]) -> None:
     """The owner's handle waits for what will be the value, and breaks if that will never be."""
-    table = workers[1].node.references
+    table = workers[1]._node.references
     name = ReferenceId(0, 1001, 7)
     table._run(table._table.on_message, 2, Add(name, ReferenceId(2, 1002)))  # worker 2 was passed it, and is faster
     (early,) = table.load([PassedReference(name, 1, LENT, 0)], 2)
@@ -760,8 +760,8 @@ async def test_what_was_lent_before_its_creation_has_come_is_counted(workers: li
     """G18: its owner passes it on, and calls its value, while the owner's own creation is under way."""
     rref = workers[0].remote("worker0", Thing, 6)
     lent = PassedReference(rref._rref, 0, LENT, 0)
-    passed, called, inside = workers[0].node.references.load([lent] * 3, 1)  # worker 1 was passed it, and is faster
-    assert workers[0].node.references.counts().placeholders == 1
+    passed, called, inside = workers[0]._node.references.load([lent] * 3, 1)  # worker 1 was passed it, and is faster
+    assert workers[0]._node.references.counts().placeholders == 1
     calls = [workers[0].call("worker1", read_async, passed), called.rpc_async().get()]
     calls.append(workers[0].call("worker2", read_all, {"list": [inside], "one": inside}))
     del rref, passed, called, inside
@@ -775,7 +775,7 @@ async def test_a_reference_is_lent_before_its_value_is_there(workers: list[Worke
     (kept,) = gate.kept
     await until(kept.confirmed_by_owner)
     call = workers[2].call("worker1", local, kept)
-    await until(lambda: workers[1].node.references.counts().forks == 3)
+    await until(lambda: workers[1]._node.references.counts().forks == 3)
     gate.open.set()
     assert await call == (True, 6)
     gate.kept.clear()
@@ -790,9 +790,9 @@ async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], g
     name = rref._rref
     call.cancel()
     del rref
-    await until(lambda: gc.collect() < 0 or workers[1].node.references.counts().forks == 0)
+    await until(lambda: gc.collect() < 0 or workers[1]._node.references.counts().forks == 0)
     gate.open.set()
-    (late,) = workers[1].node.references.load([PassedReference(name, 1, LENT, 0)], 0)
+    (late,) = workers[1]._node.references.load([PassedReference(name, 1, LENT, 0)], 0)
     with pytest.raises(RpcError, match="names no value of this worker; it was freed"):
         late.local_value()
     with pytest.raises(RpcUsageError, match="does not exist"):
@@ -802,7 +802,7 @@ async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], g
 async def test_only_the_owner_is_lent_a_reference(workers: list[Worker]) -> None:
     """Another worker would have nothing to wait for."""
     with pytest.raises(ProtocolError, match=r"worker 0 lends \(0, 1\) to one that is not its owner"):
-        workers[1].node.references.load([PassedReference(ReferenceId(0, 1), 2, LENT, 0)], 0)
+        workers[1]._node.references.load([PassedReference(ReferenceId(0, 1), 2, LENT, 0)], 0)
 
 
 # --- references of other workers --------------------------------------------------------------------------------------
@@ -810,18 +810,18 @@ async def test_only_the_owner_is_lent_a_reference(workers: list[Worker]) -> None
 
 async def test_a_worker_passes_on_its_own_references_alone(workers: list[Worker], gate: Gate) -> None:
     """One of another worker of this process is refused before anything is sent, and nothing stays pinned for it."""
-    rref, own = workers[0].remote("worker1", Thing, 3), workers[0].node.references.refer_to(Thing(4))
+    rref, own = workers[0].remote("worker1", Thing, 3), workers[0]._node.references.refer_to(Thing(4))
     await rref
     await workers[0].call("worker1", keep, rref)
     for foreign in (rref, own, gate.kept[0]):
-        before = [worker.node.references.counts() for worker in workers]
+        before = [worker._node.references.counts() for worker in workers]
         mine = "worker1" if foreign is gate.kept[0] else "worker0"
         wanted = f"worker 'worker2' cannot pass on a reference of another worker: only '{mine}' can"
         with pytest.raises(RpcUsageError, match=wanted):
             workers[2].call("worker0", read, foreign)
         with pytest.raises(RpcUsageError, match=wanted):
             workers[2].call("worker1", box_of, {"it": foreign})
-        assert [worker.node.references.counts() for worker in workers] == before
+        assert [worker._node.references.counts() for worker in workers] == before
     assert await workers[0].call("worker2", read, rref) == 3
     gate.kept.clear()
     del foreign
@@ -859,7 +859,7 @@ async def test_the_owner_frees_when_the_last_holder_is_gone(workers: list[Worker
     watch = weakref.ref(gate.kept[1].local_value())
     del rref
     gc.collect()
-    await until(lambda: workers[0].node.references.counts().users == 0)
+    await until(lambda: workers[0]._node.references.counts().users == 0)
     gate.kept.pop()
     gc.collect()
     assert await workers[2].call("worker2", read, gate.kept[0]) == 1 and watch() is not None
@@ -911,7 +911,7 @@ async def test_a_method_with_long_arguments_finds_the_value_whose_handle_has_die
 async def test_the_owner_calls_a_value_that_nobody_else_holds(workers: list[Worker], size: int) -> None:
     """The handle may be dropped at once: the value is there until the call has ended, however long that takes."""
     argument = torch.ones(size)
-    token = current_node.set(workers[0].node)
+    token = current_node.set(workers[0]._node)
     for _ in range(5):
         assert await RRef(Thing(3)).rpc_async().take(argument) == size
         assert await RRef(Thing(3)).remote().take(argument) == size
@@ -937,7 +937,7 @@ async def test_where_handles_die_often_the_loop_is_not_woken_for_each(
     """It looks by itself, as long as there are any; the next one that dies after that wakes it again."""
     monkeypatch.setattr(references_module, "_OFTEN", 60.0)
     monkeypatch.setattr(references_module, "_FLUSH_PAUSE", 0.2)
-    references = workers[0].node.references
+    references = workers[0]._node.references
     soon = references._flush_soon
     woken: list[int] = []
 
@@ -971,8 +971,8 @@ async def test_who_drops_references_and_makes_as_many_holds_no_more_than_before(
         for _ in range(3):
             made.clear()
             made += [workers[0].remote("worker1", Thing) for _ in range(20)]
-            await until(lambda: workers[0].node.references.counts().pending == 0)
-        assert workers[1].node.references.counts().owned == 20
+            await until(lambda: workers[0]._node.references.counts().pending == 0)
+        assert workers[1]._node.references.counts().owned == 20
         made.clear()
         await until_no_references(workers)
 
@@ -1016,7 +1016,7 @@ class Explodes:
 async def test_what_remains_at_shutdown_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """With owner, type and the line that made it, at the owner and at the user; in the report and in the log."""
     async with cluster(2) as workers:
-        token = current_node.set(workers[1].node)
+        token = current_node.set(workers[1]._node)
         own = RRef(Thing(2))
         current_node.reset(token)
         rref = workers[0].remote("worker1", Thing, 1)
@@ -1072,7 +1072,7 @@ async def test_references_of_a_worker_that_left(workers: list[Worker]) -> None:
         await mine
         await theirs
         await others[1].shutdown(graceful=False)
-        await until(lambda: others[0].node.references.counts().owned == 0)
+        await until(lambda: others[0]._node.references.counts().owned == 0)
         with pytest.raises(RpcError, match="worker1"):
             await mine
     del mine, theirs
@@ -1150,7 +1150,7 @@ async def test_who_waits_for_a_value_of_its_own_worker_hears_that_it_shuts_down(
 
 
 def own(worker: Worker) -> None:
-    worker.node.references.refer_to(Thing())
+    worker._node.references.refer_to(Thing())
 
 
 def create(worker: Worker) -> None:
@@ -1158,7 +1158,7 @@ def create(worker: Worker) -> None:
 
 
 def pass_on(worker: Worker) -> None:
-    worker.call("worker1", type, worker.node.references.refer_to(Thing())).wait()
+    worker.call("worker1", type, worker._node.references.refer_to(Thing())).wait()
 
 
 @pytest.mark.parametrize("work", [own, create, pass_on])
@@ -1171,8 +1171,8 @@ async def test_no_value_stays_where_a_signal_handler_raises(
     def nothing_left() -> bool:
         gc.collect()
         for worker in pair:
-            worker.node.references.flush()  # as soon as anything of the kind is looked after
-        return not any(worker.node.references.counts().owned for worker in pair)
+            worker._node.references.flush()  # as soon as anything of the kind is looked after
+        return not any(worker._node.references.counts().owned for worker in pair)
 
     files = [module.__file__ or "" for module in (references_module, rref_module, table_module)]
     at = 0
@@ -1191,12 +1191,12 @@ async def test_the_death_of_a_handle_is_told_if_its_end_was_interrupted(
     """A signal handler may raise before `__del__` has done anything; Python tells that, and goes on."""
     ref = pair[0].remote("worker1", Thing)
     await ref.rpc_async().get()
-    assert pair[1].node.references.counts().owned == 1
+    assert pair[1]._node.references.counts().owned == 1
     monkeypatch.setattr(RRef, "__del__", lambda _: None)
     del ref
     gc.collect()
     monkeypatch.undo()
-    pair[0].node.references.flush()  # as soon as anything of the kind is looked after
+    pair[0]._node.references.flush()  # as soon as anything of the kind is looked after
     await until_no_references(pair)
 
 
@@ -1208,7 +1208,7 @@ def test_a_reference_in_an_answer_that_is_interrupted_is_taken(tmp_path: Path) -
 
     options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", busy_wait=0.1)
     aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    references = aiorpc.current().node.references
+    references = aiorpc.current()._node.references
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         real = references.load

@@ -90,7 +90,7 @@ async def nested(retries: int) -> Any:
 async def die(workers: list[Worker]) -> None:
     """The second worker is lost, and the first one, which is connected to it, sees that."""
     assert await workers[0].call("worker1", where, "last words") == "worker1"
-    await workers[1].drop()
+    await workers[1]._drop()
 
 
 # --- what is tried again ----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ async def test_a_newcomer_of_the_same_name_gets_the_next_try(store: Store) -> No
         other = worker.peer("server", retries=1000, backoff=(0.01, 0.05)).call(where, "other")
         await until(lambda: RUNS["for ever"])
         assert await other == "server"
-        await first.drop()
+        await first._drop()
         with_reference = worker.peer("server", retries=1000, backoff=(0.01, 0.05)).call(str, worker.remote(0, dict))
         async with aiorpc.init("server", store=store):
             await until(lambda: RUNS["for ever"] == 2)
@@ -194,7 +194,7 @@ async def test_a_batch_that_a_worker_did_not_run_as_it_shut_down(
     await until(lambda: pair[1].statistics().calls_running == 2)
     third = pair[0].peer("worker1", retries=50, backoff=QUICK).call(gated, "c")
     await until(lambda: pair[1].statistics().calls_running == 3)
-    monkeypatch.setattr(pair[1].node.engine.lifetime, "closed", True)
+    monkeypatch.setattr(pair[1]._node.engine.lifetime, "closed", True)
     GATE["open"].set()
     assert await first == 1
     with pytest.raises(PeerLeft, match=r"has shut down, and did not run .*gated"):
@@ -404,7 +404,7 @@ async def test_a_call_that_is_in_a_pause_is_pending(store: Store) -> None:
         assert (second.direction, second.worker, second.function) == ("made", "worker1", describe(where))
         assert first.deadline is None and second.deadline is not None
         assert 0 < second.deadline <= 50_000 and "test_retrying.py" in second.made_at
-        assert describe(where) in workers[0].node.describe_pending()
+        assert describe(where) in workers[0]._node.describe_pending()
         for call in (no_limit, bounded):
             call.cancel()
             with pytest.raises(RpcCancelled):
@@ -437,9 +437,9 @@ async def test_a_call_that_is_interrupted_keeps_nobody_from_leaving(
         await die(workers)
         peer = workers[0].peer("worker1", retries=3, backoff=QUICK)
         if at == "first try":
-            monkeypatch.setattr(workers[0].node.peers, "find", interrupted)
+            monkeypatch.setattr(workers[0]._node.peers, "find", interrupted)
         else:
-            monkeypatch.setattr(workers[0].node.retries, "pause", interrupted)
+            monkeypatch.setattr(workers[0]._node.retries, "pause", interrupted)
         with pytest.raises(KeyboardInterrupt):
             peer.call(where)
         assert workers[0].is_idle()
@@ -468,13 +468,13 @@ async def test_an_interrupted_answer_ends_the_call(pair: list[Worker]) -> None:
     at = 0
     while True:
         future = peer.call(for_ever)
-        (call,) = future.sources
+        (call,) = future._sources
         assert isinstance(call, CallFuture)
-        answer = partial(call.settle, "answer")
+        answer = partial(call._settle, "answer")
         place = interrupted(answer, at, futures.__file__)
         answer()  # if it had not begun
         assert future.done(), place
-        pair[0].node.peers.find("worker1").owed.cancel(call.call_id)
+        pair[0]._node.peers.find("worker1").owed.cancel(call.call_id)
         if place is None:
             break
         at += 1
@@ -486,7 +486,7 @@ async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypat
     """Which a test can seed."""
     async with cluster(2, store=store) as workers:
         drawn: list[float] = []
-        random = workers[0].node.retries.random
+        random = workers[0]._node.retries.random
         uniform = random.uniform
 
         def watched(low: float, high: float) -> float:
@@ -530,7 +530,7 @@ async def big(key: str, size: int) -> torch.Tensor:
 
 def crowd(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """There is no room for answers to the worker's callers, until what this returns is called."""
-    (service,) = worker.node.services
+    (service,) = worker._node.services
     backlog = service._backlog
     monkeypatch.setattr(backlog, "limit", -1)
     return lambda: monkeypatch.undo()
@@ -559,7 +559,7 @@ async def test_calls_of_one_number_run_once(pair: list[Worker]) -> None:
     await pair[0].call("worker1", where)
     from aiorpc.runtime.caller.peer import Try
 
-    peer = pair[0].node.peers.find("worker1")
+    peer = pair[0]._node.peers.find("worker1")
     site = (test_calls_of_one_number_run_once.__code__, 0)
 
     def send(number: int, before: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -601,7 +601,7 @@ async def test_callers_have_numbers_of_their_own(store: Store) -> None:
     async with cluster(3, store=store) as workers:
         once = [workers[index].peer("worker2", retries=2, idempotent=True) for index in range(2)]
         assert [await peer.call(ran, "a") for peer in once] == [1, 2]
-        assert [len(service._answers.remembered) for service in workers[2].node.services] == [1, 1]
+        assert [len(service._answers.remembered) for service in workers[2]._node.services] == [1, 1]
 
 
 async def test_what_is_forgotten_is_refused(store: Store) -> None:
@@ -610,14 +610,14 @@ async def test_what_is_forgotten_is_refused(store: Store) -> None:
 
     options = [RpcBackendOptions(), RpcBackendOptions(max_remembered_answers=2, max_remembered_bytes=1000)]
     async with cluster(2, store=store, options=options) as workers:
-        peer = workers[0].node.peers.find("worker1")
+        peer = workers[0]._node.peers.find("worker1")
         site = (test_what_is_forgotten_is_refused.__code__, 0)
 
         def send(number: int, before: int, function: Callable[..., Any], *args: Any) -> Any:
             return peer.call(function, args, None, 30.0, one_try=Try(site, (number, before)))
 
         assert [await send(number, 0, ran, "a") for number in range(4)] == [1, 2, 3, 4]
-        (service,) = workers[1].node.services
+        (service,) = workers[1]._node.services
         assert len(service._answers.remembered) == 2
         with pytest.raises(RpcError, match=r"forgotten.*max_remembered_answers"):
             await send(1, 1, ran, "a")
@@ -643,15 +643,15 @@ async def test_what_was_refused_before_it_ran_is_not_forgotten(store: Store, at:
     options = [few, RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
     async with cluster(2, store=store, options=options) as workers:
         assert await workers[0].call("worker1", where) == "worker1"
-        await until(lambda: workers[0].node.peers.find("worker1").refusal() is None)  # what else it said is sent
+        await until(lambda: workers[0]._node.peers.find("worker1").refusal() is None)  # what else it said is sent
         held = workers[0].call("worker1", for_ever)
         await until(lambda: RUNS["for ever"])
         call = workers[0].peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True).call(ran, "a")
-        await until(lambda: workers[0].node.retries.paused)
+        await until(lambda: workers[0]._node.retries.paused)
         assert "a" not in RUNS
-        (paused,) = workers[0].node.retries.paused
+        (paused,) = workers[0]._node.retries.paused
         held.cancel()
-        await until(lambda: workers[0].node.peers.find("worker1").refusal() is None and workers[1].is_idle())
+        await until(lambda: workers[0]._node.peers.find("worker1").refusal() is None and workers[1].is_idle())
         await fill(workers[0])
         paused.pause_over()
         assert await call == 1 and RUNS["a"] == 1
@@ -675,18 +675,18 @@ async def test_what_ran_and_was_dropped_is_forgotten(
         make_room = crowd(workers[1], monkeypatch)
         call = workers[0].peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True).call(big, "a", 10)
         if refused_before:
-            await until(lambda: workers[0].node.retries.paused)
+            await until(lambda: workers[0]._node.retries.paused)
             held.cancel()
             await until(workers[1].is_idle)
-            (paused,) = workers[0].node.retries.paused
+            (paused,) = workers[0]._node.retries.paused
             paused.pause_over()
-        await until(lambda: RUNS["a"] and workers[0].node.retries.paused)
-        (paused,) = workers[0].node.retries.paused
+        await until(lambda: RUNS["a"] and workers[0]._node.retries.paused)
+        (paused,) = workers[0]._node.retries.paused
 
         async def try_in_vain() -> None:
             before = workers[0].statistics().calls_retried
             paused.pause_over()
-            await until(lambda: workers[0].statistics().calls_retried > before and workers[0].node.retries.paused)
+            await until(lambda: workers[0].statistics().calls_retried > before and workers[0]._node.retries.paused)
 
         await try_in_vain()  # there is no room to send it what is kept
         make_room()
@@ -711,11 +711,11 @@ async def test_what_another_worker_may_have_run_is_no_try_of_this_one(store: Sto
         once = worker.peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True)
         call = once.call(ran_first_for_ever, "a")
         await until(lambda: RUNS["a"])
-        await first.drop()
-        await until(lambda: worker.node.retries.paused)
-        (paused,) = worker.node.retries.paused
+        await first._drop()
+        await until(lambda: worker._node.retries.paused)
+        (paused,) = worker._node.retries.paused
         paused.pause_over()  # while nobody is there
-        await until(lambda: worker.statistics().calls_retried == 2 and worker.node.retries.paused)
+        await until(lambda: worker.statistics().calls_retried == 2 and worker._node.retries.paused)
         async with aiorpc.init("worker1", store=store, options=RpcBackendOptions(max_remembered_answers=1)):
             await fill(worker)
             paused.pause_over()
@@ -731,7 +731,7 @@ async def test_what_another_member_may_have_run_is_no_try_of_this_one(
         assert await workers[0].call("worker2", where) == "worker2"
         make_room = crowd(workers[2], monkeypatch)
         turns = iter(["worker2", "worker1"])
-        retries, site = workers[0].node.retries, (fill.__code__, 0)
+        retries, site = workers[0]._node.retries, (fill.__code__, 0)
         once = RetryOptions(9, Backoff(*PAUSED), idempotent=True, wait=False)
         call = retries.call(lambda: next(turns), ran_later, ("a",), {}, 0, once, site)
         await until(lambda: RUNS["a"] and retries.paused)
@@ -754,7 +754,7 @@ async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store
 
     options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
     async with cluster(2, store=store, options=options) as workers:
-        peer = workers[0].node.peers.find("worker1")
+        peer = workers[0]._node.peers.find("worker1")
         site = (test_the_calls_that_are_known_not_to_have_run_are_bounded.__code__, 0)
 
         def send(number: int, before: int) -> Any:
@@ -820,7 +820,7 @@ async def test_calls_under_faults_end_well(store: Store) -> None:
             server = await aiorpc.init("server", store=store)
             calls += [peer.call(where) for _ in range(30)]
             assert await calls[-1] == "server"
-            await server.drop()
+            await server._drop()
             calls += [peer.call(where) for _ in range(30)]
         async with aiorpc.init("server", store=store):
             assert await asyncio.gather(*calls) == ["server"] * 180

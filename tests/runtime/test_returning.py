@@ -90,8 +90,8 @@ async def lose(worker: Worker, *others: Worker) -> None:
     """It dies, and the others know: by their connections, as the process lives on."""
     for each in others:
         assert await each.call(worker.name, abs, -3) == 3
-    await worker.drop()
-    await until(lambda: all(each.node.group.is_gone(worker.node.engine.record) for each in others))
+    await worker._drop()
+    await until(lambda: all(each._node.group.is_gone(worker._node.engine.record) for each in others))
 
 
 async def test_no_peer_is_left_of_a_worker_that_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,11 +105,11 @@ async def test_no_peer_is_left_of_a_worker_that_was_replaced(caplog: pytest.LogC
             last = await here.come_back(2)
         for each in (*workers[:2], last):
             assert await each.call("worker2", abs, -3) == 3
-            assert sorted(peer.name for peer in each.node.peers.all()) == ["worker0", "worker1", "worker2"]
-            assert each.node.peers.describe(2) == "worker2"
-            assert isinstance(each.node.peers.of(first.node.engine.record).gone, PeerLost)
+            assert sorted(peer.name for peer in each._node.peers.all()) == ["worker0", "worker1", "worker2"]
+            assert each._node.peers.describe(2) == "worker2"
+            assert isinstance(each._node.peers.of(first._node.engine.record).gone, PeerLost)
             with pytest.raises(PeerLost, match=r"worker2 \(rank 2, pid \d+ .* was lost"):
-                await each.node.peers.by_id(2).call(abs, (-3,), None, LONG)
+                await each._node.peers.by_id(2).call(abs, (-3,), None, LONG)
         with pytest.raises(PeerLost, match=r"worker2 \(rank 2, pid \d+ .* was lost"):
             await ref.to_here()
         assert ref.owner() == first.info
@@ -125,7 +125,7 @@ async def test_a_new_worker_takes_the_place_of_a_lost_one(rank: int) -> None:
         news = [each.events() for each in others]
         await lose(dead, *others)
         new = await here.come_back(rank)
-        assert (new.info, new.node.engine.id) == (dead.info, SIZE)
+        assert (new.info, new._node.engine.id) == (dead.info, SIZE)
         for each, heard in zip(others, news, strict=True):
             assert await each.call(new.name, abs, -3) == await each.call(rank, abs, -3) == 3
             assert await new.call(each.name, who_calls) == (new.name, rank)
@@ -186,17 +186,17 @@ async def test_a_place_can_be_taken_again_and_again() -> None:
         assert await b.call("worker2", abs, -3) == 3
         await lose(a, b, second)
         await lose(second, b)
-        assert b.node.group.leads
+        assert b._node.group.leads
         new, third = await asyncio.gather(here.come_back(0), here.come_back(2))
         for each in (b, new, third):
             for name in ("worker0", "worker1", "worker2"):
                 assert await each.call(name, abs, -3) == 3
-        assert [each.node.group.leads for each in (b, new, third)] == [True, False, False]
+        assert [each._node.group.leads for each in (b, new, third)] == [True, False, False]
 
 
 async def where_unless(number: int) -> int:
     """The id of the worker that runs this; never from that one."""
-    here = aiorpc.current().node.engine.id
+    here = aiorpc.current()._node.engine.id
     if here == number:
         await for_ever()
     return here
@@ -214,7 +214,7 @@ async def test_a_call_with_retries_goes_on_to_who_has_taken_the_place(idempotent
         await until(lambda: a.statistics().calls_retried >= 3)
         assert not call.done()
         new = await here.come_back(2)
-        assert await asyncio.wait_for(call, LONG) == new.node.engine.id == SIZE
+        assert await asyncio.wait_for(call, LONG) == new._node.engine.id == SIZE
         assert await peer.call(where_unless, 2) == SIZE
 
 
@@ -228,13 +228,13 @@ async def test_a_new_worker_takes_the_place_of_one_that_left_in_order(rank: int,
             for each in others:
                 assert await each.call(leaver.name, abs, -3) == 3
         await leaver.shutdown(graceful=False)
-        await until(lambda: others[0].node.group.is_gone(leaver.node.engine.record))
+        await until(lambda: others[0]._node.group.is_gone(leaver._node.engine.record))
         new = await here.come_back(rank)
-        assert (new.info, new.node.engine.id) == (leaver.info, SIZE)
+        assert (new.info, new._node.engine.id) == (leaver.info, SIZE)
         for each in others:
             assert await each.call(new.name, abs, -3) == await each.call(rank, abs, -3) == 3
             assert await new.call(each.name, who_calls) == (new.name, rank)
-            assert each.node.group.lost == {} and len(each.node.peers.all()) == SIZE
+            assert each._node.group.lost == {} and len(each._node.peers.all()) == SIZE
         await lose(others[1], others[0], new)  # who leads now looks after the others
         assert await here.come_back(others[1].id)
 
@@ -249,7 +249,7 @@ async def test_places_are_given_back_one_after_the_other() -> None:
         for each in alive:
             for other in alive:
                 assert await each.call(other.name, abs, -3) == 3
-            assert each.node.rendezvous.generation == 1 and each.node.group.lost == {}
+            assert each._node.rendezvous.generation == 1 and each._node.group.lost == {}
 
 
 async def test_who_may_not_have_the_place_of_one_that_left_is_told_by_whom_and_why() -> None:
@@ -269,7 +269,7 @@ async def test_all_that_left_together_form_the_next_generation_under_other_names
         await asyncio.gather(*(each.shutdown() for each in workers))
         again = [Worker(f"new{rank}", rank=rank, world_size=SIZE, store=here.store) for rank in range(SIZE)]
         await asyncio.wait_for(asyncio.gather(*(each.start() for each in again)), LONG)
-        assert again[0].node.rendezvous.generation == 2
+        assert again[0]._node.rendezvous.generation == 2
         await asyncio.gather(*(each.shutdown() for each in again))
 
 
@@ -280,14 +280,14 @@ async def test_a_newcomer_knows_who_has_left_before_it_came(rank: int) -> None:
         dead, leaver, stays = workers[rank], workers[1], workers[2 - rank]
         await lose(dead, leaver, stays)
         await leaver.shutdown(graceful=False)
-        await until(lambda: stays.node.group.is_gone(leaver.node.engine.record))
+        await until(lambda: stays._node.group.is_gone(leaver._node.engine.record))
         new = await here.come_back(rank)
         with pytest.raises(PeerLeft, match=r"worker1 .* has shut down, before this worker came"):
             await new.call("worker1", abs, -3)
         with pytest.raises(UnknownWorker, match=r"the group has worker0, worker2$"):
             new.call("nobody", abs, -3)
         assert await new.call(stays.name, abs, -3) == 3
-        assert [info.name for info in new.node.group.lost.values()] == [dead.name]
+        assert [info.name for info in new._node.group.lost.values()] == [dead.name]
 
 
 async def test_those_who_have_come_back_go_on_alone() -> None:
@@ -297,7 +297,7 @@ async def test_those_who_have_come_back_go_on_alone() -> None:
         second = await here.come_back(2)
         await lose(workers[0], workers[1], second)
         await lose(workers[1], second)
-        assert second.node.group.leads
+        assert second._node.group.leads
         zero, one = await asyncio.gather(here.come_back(0), here.come_back(1))
         assert await zero.call("worker1", abs, -3) == await one.call("worker2", abs, -3) == 3
 
@@ -398,11 +398,11 @@ async def test_a_newcomer_that_is_lost_while_a_member_stands_still_is_lost_to_th
             await lose(dead, leader)
             newcomer = Worker("worker2", rank=2, world_size=SIZE, store=store)
             coming = asyncio.ensure_future(newcomer.start())
-            await until(lambda: len(leader.node.group.members) == SIZE + 1)
-            await newcomer.drop()
+            await until(lambda: len(leader._node.group.members) == SIZE + 1)
+            await newcomer._drop()
             await asyncio.gather(coming, return_exceptions=True)
-            await until(lambda: len(leader.node.group.lost) == 2)
-        await until(lambda: sorted(still.node.group.lost) == [2, 3])
+            await until(lambda: len(leader._node.group.lost) == 2)
+        await until(lambda: sorted(still._node.group.lost) == [2, 3])
         assert [info.name for info in still.worker_infos()] == ["worker0", "worker1"]
 
 
@@ -415,7 +415,7 @@ async def test_who_was_replaced_is_waited_for_as_any_member() -> None:
         await lose(c, a, b)
         new = await here.come_back(2)
         leaving_too = asyncio.ensure_future(a.shutdown())
-        await until(lambda: a.id in a.node.group.departure.entered)
+        await until(lambda: a.id in a._node.group.departure.entered)
         assert await new.call("worker0", abs, -3) == await new.call("worker1", abs, -3) == 3
         assert not leaving.done() and not leaving_too.done()
         await asyncio.wait_for(asyncio.gather(new.shutdown(), leaving, leaving_too), LONG)
@@ -429,7 +429,7 @@ async def test_the_group_can_be_formed_anew_after_a_replacement() -> None:
         await asyncio.gather(*(each.shutdown() for each in (*workers[:2], here.returned[0])))
         again = [Worker(f"worker{rank}", rank=rank, world_size=SIZE, store=here.store) for rank in range(SIZE)]
         await asyncio.wait_for(asyncio.gather(*(each.start() for each in again)), LONG)
-        assert again[0].node.rendezvous.generation == 2
+        assert again[0]._node.rendezvous.generation == 2
         assert await again[0].call("worker2", abs, -3) == 3
         await asyncio.gather(*(each.shutdown() for each in again))
 
@@ -439,19 +439,19 @@ async def test_with_a_secret_in_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AIORPC_SECRET", "long enough, and random")
     async with place() as (workers, here):
         await lose(workers[2], *workers[:2])
-        forged = Member(workers[2].node.engine.record).to_json()
+        forged = Member(workers[2]._node.engine.record).to_json()
         here.store.set("aiorpc/1/slot/2/1", json.dumps(forged))
         new = await here.come_back(2)
         assert await workers[1].call("worker2", abs, -3) == 3
-        assert new.node.engine.id == SIZE
+        assert new._node.engine.id == SIZE
 
 
 async def test_only_the_leader_introduces_a_newcomer() -> None:
     """Nobody takes another member's word for it, and not the leader's where the one before says that it is there."""
     async with place() as (workers, _):
         a, b, c = workers
-        b.node.engine.bounds = Bounds(vouch=0.1)
-        liar = replace(a.node.engine.record, id=SIZE, incarnation="ab")
+        b._node.engine.bounds = Bounds(vouch=0.1)
+        liar = replace(a._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
             await c.call("worker1", handlers.introduce, pack(liar.to_wire()))
         looked, look = list[int](), Newcomers._look_whether_it_leads
@@ -464,20 +464,20 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
             patched.setattr(Newcomers, "_look_whether_it_leads", seen)
             flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]
             refused = await asyncio.gather(*flood, return_exceptions=True)
-        assert {*map(type, refused)} == {RpcUsageError} and looked == [c.node.engine.id]  # one task for all of them
-        b.node.engine.bounds = Bounds()
-        taken = replace(c.node.engine.record, id=SIZE, incarnation="ab")
+        assert {*map(type, refused)} == {RpcUsageError} and looked == [c._node.engine.id]  # one task for all of them
+        b._node.engine.bounds = Bounds()
+        taken = replace(c._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
             await a.call("worker1", handlers.introduce, pack(taken.to_wire()))
         with pytest.raises(RpcUsageError, match="it was not admitted"):
-            await c.call("worker0", handlers.arrive, pack(c.node.engine.record.to_wire()))
+            await c.call("worker0", handlers.arrive, pack(c._node.engine.record.to_wire()))
         for each in workers:
-            assert await each.call("worker2", abs, -3) == 3 and each.node.group.lost == {}
+            assert await each.call("worker2", abs, -3) == 3 and each._node.group.lost == {}
 
 
 async def die(worker: Worker) -> None:
     """The leader dies, and does not answer what it is asked by then."""
-    await worker.drop()
+    await worker._drop()
     await for_ever()
 
 
@@ -490,8 +490,8 @@ async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
         a, b, c = workers
         news = b.events()
         await lose(c, a, b)
-        b.node.engine.bounds = Bounds(refused=0.05)
-        newcomers = b.node.group.newcomers
+        b._node.engine.bounds = Bounds(refused=0.05)
+        newcomers = b._node.group.newcomers
         introduce = newcomers.introduce
 
         async def die_meanwhile(leader: int, newcomer: Any) -> None:
@@ -502,7 +502,7 @@ async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
         monkeypatch.setattr(newcomers, "introduce", die_meanwhile)
         new = await here.come_back(2)
         monkeypatch.undo()
-        assert new.node.engine.id == SIZE + 1 and b.node.group.leads
+        assert new._node.engine.id == SIZE + 1 and b._node.group.leads
         assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
         await here.come_back(0)
         assert await b.call("worker0", abs, -3) == await new.call("worker0", abs, -3) == 3
@@ -523,7 +523,7 @@ async def test_a_leader_that_cannot_read_who_wants_to_come_says_so_once(
         raise RendezvousError(f"what stands there is {reasons[-1]}")
 
     async with place() as (workers, here):
-        workers[0].node.engine.bounds = Bounds(serving_pause=0.01)
+        workers[0]._node.engine.bounds = Bounds(serving_pause=0.01)
         with monkeypatch.context() as patch:
             patch.setattr(PlacesInStore, "applicants", spoilt)
             await lose(workers[2], workers[0])
@@ -551,7 +551,7 @@ async def test_a_newcomer_whose_leader_leaves_before_it_has_the_secret_begins_an
 
         monkeypatch.setattr(Rendezvous, "agree_secret", agree_late)
         new = await here.come_back(2)
-        assert new.node.engine.id == SIZE + 1 and b.node.group.leads
+        assert new._node.engine.id == SIZE + 1 and b._node.group.leads
         assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
 
 
@@ -560,7 +560,7 @@ async def test_who_listens_to_a_newcomer_that_begins_anew_hears_on(monkeypatch: 
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
+        monkeypatch.setattr(b._node.group.newcomers, "introduce", lambda *_: die(a))
         new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
         heard = new.events()
         here.returned.append(new)
@@ -578,10 +578,10 @@ async def test_a_newcomer_that_begins_anew_can_be_given_up(monkeypatch: pytest.M
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
+        monkeypatch.setattr(b._node.group.newcomers, "introduce", lambda *_: die(a))
         new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
         starting = asyncio.ensure_future(new.start())
-        await until(lambda: b.node.group.leads)
+        await until(lambda: b._node.group.leads)
         if way == "shutdown":
             await asyncio.wait_for(new.shutdown(), LONG)
             with pytest.raises((WorkerClosed, RendezvousError)):
@@ -602,11 +602,11 @@ async def test_a_newcomer_that_begins_anew_has_one_time_for_all(monkeypatch: pyt
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        monkeypatch.setattr(b.node.group.newcomers, "look", lambda: None)  # it lets nobody in
-        monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
+        monkeypatch.setattr(b._node.group.newcomers, "look", lambda: None)  # it lets nobody in
+        monkeypatch.setattr(b._node.group.newcomers, "introduce", lambda *_: die(a))
         with pytest.raises(RendezvousError, match=r"has let it in|have heard of it"):
             await here.come_back(2, rpc_timeout=1.0)
-        assert b.node.group.leads
+        assert b._node.group.leads
 
 
 async def test_a_newcomer_waits_for_members_that_have_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,17 +614,17 @@ async def test_a_newcomer_waits_for_members_that_have_not_heard_of_it(monkeypatc
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        newcomers = b.node.group.newcomers
+        newcomers = b._node.group.newcomers
         introduce = newcomers.introduce
         calls: list[Any] = []
 
         async def too_late(leader: int, newcomer: Any) -> None:
             node = next(each for each in registry.nodes() if each.engine.id == newcomer.id)
-            calls.append(node.peers.of(b.node.engine.record).call(abs, (-3,), None, LONG))
+            calls.append(node.peers.of(b._node.engine.record).call(abs, (-3,), None, LONG))
             await until(lambda: b.statistics().connections_refused >= 1)
             await introduce(leader, newcomer)
 
         monkeypatch.setattr(newcomers, "introduce", too_late)
         new = await here.come_back(2)
         assert await calls[0] == 3 == await b.call("worker2", abs, -3)
-        assert [info.name for info in new.node.group.lost.values()] == ["worker2"]
+        assert [info.name for info in new._node.group.lost.values()] == ["worker2"]

@@ -231,7 +231,7 @@ async def test_a_call_that_is_repeated_is_not_asked_for_again(monkeypatch: pytes
         box = worker.remote("worker1", served.Box, 5)
         assert await worker.call("worker1", served.add, 1, 2) + await box.rpc_async().get() == 8
         with monkeypatch.context() as changed:
-            changed.setattr(callee.node.engine.rights, "allowed", None)
+            changed.setattr(callee._node.engine.rights, "allowed", None)
             assert await worker.call("worker1", served.add, 1, 2) + await box.rpc_async().get() == 8
 
 
@@ -348,7 +348,7 @@ async def send(worker: rpc.Worker, function: Function, given: Values, **fields: 
     number = next(_numbers)
     message = Call(function, None, None, None, None, fields.get("credit"), None, None, given)
     with seen(worker) as observed:
-        worker.node.peers.find("worker1").send(Kind.CALL, number, write(message))
+        worker._node.peers.find("worker1").send(Kind.CALL, number, write(message))
 
         def answers() -> list[Any]:
             kinds = (Kind.REPLY, Kind.ERROR)
@@ -463,7 +463,7 @@ async def test_methods_and_values_are_refused_before_they_are_unpickled(tmp_path
         with pytest.raises(rpc.NotAllowed, match=r"Box\.to_here"):
             await send(worker, Fetch(*given._rref), bomb(tmp_path / "ran"))
         assert not (tmp_path / "ran").exists()
-        assert callee.node.references.value(*given._rref).value().value == 5
+        assert callee._node.references.value(*given._rref).value().value == 5
 
 
 async def test_pickles_of_a_call_that_is_allowed_can_do_anything(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ async def test_a_refused_creation_keeps_nothing_but_its_error() -> None:
     async with served_by([f"{HERE}:Box"]) as (worker, callee):
         box = worker.remote("worker1", served.Box, 5)
         await box
-        value = weakref.ref(callee.node.references.value(*box._rref).value())
+        value = weakref.ref(callee._node.references.value(*box._rref).value())
         there = worker.peer("worker1").object("none").remote()
         ways: list[Callable[[Any], rpc.RRef[Any]]] = [
             lambda given: worker.remote("worker1", served.add, given, 1),

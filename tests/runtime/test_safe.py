@@ -197,7 +197,7 @@ class Group:
 
     def turn(self, bad: bool) -> None:
         """What that worker sends from now on: pickles, or what the group uses."""
-        for peer in self.bad.node.peers.all():
+        for peer in self.bad._node.peers.all():
             peer.safe = self.safe and not bad
 
     async def attacked(
@@ -207,7 +207,7 @@ class Group:
 
         never: whether no pickle is read there in any group.
         """
-        links = self.bad.node.peers.find("worker0").link, self.honest.node.peers.find("worker1").link
+        links = self.bad._node.peers.find("worker0").link, self.honest._node.peers.find("worker1").link
         other = asyncio.ensure_future(self.honest.call("worker0", echo, {"other": [1]}))
         error: BaseException | None = None
         self.turn(True)
@@ -222,7 +222,7 @@ class Group:
         assert not self.safe or isinstance(error, rpc.RpcError), error
         assert await self.bad.call("worker0", echo, [1, (2,)]) == [1, (2,)]
         assert await self.honest.call("worker1", echo, [1, (2,)]) == [1, (2,)]
-        assert (self.bad.node.peers.find("worker0").link, self.honest.node.peers.find("worker1").link) == links
+        assert (self.bad._node.peers.find("worker0").link, self.honest._node.peers.find("worker1").link) == links
         return error
 
 
@@ -250,7 +250,7 @@ async def test_no_message_to_a_worker_runs_anything(group: Group, tmp_path: Path
     holder = await bad.call("worker0", hold)
 
     def ask(function: Any, *args: Any) -> Awaitable[Any]:
-        return bad.node.peers.find("worker0").call(function, args, None, 20.0)
+        return bad._node.peers.find("worker0").call(function, args, None, 20.0)
 
     ways: dict[str, Callable[[Any], Awaitable[Any]]] = {
         "keyword": lambda gadget: bad.call("worker0", echo, named=gadget),
@@ -457,8 +457,8 @@ async def test_a_newcomer_of_the_other_kind_does_not_get_the_place_of_a_lost_one
     options = [rpc.RpcBackendOptions(serialization=mode, allow="*", rpc_timeout=10.0) for mode in ("free", "safe")]
     async with cluster(2, store=(store := HashStore()), options=options[0]) as (one, other):
         assert await one.call("worker1", echo, 1) == await other.call("worker0", echo, 1) == 1
-        await other.drop()
-        await until(lambda: one.node.group.is_gone(other.node.engine.record))
+        await other._drop()
+        await until(lambda: one._node.group.is_gone(other._node.engine.record))
         with pytest.raises(
             rpc.errors.RendezvousError, match=r"worker1 .* have serialization='safe', worker0 .* have 'free'"
         ):

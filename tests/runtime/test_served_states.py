@@ -39,7 +39,7 @@ async def handler(what: str) -> str:
 
 def state_of(worker: Worker, context: ServedCall) -> ServedState:
     """What the code has instead of an attribute."""
-    if any(each is context for service in list(worker.node.services) for each in service.calls.values()):
+    if any(each is context for service in list(worker._node.services) for each in service.calls.values()):
         return ServedState.RUNNING
     assert context.cancelled != context.replied, "it ended in one way, and not in both"
     return ServedState.CANCELLED if context.cancelled else ServedState.ANSWERED
@@ -76,7 +76,7 @@ async def test_an_end_of_whoever_waits_cancels(
     elif event is ServedEvent.CLOSED:
         await pair[1].shutdown(graceful=False)
     else:
-        (service,) = (each for each in pair[1].node.services if context in each.calls.values())
+        (service,) = (each for each in pair[1]._node.services if context in each.calls.values())
         service.connection.abort()
     with pytest.raises((RpcCancelled, PeerLeft, PeerLost)):
         await call
@@ -92,7 +92,7 @@ async def test_a_call_that_comes_twice_breaks_the_connection(pair: list[Worker],
     await until(lambda: served)
     (context,) = served
     again = Call(ByName(0, "time:sleep"), None, None, None, None, None, None, None, Values([0]))
-    pair[0].node.peers.find("worker1").send(Kind.CALL, context.call_id, write(again))
+    pair[0]._node.peers.find("worker1").send(Kind.CALL, context.call_id, write(again))
     with pytest.raises(PeerLost):
         await asyncio.wait_for(call, 30)
     await until(lambda: state_of(pair[1], context) is ServedState.CANCELLED)

@@ -106,7 +106,7 @@ async def test_a_first_message_that_is_interrupted_does_not_keep_later_ones_from
     states = set()
     worker = await aiorpc.init("alone", store=HashStore())
     try:
-        node = worker.node
+        node = worker._node
         for at in range(MOST):
             peer = node.peers.find(f"nobody{at}")
             message = WaitingFrame(Kind.CANCEL, at, encode_frame(Kind.CANCEL, at, b""))

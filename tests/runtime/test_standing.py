@@ -71,7 +71,7 @@ async def workers(read: list[bool]) -> AsyncIterator[list[Worker]]:
 
 async def idle(worker: Worker) -> None:
     """Wait until its threads wait, standing by or not."""
-    pool = worker.node.engine.pool
+    pool = worker._node.engine.pool
     await until(lambda: pool.idle == pool.threads)
 
 
@@ -164,7 +164,7 @@ async def test_those_of_a_worker_that_waits_in_shutdown(read: list[bool]) -> Non
     """It has asked the leader all the time whether it may leave, which is no reason for the leader's loop to read."""
     async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as made, asyncio.timeout(LIMIT):
         leaving = asyncio.create_task(made[1].shutdown())
-        await until(lambda: made[0].node.group.departure.entered)
+        await until(lambda: made[0]._node.group.departure.entered)
 
         async def call(number: int) -> None:
             assert await made[1].call("worker0", double, number) == 2 * number
@@ -185,7 +185,7 @@ async def test_methods_of_a_reference(workers: list[Worker], read: list[bool]) -
 
 async def test_lent_references_and_the_end_of_a_context(workers: list[Worker], read: list[bool]) -> None:
     """As in a training step: the first call brings the end of the context before, and a reference to its owner."""
-    current_node.set(workers[0].node)
+    current_node.set(workers[0]._node)
     box = workers[0].remote("worker1", Box)
     await box
 
@@ -195,7 +195,7 @@ async def test_lent_references_and_the_end_of_a_context(workers: list[Worker], r
             assert y.sum().item() == 8 * number
 
     await most_are_taken(workers[1], read, call)
-    assert len(workers[1].node.gradients) <= 1
+    assert len(workers[1]._node.gradients) <= 1
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 1_000_000])

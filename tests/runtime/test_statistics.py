@@ -122,11 +122,11 @@ async def of_the_runtime(*, waits: bool) -> None:
 
 async def test_failures_of_the_runtime_are_none_of_the_user(pair: list[Worker], gate: threading.Event) -> None:
     """Its own calls are not among those that were made and served, and so not among those that have failed."""
-    peer = pair[0].node.peers.find("worker1")
+    peer = pair[0]._node.peers.find("worker1")
     for waits, error in ((False, ValueError), (True, RpcTimeout)):
         with pytest.raises(error):
             await peer.call(of_the_runtime, (), {"waits": waits}, 0.1 if waits else 30.0, system=True)
-    await until(lambda: not any(each.calls for each in pair[1].node.services))
+    await until(lambda: not any(each.calls for each in pair[1]._node.services))
     for worker in pair:
         stats = worker.statistics()
         assert stats.calls_made == stats.calls_served == 0

@@ -186,7 +186,7 @@ async def test_a_generator_that_goes_on_when_it_is_cancelled_is_closed(pair: lis
     async with pair[0].stream("worker1", stubborn, "it") as stream:
         assert await anext(stream) == 1
     await until(producer.closed.is_set)
-    await until(lambda: not pair[1].node.engine.tasks.alive)
+    await until(lambda: not pair[1]._node.engine.tasks.alive)
 
 
 @pytest.mark.parametrize("kind", [plain, asynchronous])
@@ -589,7 +589,7 @@ async def test_a_consumer_that_nobody_else_holds_gets_its_items() -> None:
         await until(lambda: workers[1].statistics().calls_running)
         gc.collect()
         _gate[-1].set()
-        await until(lambda: got == [1] and not workers[0].node.engine.kept)
+        await until(lambda: got == [1] and not workers[0]._node.engine.kept)
 
 
 async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -> None:
@@ -631,7 +631,7 @@ async def test_a_stream_whose_opening_is_interrupted_is_over(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "start", interrupted)
+        patch.setattr(Stream, "_start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair[0].stream("worker1", plain, "it")
     await until(lambda: all(worker.is_idle() for worker in pair))
@@ -658,12 +658,12 @@ async def test_a_producer_without_credit_that_was_given_up_before_it_began_ends(
     pair: list[Worker], producer: Producer
 ) -> None:
     """The word came while its arguments were read: it does not wait for credit that nobody will give."""
-    end = pair[0].node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
+    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
     await until(lambda: producer.made == -1)
     end.cancel()
     await until(lambda: pair[1].statistics().calls_cancelled == 1)
     producer.go_on.set()
-    pool = pair[1].node.engine.pool
+    pool = pair[1]._node.engine.pool
     await until(lambda: pool.idle == pool.threads and not pool.blocked)
 
 
@@ -683,7 +683,7 @@ async def test_items_that_were_not_asked_for_end_the_connection() -> None:
         stream = workers[0].stream("worker1", stall)
         assert await anext(stream) == 1
         connection = serving(workers[1], "worker0")
-        (number,) = [call for each in workers[1].node.services for call in each.calls]
+        (number,) = [call for each in workers[1]._node.services for call in each.calls]
         for item in range(3):
             say(connection, ITEM, number, [values_of([item])])
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]

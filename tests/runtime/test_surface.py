@@ -230,7 +230,7 @@ def arguments(chance: random.Random, worker: Worker, safe: bool) -> tuple[Values
     if way == 2:
         written = write_tree(tuple(given[:1]), Outgoing(safe=True)) if safe else pickle.dumps((MARK, given[:1]), 5)
         return Values([None], [], [0], written, 0, None, [], None), []
-    target = worker.node.peers.find("worker0")
+    target = worker._node.peers.find("worker0")
     written, buffers, sent = encode(Call, (None,) * 8, given, target)
     assert sent is None
     fields = msgspec.msgpack.decode(written)[-1]
@@ -250,7 +250,7 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
     )
     chance = random.Random(7)
     async with cluster(3, options=options, roles=["", "", "actor"]) as (victim, other, bad):
-        token = current_node.set(victim.node)
+        token = current_node.set(victim._node)
         aiorpc.Queue("open", 5)
         current_node.reset(token)
         assert await other.call("worker0", double, 1) == 2

@@ -222,7 +222,7 @@ async def test_what_remote_has_begun_goes_on_when_its_caller_is_gone(gate: Gate,
             await Faults(workers[2]).kill("worker0")
         else:
             await workers[0].shutdown(graceful=False)
-        await until(lambda: not any(each.record.name == "worker0" for each in workers[1].node.services))
+        await until(lambda: not any(each.record.name == "worker0" for each in workers[1]._node.services))
         assert workers[1].statistics().calls_running == 2  # the creation, and the wait for its value
         assert "worker0" in {each.worker for each in workers[1].pending_calls()}
         gate.open.set()
@@ -259,7 +259,7 @@ async def test_the_error_of_what_remote_has_begun_is_told_where_its_caller_is_go
         del rref
         await until(gate.entered.is_set)
         await Faults(workers[2]).kill("worker0")
-        await until(lambda: not any(each.record.name == "worker0" for each in workers[1].node.services))
+        await until(lambda: not any(each.record.name == "worker0" for each in workers[1]._node.services))
         gate.open.set()
         with pytest.raises(ValueError, match="its own error"):
             await asyncio.wait_for(gate.readers[0], LIMIT)

@@ -39,11 +39,11 @@ async def test_what_depends_on_the_version_of_python_is_refused_before_it_is_sen
     """Functions and classes by value, as arguments too; calls by name, and tensors, work in both directions."""
     local = type("Local", (), {})
     for caller, callee in (mixed, mixed[::-1]):
-        ours, theirs = (caller.node.engine.record.minor, callee.node.engine.record.minor)
+        ours, theirs = (caller._node.engine.record.minor, callee._node.engine.record.minor)
         assert await caller.call(callee.name, operator.add, 1, 2) == 3
         assert torch.equal(await caller.call(callee.name, torch.neg, torch.ones(2)), -torch.ones(2))
         if caller is mixed[1]:
-            ours = mixed[0].node.engine.record.minor  # the process is what it is
+            ours = mixed[0]._node.engine.record.minor  # the process is what it is
         for function, argument in ((lambda value: value, 1), (len, [lambda: 1]), (repr, local())):
             with pytest.raises(SerializationError, match=rf"here it is {ours}, there {theirs}"):
                 await caller.call(callee.name, function, argument)

@@ -49,10 +49,12 @@ async def awake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
     async with cluster(2, options=options) as workers, asyncio.timeout(LIMIT):
         for worker, other in (workers, workers[::-1]):
             # The first call connects; the first that has to wait after it asks the loop to share its reading.
-            while not is_shared(worker.node.peers.find(other.name)):
+            while not is_shared(worker._node.peers.find(other.name)):
                 await scripts.run(worker, rpc_sync, other.name, echo, (0,))
         # A handler's thread that is not back yet counts as a job, beside which no thread stays awake.
-        await until(lambda: all(worker.node.engine.pool.idle == worker.node.engine.pool.threads for worker in workers))
+        await until(
+            lambda: all(worker._node.engine.pool.idle == worker._node.engine.pool.threads for worker in workers)
+        )
         yield workers
 
 
@@ -63,12 +65,12 @@ def is_shared(peer: Peer) -> bool:
 
 def is_awake(worker: Worker) -> bool:
     """Whether a thread stays awake for an answer. Without taking the lock to see: who came just then would sleep."""
-    return "unlocked" not in repr(worker.node.engine.pool._awake)
+    return "unlocked" not in repr(worker._node.engine.pool._awake)
 
 
 def is_reading(worker: Worker) -> bool:
     """Whether a thread reads what comes from worker1, in place of the loop."""
-    connection = worker.node.peers.find("worker1").connection
+    connection = worker._node.peers.find("worker1").connection
     return connection is not None and "unlocked" not in repr(connection._reading)
 
 
@@ -93,7 +95,7 @@ def watch_readers(worker: Worker) -> list[int]:
         def holds(self) -> bool:
             return False
 
-    worker.node.engine.observers = (Spy(),)
+    worker._node.engine.observers = (Spy(),)
     return found
 
 
@@ -288,7 +290,7 @@ async def test_the_end_of_a_peer_ends_a_wait_that_is_awake(awake: list[Worker]) 
     future = await scripts.run(awake[0], partial(rpc_async, "worker1", forever))
     waiting = asyncio.ensure_future(scripts.run(awake[0], wait_awake, future))
     await until(partial(is_awake, awake[0]))
-    for service in list(awake[1].node.services):
+    for service in list(awake[1]._node.services):
         service.connection.abort()
     with pytest.raises(PeerLost):
         await waiting
@@ -316,7 +318,7 @@ def test_a_thread_that_is_to_run_the_loop_and_does_not_is_told_so(
             thread.start()
             try:
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT)
-                worker.node.engine.refuse_on_loop("nothing", "nothing")
+                worker._node.engine.refuse_on_loop("nothing", "nothing")
             finally:
                 loop.call_soon_threadsafe(loop.stop)
                 thread.join(LIMIT)

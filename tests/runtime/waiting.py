@@ -38,7 +38,7 @@ async def until_no_references(workers: Sequence[Worker]) -> None:
     empty = Counts(0, 0, 0, 0, 0, 0, 0)
 
     def are_empty() -> bool:
-        tables = [worker.node.references for worker in workers]
+        tables = [worker._node.references for worker in workers]
         if all(each.closed or each.counts() == empty for each in tables):
             return True
         # Tracebacks of errors that a test caught hold its locals, in cycles; until just now a thread that woke the test
@@ -49,4 +49,4 @@ async def until_no_references(workers: Sequence[Worker]) -> None:
     try:
         await until(are_empty)
     except AssertionError:
-        raise AssertionError([worker.node.references.counts() for worker in workers]) from None
+        raise AssertionError([worker._node.references.counts() for worker in workers]) from None

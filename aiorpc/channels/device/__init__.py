@@ -93,7 +93,7 @@ class Devices:
         try:
             for buffer in buffers:
                 wires.append(self._sender.send(buffer))
-                self.traffic.count_sent(len(buffer))
+                self.traffic._count_sent(len(buffer))
         except BaseException:
             self.withdraw(wires, named=False)
             raise
@@ -105,7 +105,7 @@ class Devices:
         try:
             wire = self._sender.send(buffer)
             size, chunks = wire[2], wire[3]
-            self.traffic.count_sent(size)
+            self.traffic._count_sent(size)
             return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
         except BaseException:
             if wire is not None:
@@ -129,7 +129,7 @@ class Devices:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far."""
         received = self._receiver.receive(wires, arrived)
         for _, _, size, _ in wires:
-            self.traffic.count_received(size)
+            self.traffic._count_received(size)
         return received
 
     def receive_one(self, wire: Wire, streams: Mapping[int, Stream]) -> DeviceBuffer:
@@ -138,7 +138,7 @@ class Devices:
         streams: those that are current, by device, as far as the caller knows them.
         """
         buffer = self._receiver.receive_one(wire, streams)
-        self.traffic.count_received(wire[2])
+        self.traffic._count_received(wire[2])
         return buffer
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:

@@ -113,7 +113,7 @@ class Receiver:
             address = memory.data_ptr()
             for box, slot, start, size in chunks:
                 self._inboxes[box].get(slot, address + start, size, stream)
-                self.ways[IPC].count_received(size)
+                self.ways[IPC]._count_received(size)
         except (ValueError, IndexError) as error:
             raise ProtocolError(f"chunks that cannot be: {chunks!r:.100}: {error}") from None
         except Exception as error:
@@ -202,7 +202,7 @@ class Receiver:
         stream = driver.current(index)
         driver.wait(event, stream)
         driver.keep(carrier, stream)
-        self.ways[DIRECT].count_received(total)
+        self.ways[DIRECT]._count_received(total)
         return DeviceBuffer(carrier, index, target)
 
     def _use_chunks(self, receiving: _Receiving, chunks: Sequence[FilledSlot]) -> None:
@@ -223,7 +223,7 @@ class Receiver:
                 left.popleft()
                 self._release(box, slot)
                 receiving.left -= size
-                self.ways[IPC].count_received(size)
+                self.ways[IPC]._count_received(size)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ProtocolError(f"chunks that cannot be: {chunks!r:.100}: {error}") from None
         except Exception:
@@ -315,7 +315,7 @@ class Receiver:
         if self._closed:
             return
         receiving.left -= size
-        self.ways[STAGING].count_received(size)
+        self.ways[STAGING]._count_received(size)
         if failure is not None and receiving.arrived is not None:
             self._do_without(receiving.number)
             self._settle(receiving, failure)

@@ -151,7 +151,7 @@ class Sender:
             driver.wait(driver.mark(driver.current(index)), stream)
             driver.keep(copy, stream)
         driver.move(copy, buffer.carrier, stream)
-        self.ways[DIRECT].count_sent(len(buffer))
+        self.ways[DIRECT]._count_sent(len(buffer))
         return self._around.hand_over(copy, driver.mark(stream))
 
     def _fill(
@@ -167,7 +167,7 @@ class Sender:
                     break
                 copied = outbox.put(slot, source, start - first, stream)
                 chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
-                self.ways[IPC].count_sent(copied)
+                self.ways[IPC]._count_sent(copied)
                 start += copied
         except BaseException:
             if outbox is not None:
@@ -415,7 +415,7 @@ class Sender:
                     break
                 start, host, event = ahead.popleft()
                 self._accelerator.synchronize(event)
-                self.ways[STAGING].count_sent(host.numel())
+                self.ways[STAGING]._count_sent(host.numel())
                 self._around.post_buffer(Piece(sending.number, start), host.numpy().data)
                 del host
         except Exception as error:

@@ -23,17 +23,17 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     futures = list(futures)
     gathered = all_done(futures)
     result: Future[list[AnyFuture]] = Future()
-    result.subject, result.loop, result.executor = gathered.subject, gathered.loop, gathered.executor
-    result.sources = [gathered]
+    result._subject, result._loop, result._executor = gathered._subject, gathered._loop, gathered._executor
+    result._sources = [gathered]
 
     def failed(future: AnyFuture) -> None:
         if error_of(future) is not None:
-            settle_within(result, result.executor, lambda _: result.settle(None, error_of(future)))
+            settle_within(result, result._executor, lambda _: result._settle(None, error_of(future)))
 
     def complete(_: AnyFuture) -> None:
         errors = (error for error in map(error_of, futures) if error is not None)
         error = next(errors, None)  # `failed` of the last one may not have run
-        result.settle(futures if error is None else None, error)
+        result._settle(futures if error is None else None, error)
 
     for future in futures:
         when_done(future, failed)

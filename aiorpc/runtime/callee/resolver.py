@@ -107,7 +107,7 @@ class Resolver:
             value, error = outcome(future)
             if error is not None:
                 return None
-            arrival = future.arrival
+            arrival = future._arrival
             attribute = functions.find_method(type(value), function.name)
             handler = self._methods.get((type(value), function.name, attribute))
         else:
@@ -240,7 +240,7 @@ class Resolver:
         if error is not None:
             self._runner.refuse(call, error)
             return
-        call.arrival = getattr(future, "arrival", None)
+        call.arrival = getattr(future, "_arrival", None)
         attribute = functions.find_method(type(value), name)  # from here on as `_call`, one function less
         if attribute is not None:
             self._call_method(value, name, attribute, call)

@@ -253,7 +253,7 @@ class Addressee:
                 self._unsend(out)
             raise
         if call_id not in owed.pending:
-            deadline = message.call.deadline
+            deadline = message.call._deadline
             expired = deadline is not None and deadline <= time.monotonic()
             self.call_off(call_id, expired)  # the word that it was given up may have come before it
 

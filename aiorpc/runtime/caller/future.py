@@ -30,9 +30,9 @@ class CallForFuture(Protocol):
     call_id: int
     streamed: bool
 
-    def settle(self, value: Any, error: BaseException | None = None) -> bool: ...
+    def _settle(self, value: Any, error: BaseException | None = None) -> bool: ...
 
-    def describe(self) -> str: ...
+    def _describe(self) -> str: ...
 
 
 class OwedForFuture(Protocol):
@@ -89,16 +89,16 @@ class CallFuture(Unawaited, Future[Any]):
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
     __slots__ = (
         "_callbacks",
+        "_deadline",
         "_error",
+        "_site",
         "_state",
         "_value",
         "again",
         "call_id",
-        "deadline",
         "entry",
         "patient",
         "peer",
-        "site",
         "started",
         "streamed",
         "system",
@@ -120,11 +120,11 @@ class CallFuture(Unawaited, Future[Any]):
         self._callbacks = [UNCLAIMED]
         self._error = None
         self._value = None
-        self.site = None
+        self._site = None
         self.peer = peer
         self.entry = entry
         self.started = started
-        self.deadline = deadline
+        self._deadline = deadline
         self.system = system
         self.again: bool | None = None
         self.streamed = False
@@ -132,15 +132,15 @@ class CallFuture(Unawaited, Future[Any]):
         self.call_id = call_id
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
+    def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.engine.loop
 
     @property
-    def executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
+    def _executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.engine.pool
 
     @property
-    def home_thread(self) -> int:  # type: ignore[override]  # an attribute there; here it is the peer's
+    def _home_thread(self) -> int:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.engine.thread
 
     @property
@@ -153,7 +153,7 @@ class CallFuture(Unawaited, Future[Any]):
         return self.entry.name
 
     @property
-    def subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
+    def _subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
         return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
@@ -196,7 +196,7 @@ class CallFuture(Unawaited, Future[Any]):
             # begun to, the call is complete, and this changes nothing.
             if current is not None and current.call_id not in pending:
                 with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
-                    current.settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
+                    current._settle(None, RpcCancelled(f"{current._describe()} was interrupted as its answer was read"))
             raise
 
     def _leave_to_loop(self, answers: Sequence[Frame], begun: Frame | None, link: Link) -> None:
@@ -221,7 +221,7 @@ class CallFuture(Unawaited, Future[Any]):
             text = f"'Future' object has no attribute {name!r}"
             if not name.startswith("_"):
                 text += (
-                    f": this is {self.describe()}, {ADVICE}. "
+                    f": this is {self._describe()}, {ADVICE}. "
                     "What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
                 )
             raise AttributeError(text)
@@ -229,7 +229,7 @@ class CallFuture(Unawaited, Future[Any]):
         def _is_true(self) -> bool:
             return self.peer.as_torch
 
-    def end_overdue(self, now: float) -> float:
+    def _end_overdue(self, now: float) -> float:
         """As of any Future."""
         return self.peer.owed.end_overdue(self.call_id, now)
 
@@ -243,7 +243,7 @@ class CallFuture(Unawaited, Future[Any]):
 
 def copy_for(error: RpcError, future: CallForFuture) -> RpcError:
     """A copy of an error for one of several calls: raising one object in many places would mix up their tracebacks."""
-    copy = type(error)(f"{foreign.text_of(error)}; {future.describe()} got no answer")
+    copy = type(error)(f"{foreign.text_of(error)}; {future._describe()} got no answer")
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy

@@ -24,7 +24,7 @@ class PeerForMember(Protocol):
 class CallOfGroup(Protocol):
     """The call of the whole group (`GroupCall`)."""
 
-    def take(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take(self, place: int, value: Any, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
         Raises nothing, but for what a signal handler does; the outcome is taken then.
@@ -41,18 +41,18 @@ class MemberCall:
     parked = False
 
     __slots__ = (
+        "_arrival",
+        "_deadline",
         "_error",
         "_group",
+        "_site",
         "again",
-        "arrival",
         "call_id",
-        "deadline",
         "entry",
         "nested",
         "patient",
         "peer",
         "place",
-        "site",
         "started",
         "streamed",
         "system",
@@ -77,12 +77,12 @@ class MemberCall:
         self.entry = entry
         self.call_id = call_id
         self.started = started
-        self.deadline = deadline
-        self.site = site
+        self._deadline = deadline
+        self._site = site
         self.nested = nested
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None
-        self.arrival: Arrival | None = None
+        self._arrival: Arrival | None = None
 
     @property
     def function(self) -> str:
@@ -90,24 +90,24 @@ class MemberCall:
         return self.entry.name
 
     @property
-    def subject(self) -> str:
+    def _subject(self) -> str:
         """What it stands for, as text."""
         return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         """The same: where it was made is told with the call of the group."""
-        return self.subject
+        return self._subject
 
-    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+    def _settle(self, value: Any, error: BaseException | None = None) -> bool:
         """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
         self._error = error
-        self._group.take(self.place, value, error)
+        self._group._take(self.place, value, error)
         # It holds this call: what comes of both must not wait for the garbage collector. Not before it has taken the
         # answer: whoever is interrupted meanwhile settles this once more.
         del self._group
         return True
 
-    def end_overdue(self, now: float) -> float:
+    def _end_overdue(self, now: float) -> float:
         """As of a Future."""
         return self.peer.owed.end_overdue(self.call_id, now)
 

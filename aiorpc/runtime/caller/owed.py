@@ -62,7 +62,7 @@ class NotArrived(RpcError):
 class ItemSink(Protocol):
     """The consumer of a stream (`Stream`)."""
 
-    def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
+    def _on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
         """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
 
 
@@ -135,7 +135,7 @@ class OwedCalls:
 
     def enter(self, future: OwedCall, stream: ItemSink | None) -> None:
         """A call is about to be sent. stream: who takes its items. Any thread."""
-        call_id, deadline = future.call_id, future.deadline
+        call_id, deadline = future.call_id, future._deadline
         self.pending[call_id] = future
         if future.system:
             self.system += 1
@@ -164,7 +164,7 @@ class OwedCalls:
         due = []
         # Not items(): making its pairs can start the garbage collector, and with it other threads, in mid-iteration.
         for future in list(self.pending.values()):
-            deadline = future.deadline
+            deadline = future._deadline
             if deadline is None:
                 continue
             if deadline <= now:
@@ -191,30 +191,30 @@ class OwedCalls:
         """
         self._engine.lifetime.check_not_forked()
         future = self.pending.get(call_id)
-        if future is None or future.deadline is None:
+        if future is None or future._deadline is None:
             return float("inf")
-        if now < future.deadline + GRACE:
-            return future.deadline
+        if now < future._deadline + GRACE:
+            return future._deadline
         try:
             if self.take(call_id) is not None:
                 self.streams.pop(call_id, None)
-                self._time_out(future, now - future.deadline)
+                self._time_out(future, now - future._deadline)
                 self._peer.call_off(call_id, True)
         except BaseException:  # a signal handler has raised it, maybe after the call was taken out of `pending`
             if call_id not in self.pending:
-                error = RpcCancelled(f"{future.describe()} was interrupted as its time was up")
+                error = RpcCancelled(f"{future._describe()} was interrupted as its time was up")
                 with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
-                    future.settle(None, error)
+                    future._settle(None, error)
             raise
         return float("inf")
 
     def _time_out(self, future: OwedCall, late: float = 0.0) -> None:
         """late: so many seconds after its deadline another thread says so than that of the loop, which has not."""
-        assert future.deadline is not None
+        assert future._deadline is not None
         if not future.system:
             self._counters.timed_out += 1
-        logger.debug("the time of %s is up; worker %r is %s", future.subject, self._peer.name, self._peer.state.value)
-        given = future.deadline - future.started if future.allowed is None else future.allowed
+        logger.debug("the time of %s is up; worker %r is %s", future._subject, self._peer.name, self._peer.state.value)
+        given = future._deadline - future.started if future.allowed is None else future.allowed
         seconds = round(given, 6)  # what was asked for, not 0.09999999999854481
         had = f"{seconds:g} s"
         if given < 0:  # it has inherited one that had passed
@@ -230,13 +230,13 @@ class OwedCalls:
             outcome = ". It may or may not have run."
         why = self._engine.why_late(late) if late else ""
         error = RpcTimeout(
-            f"RPC ran for more than set timeout ({had}): {future.describe()} got no answer{outcome}{why and ' '}{why}",
+            f"RPC ran for more than set timeout ({had}): {future._describe()} got no answer{outcome}{why and ' '}{why}",
             worker=self._peer.name,
             function=future.function,
             seconds=seconds,
         )
         error.late = why
-        future.settle(None, error)
+        future._settle(None, error)
 
     def cancel(self, call_id: int) -> None:
         """The caller of that call has given up: forget it and tell the callee. Any thread."""
@@ -249,7 +249,7 @@ class OwedCalls:
         future = self.take(call_id)
         self.streams.pop(call_id, None)
         if future is not None:
-            future.settle(None, copy_for(error, future))
+            future._settle(None, copy_for(error, future))
 
     def fail_calls_of(self, rref: ReferenceId, error: RpcError) -> None:
         """The value of that reference will not be: the calls of its methods, and for itself, end. Any thread."""
@@ -257,10 +257,10 @@ class OwedCalls:
             future = self.take(call_id) if any(each._rref == rref for each in kept) else None
             if future is not None:
                 self.streams.pop(call_id, None)
-                text = f"{future.describe()} got no answer, as the value was never created: {foreign.text_of(error)}"
+                text = f"{future._describe()} got no answer, as the value was never created: {foreign.text_of(error)}"
                 failure = type(error)(text)
                 failure.__dict__.update(error.__dict__)
-                future.settle(None, failure)
+                future._settle(None, failure)
                 self._peer.call_off(call_id)
 
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
@@ -272,16 +272,16 @@ class OwedCalls:
         """
         ended, now = [], time.monotonic()
         for future in list(self.pending.values()):
-            if future.nested or (not future.parked and (future.system or future.site is None)):
+            if future.nested or (not future.parked and (future.system or future._site is None)):
                 continue
             if not (calls or future.streamed or future.parked) or self.take(future.call_id) is None:
                 continue
             self.streams.pop(future.call_id, None)
             what = (
-                f"the stream of {future.function} on worker {self._peer.name!r}" if future.streamed else future.subject
+                f"the stream of {future.function} on worker {self._peer.name!r}" if future.streamed else future._subject
             )
             ended.append(f"{what}, since {now - future.started:.1f} s")
-            future.settle(None, why(future.describe()))
+            future._settle(None, why(future._describe()))
             self._peer.call_off(future.call_id)
         return ended
 
@@ -299,9 +299,9 @@ class OwedCalls:
         if self.streams.pop(frame.call_id, None) is not None:  # an item is missing, so those behind it are not wanted
             self._peer.call_off(frame.call_id)
         if future is not None:
-            failure = NotArrived(f"the result of {future.describe()} did not arrive: {error}")
+            failure = NotArrived(f"the result of {future._describe()} did not arrive: {error}")
             failure.__cause__ = error
-            future.settle(None, failure)
+            future._settle(None, failure)
 
     def on_item(self, frame: Frame) -> None:
         """An item of a stream has arrived."""
@@ -309,7 +309,7 @@ class OwedCalls:
         if stream is None:
             self._discard(frame)
         else:
-            stream.on_item(read_values(frame.body), frame.segments, frame.landing if type(frame) is Message else None)
+            stream._on_item(read_values(frame.body), frame.segments, frame.landing if type(frame) is Message else None)
 
     def on_answer(self, frame: Frame) -> None:
         """An answer has arrived. Called by whoever reads the connection: the loop, or a thread that waits."""
@@ -323,7 +323,7 @@ class OwedCalls:
         if future.system:
             self.system -= 1
         now = time.monotonic()
-        if future.deadline is not None and now > future.deadline:
+        if future._deadline is not None and now > future._deadline:
             self._time_out(future)
             self._counters.late_answers += 1
             self._discard(frame)
@@ -357,7 +357,7 @@ class OwedCalls:
             self._unreadable(future, error)
             return
         if len(values) == 1 and not (table or pickled or references):
-            future.settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
+            future._settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
         else:
             self._settle_value(future, result, frame.segments, landing)
 
@@ -384,11 +384,11 @@ class OwedCalls:
                 values = decode(result, segments, load, self._peer.track, None, self._engine.safe)
             elif landing.streams and _is_lone(result, segments):
                 values = decode(result, segments, load, None, landing, self._engine.safe)
-                future.arrival = landing.arrival()
+                future._arrival = landing.arrival()
             else:
                 with landing.entered():
                     values = decode(result, segments, load, self._peer.track, landing, self._engine.safe)
-                    future.arrival = landing.arrival()
+                    future._arrival = landing.arrival()
             value = values[0] if len(values) < 2 else Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
             self.decoding.discard(future.call_id)  # first: whoever has the answer finds the worker idle
@@ -397,17 +397,17 @@ class OwedCalls:
             self._unreadable(future, error)
         else:
             self.decoding.discard(future.call_id)
-            future.settle(value)
+            future._settle(value)
         finally:
             current_node.reset(token)
 
     def _unreadable(self, future: OwedCall, error: BaseException) -> None:
-        failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
+        failure = RpcError(f"the result of {future._describe()} cannot be read here: {foreign.said(error)}")
         if foreign.from_signal(error):
             self.interruption = failure, without_frames(error)
         else:
             failure.__cause__ = without_frames(error)
-        future.settle(None, failure)
+        future._settle(None, failure)
 
     def _settle_error(self, future: OwedCall, frame: Frame) -> None:
         interruption: BaseException | None = None
@@ -424,13 +424,13 @@ class OwedCalls:
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")
         except BaseException as broken:
-            error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
+            error = RpcError(f"{future._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         else:
             if told.again and type(error) is PeerLeft:  # said in place of a goodbye: nothing was run there
                 foreign.set_cause(error, None)
         if interruption is not None:
             self.interruption = error, interruption
-        future.settle(None, error)
+        future._settle(None, error)
 
     def _discard(self, frame: Frame) -> None:
         """Drop an answer or item that nobody waits for. References inside of it still have to be taken."""
@@ -456,8 +456,8 @@ class OwedCalls:
                 self._peer.name,
                 future.function,
                 now - future.started,
-                None if future.deadline is None else future.deadline - now,
-                describe_site(future.site),
+                None if future._deadline is None else future._deadline - now,
+                describe_site(future._site),
             )
             for future in list(self.pending.values())
             if not future.system

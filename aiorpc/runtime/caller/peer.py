@@ -162,12 +162,12 @@ class Peer(Addressee):
         if trace is not None:
             future.nested = True
         if one_try is not None:
-            future.site = one_try.site
+            future._site = one_try.site
             if one_try.allowed is not None:
                 future.allowed = one_try.allowed
         elif not system:
             caller = sys._getframe(depth)
-            future.site = (caller.f_code, caller.f_lasti)
+            future._site = (caller.f_code, caller.f_lasti)
         flat = not unknown and FLAT.issuperset(map(type, values))  # as `write_plain` asks, without it if they are not
         frame = write_plain(CALL, call_id, head, values, self.max_body) if flat else None
         body, out, otherwise = b"", None, None

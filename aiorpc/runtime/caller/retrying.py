@@ -142,7 +142,7 @@ class Retries:
         seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
         peer = self._home.peers.find(to() if callable(to) else to)
         once = None if number is None else (number, future.reached.count(peer))
-        one_try = Try(future.site, once, future.allowed)
+        one_try = Try(future._site, once, future.allowed)
         return peer.call(function, args, kwargs, seconds, wait=wait, one_try=one_try)
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
@@ -162,7 +162,7 @@ class Retries:
         own = [future for future in self.paused if not future.nested]
         for future in own:
             future.close()
-        return [f"the next try of {future.subject}" for future in own]
+        return [f"the next try of {future._subject}" for future in own]
 
     def close(self) -> None:
         """This worker leaves: nothing is tried any more. On the loop."""
@@ -195,11 +195,11 @@ class RetriedFuture(Unawaited, Future[Any]):
         allowed: float | None,
     ) -> None:
         super().__init__()
-        self.deadline, self.allowed = tries.deadline, allowed
+        self._deadline, self.allowed = tries.deadline, allowed
         self.function, self.to = function, to
-        self.subject = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
-        self.site = site
-        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
+        self._subject = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
+        self._site = site
+        self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self.reached: list[Peer] = []
         self._retries = retries
         self._engine = engine
@@ -234,8 +234,8 @@ class RetriedFuture(Unawaited, Future[Any]):
             over = self._make is None
         if over:  # given up meanwhile
             call.cancel()
-        self.sources = (call,)
-        call.when_settled(Again(self._on_settled))
+        self._sources = (call,)
+        call._when_settled(Again(self._on_settled))
 
     def _on_settled(self, call: Future[Any]) -> None:
         try:
@@ -248,10 +248,10 @@ class RetriedFuture(Unawaited, Future[Any]):
     def _take(self, call: Future[Any]) -> None:
         """A try has ended."""
         assert type(call) is CallFuture, "it was made by `Peer.call`"
-        call.mark_seen()
+        call._mark_seen()
         error = call._error
         if error is None:
-            self.arrival = call.arrival
+            self._arrival = call._arrival
             self._end(RetriedEvent.ANSWERED, call._value, None)
         elif foreign.is_a(error, _REFUSALS if call.again else () if call.again is False else _PASSING):
             peer = call.peer
@@ -284,9 +284,9 @@ class RetriedFuture(Unawaited, Future[Any]):
 
     def pending_call(self) -> PendingCall:
         """What a user is told of it. Any thread."""
-        now, deadline = time.monotonic(), self.deadline
+        now, deadline = time.monotonic(), self._deadline
         left = None if deadline is None else deadline - now
-        return PendingCall("made", self.tried, self.function, now - self._began, left, describe_site(self.site))
+        return PendingCall("made", self.tried, self.function, now - self._began, left, describe_site(self._site))
 
     def pause_over(self) -> None:
         """On the loop."""
@@ -320,22 +320,21 @@ class RetriedFuture(Unawaited, Future[Any]):
         if error is not None and self._tries.made > 1:
             seconds = time.monotonic() - self._began
             foreign.add_note(error, f"it was tried {self._tries.made} times in {seconds:.3g} s")
-        self.settle(value, error)
+        self._settle(value, error)
 
-    def end_overdue(self, now: float) -> float:
+    def _end_overdue(self, now: float) -> float:
         """As of any Future. Between two tries there is no call that could end, but a pause that the loop is to end."""
-        due, deadline = super().end_overdue(now), self.deadline
+        due, deadline = super()._end_overdue(now), self._deadline
         if deadline is None or self._call is not None or self.done():
             return due
         if now < deadline + GRACE:
             return min(due, deadline)
         seconds = max(0.0, round(self.allowed or 0.0, 6))
         late = self._engine.why_late(now - deadline)
-        text = (
-            f"RPC ran for more than set timeout ({seconds:g} s): the next try of {self.describe()} was not made. {late}"
-        )
+        what = self._describe()
+        text = f"RPC ran for more than set timeout ({seconds:g} s): the next try of {what} was not made. {late}"
         worker = self.to if isinstance(self.to, str) else ""
-        if self.settle(None, RpcTimeout(text, worker=worker, function=self.function, seconds=seconds)):
+        if self._settle(None, RpcTimeout(text, worker=worker, function=self.function, seconds=seconds)):
             self._on_cancel()
         return due
 
@@ -353,5 +352,5 @@ class RetriedFuture(Unawaited, Future[Any]):
         """The worker leaves."""
         self._retries.paused.discard(self)
         name = self._engine.name
-        error = WorkerClosed(f"worker {name!r} shut down before the next try of {self.describe()}")
+        error = WorkerClosed(f"worker {name!r} shut down before the next try of {self._describe()}")
         self._end(RetriedEvent.CLOSED, None, error)

@@ -21,22 +21,22 @@ class RewordedFuture(Unawaited, Future[Any]):
 
     def __init__(self, call: CallFuture, words: Words) -> None:
         super().__init__()
-        self.site, self.loop, self.home_thread = call.site, call.loop, call.home_thread
-        self.executor = call.executor
-        self.sources = (call,)
+        self._site, self._loop, self._home_thread = call._site, call._loop, call._home_thread
+        self._executor = call._executor
+        self._sources = (call,)
         self._call = call
         self._words = words
-        call.when_settled(Again(self._on_settled))
+        call._when_settled(Again(self._on_settled))
 
     @property
-    def subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
-        return self._call.subject
+    def _subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
+        return self._call._subject
 
     def _on_settled(self, call: Future[Any]) -> None:
         try:
-            call.mark_seen()
-            self.arrival = call.arrival
-            self.settle(self._value_of(call), self._words(call._error))
+            call._mark_seen()
+            self._arrival = call._arrival
+            self._settle(self._value_of(call), self._words(call._error))
         except BaseException:
             # A signal handler has raised it, in a thread that reads the answer: nobody else would settle this Future.
             self.cancel()

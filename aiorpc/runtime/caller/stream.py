@@ -55,7 +55,7 @@ class Stream(BlockingIterator[Any]):
         self._since: float | None = None  # when somebody began to wait for the next item together with other streams
         self._finished = False
 
-    def start(self, end: CallFuture) -> None:
+    def _start(self, end: CallFuture) -> None:
         """The call is on its way. end: its Future, which settles when the producer has ended."""
         self._end, self._function = end, end.function
         myself = weakref.ref(self)
@@ -65,9 +65,9 @@ class Stream(BlockingIterator[Any]):
             if stream is not None:
                 stream._wake()
 
-        end.when_settled(Again(wake))
+        end._when_settled(Again(wake))
 
-    def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
+    def _on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
         """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
         if len(self._items) + self._taken >= self._window:  # whoever sends on would fill the memory
             raise ProtocolError(f"an item of {self._describe()} beyond the {self._window} that were asked for")
@@ -133,26 +133,26 @@ class Stream(BlockingIterator[Any]):
         loop = asyncio.get_running_loop()
         while not self._items and not self._end.done():
             future = loop.create_future()
-            self.attend((loop, future))
+            self._attend((loop, future))
             try:
                 if self._items or self._end.done():  # it came between the look and the registration
                     return
                 async with asyncio.timeout(self._timeout or None):
                     await future
             except TimeoutError:
-                raise self.too_late() from None
+                raise self._too_late() from None
             finally:
-                self.attend(None)
+                self._attend(None)
 
     # --- for who waits for several streams at once --------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
+    def _ready(self) -> bool:
         """Whether the next turn need not wait: there is an item, or the end."""
         end = self._end
         return bool(self._items) or self._finished or end is None or end.done()
 
-    def attend(self, waiter: _Waiter | None) -> None:
+    def _attend(self, waiter: _Waiter | None) -> None:
         """Settle that future, on its loop, when something comes; None: nobody waits any more."""
         self._waiter = waiter
         if waiter is None:
@@ -160,14 +160,14 @@ class Stream(BlockingIterator[Any]):
         else:
             self._peer.engine.kept.add(self)
 
-    def patience(self) -> float:
+    def _patience(self) -> float:
         """Seconds that the next item may still take, from when this was asked first."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
         return self._since + self._timeout - now if self._timeout else math.inf
 
-    def too_late(self) -> RpcTimeout:
+    def _too_late(self) -> RpcTimeout:
         """The error for an item that did not come in time, which ends the stream."""
         self._came.clear()
         self._stop()
@@ -217,7 +217,7 @@ class Stream(BlockingIterator[Any]):
         # Runs anywhere, inside a lock or the garbage collector: only wakes the loop.
         end = self._end
         if end is not None:
-            end.mark_seen()
+            end._mark_seen()
             if self._items or not end.done():
                 self._peer.engine.call_on_loop(_abandon, self._peer, self._items, end)
 
@@ -225,7 +225,7 @@ class Stream(BlockingIterator[Any]):
 def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
     """Stop the producer; references in items that nobody has taken have to be taken all the same."""
     end.cancel()
-    end.mark_seen()
+    end._mark_seen()
     while items:
         item, _, _ = items.popleft()
         if item.references:
@@ -258,7 +258,7 @@ def open_stream(
     stream = Stream(peer, window, timeout)
     end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
     try:
-        stream.start(end)
+        stream._start(end)
     except BaseException:  # a signal handler has raised it: nobody will get the stream, so nobody could end it
         end.cancel()
         raise

@@ -58,7 +58,7 @@ class Unawaited:
     if not TYPE_CHECKING:  # for a checker there is nothing
 
         def _forgotten(self, what: str) -> TypeError:
-            return TypeError(f"{what} of 'Future': this is {self.describe()}, {ADVICE}")
+            return TypeError(f"{what} of 'Future': this is {self._describe()}, {ADVICE}")
 
         def _is_true(self) -> bool:
             return False
@@ -70,7 +70,7 @@ class Unawaited:
 
         def __aiter__(self) -> NoReturn:
             raise TypeError(
-                f"`async for` over a 'Future': this is {self.describe()}, which gives one result: await it; the items "
+                f"`async for` over a 'Future': this is {self._describe()}, which gives one result: await it; the items "
                 "of a generator function come by `async for item in rpc.stream(...)`"
             )
 

@@ -38,7 +38,7 @@ class Counters:
     def add_traffic(self, moved: Mapping[str, Traffic]) -> None:
         """A link has ended; what it has moved by each channel still counts."""
         for name, traffic in moved.items():
-            self.traffic.setdefault(name, Traffic()).add(traffic)
+            self.traffic.setdefault(name, Traffic())._add(traffic)
 
     def answered(self) -> int:
         """Calls that got an answer."""

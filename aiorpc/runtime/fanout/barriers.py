@@ -92,7 +92,7 @@ class _AtBarrier(RewordedFuture):
         except RpcError:  # its own, or that of waiting: refused, or for no longer
             raise
         except BaseException:
-            if not self.waiters:
+            if not self._waiters:
                 self.cancel()
             raise
 

@@ -61,37 +61,37 @@ class GroupCall(Unawaited, Future[Outcomes]):
         members, entered by whoever sends them.
         """
         super().__init__()
-        self.subject = f"the call of {function} on {len(names)} workers"
-        self.site = site
-        self.loop, self.home_thread, self.executor = engine.loop, engine.thread, engine.pool
+        self._subject = f"the call of {function} on {len(names)} workers"
+        self._site = site
+        self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self._function = function
         self._names = names
         self._quorum = quorum
-        self.over = False
-        self.calls: dict[int, Future[Any] | MemberCall] = {}
+        self._over = False
+        self._calls: dict[int, Future[Any] | MemberCall] = {}
         self._came: dict[int, Outcome | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
-    def follow(self, place: int, call: Future[Any]) -> None:
+    def _follow(self, place: int, call: Future[Any]) -> None:
         """The call to the member of that place is a Future of its own."""
-        call.when_settled(Again(self._take_from, place))
+        call._when_settled(Again(self._take_from, place))
 
     def _take_from(self, place: int, call: Future[Any]) -> None:
         """The call to the member of that place has settled. As `take`."""
-        call.mark_seen()
-        if call.arrival is not None:
-            self._arrivals[place] = call.arrival
-        self.take(place, call._value, call._error)
+        call._mark_seen()
+        if call._arrival is not None:
+            self._arrivals[place] = call._arrival
+        self._take(place, call._value, call._error)
 
-    def refused(self, place: int, error: BaseException) -> None:
+    def _refused(self, place: int, error: BaseException) -> None:
         """Nothing is sent to the member of that place, for that reason."""
         # Without its frames, which hold what was to be sent, and this call.
-        self.take(place, None, foreign.with_traceback(error, None))
+        self._take(place, None, foreign.with_traceback(error, None))
 
-    def take(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take(self, place: int, value: Any, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
         Raises nothing, but for what a signal handler does; the outcome is taken then.
@@ -141,28 +141,30 @@ class GroupCall(Unawaited, Future[Outcomes]):
         self._came.setdefault(_OVER, None)
         outcomes = Outcomes(self._call_off(), self._function)
         if self._arrivals:
-            self.arrival = _Arrivals([*self._arrivals.values()])
+            self._arrival = _Arrivals([*self._arrivals.values()])
         values = len([1 for outcome in outcomes._all if outcome.error is None])
         if self._quorum is not None and values < self._quorum:
-            self.settle(None, outcomes.failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,"))
+            self._settle(
+                None, outcomes._failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,")
+            )
             return
         try:
             if self._quorum is None and values < len(outcomes):  # a quorum says how many may fail
-                outcomes.watch(self.describe())
-            self.settle(outcomes)
+                outcomes._watch(self._describe())
+            self._settle(outcomes)
         finally:
             if self._value is not outcomes:  # it is settled with others, or is about to be
-                outcomes.mark_seen()
+                outcomes._mark_seen()
 
     def _twin(self, value: Outcomes) -> Outcomes:
-        return value.twin()
+        return value._twin()
 
     def _call_off(self, why: str = "") -> list[Outcome]:
         """Cancel the calls that are under way, if any are, and let go of all. The outcomes, in the order of members.
 
         why: by default what the outcomes say, as there are values enough for the quorum or there will not be.
         """
-        self.over = True  # first: who enters a call looks at it after that
+        self._over = True  # first: who enters a call looks at it after that
         counted = self._counted()
         if not why:
             values = len([1 for outcome in counted.values() if outcome.error is None])
@@ -174,11 +176,11 @@ class GroupCall(Unawaited, Future[Outcomes]):
             if outcome is None:
                 error = RpcCancelled(f"{self._function} on worker {name!r} was called off: {why}")
                 outcome = Outcome(name, None, error, False)
-                call = self.calls.get(place)
+                call = self._calls.get(place)
                 if call is not None:
                     call.cancel()
             outcomes.append(outcome)
-        self.calls.clear()
+        self._calls.clear()
         return outcomes
 
     def _on_cancel(self) -> None:
@@ -186,14 +188,14 @@ class GroupCall(Unawaited, Future[Outcomes]):
         self._call_off("it was cancelled")
         self._wake()
 
-    def end_overdue(self, now: float) -> float:
+    def _end_overdue(self, now: float) -> float:
         """As of any Future."""
-        return min((call.end_overdue(now) for call in list(self.calls.values())), default=float("inf"))
+        return min((call._end_overdue(now) for call in list(self._calls.values())), default=float("inf"))
 
     @property
-    def waiters(self) -> int:
+    def _waiters(self) -> int:
         """Who waits for it now, those among them that wait for the next outcome."""
-        return super().waiters + len(self._listeners)
+        return super()._waiters + len(self._listeners)
 
     # --- as they come -------------------------------------------------------------------------------------------------
 
@@ -214,10 +216,10 @@ class GroupCall(Unawaited, Future[Outcomes]):
                     return
                 await self._more(given)
         finally:
-            if not self.done() and not self.waiters:
+            if not self.done() and not self._waiters:
                 self.cancel()
             elif self._error is None and self._value is not None:
-                self._value.mark_seen()
+                self._value._mark_seen()
 
     async def _more(self, given: int) -> None:
         """Wait until more outcomes have come than these, or it is settled."""
@@ -227,7 +229,7 @@ class GroupCall(Unawaited, Future[Outcomes]):
         watched: Watched | None = None
         try:
             if len(self._counted()) == given and not self.done():  # looked at after it was entered
-                if loop is not self.loop:
+                if loop is not self._loop:
                     watched = oversee(self, *listener)
                 await listener[1]
         finally:

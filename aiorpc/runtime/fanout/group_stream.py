@@ -51,7 +51,7 @@ class GroupStream(BlockingIterator[tuple[str, Any]]):
                 for _ in range(len(self._left)):
                     place = self._left[0]
                     name, stream = self._streams[place]
-                    if stream.ready:
+                    if stream._ready:
                         taken = await _take(stream)
                         if not taken.ended:
                             self._left.rotate(-1)
@@ -78,19 +78,19 @@ class GroupStream(BlockingIterator[tuple[str, Any]]):
         streams = [(place, self._streams[place][1]) for place in self._left]
         try:
             for _, stream in streams:
-                stream.attend((loop, future))
-            if any(stream.ready for _, stream in streams):  # it came between the look and the registration
+                stream._attend((loop, future))
+            if any(stream._ready for _, stream in streams):  # it came between the look and the registration
                 return
-            patience = min(stream.patience() for _, stream in streams)
+            patience = min(stream._patience() for _, stream in streams)
             async with asyncio.timeout(None if patience == float("inf") else patience):
                 await future
         except TimeoutError:
             for place, stream in streams:
-                if not stream.ready and stream.patience() <= 0:
-                    self._end(place, stream.too_late())
+                if not stream._ready and stream._patience() <= 0:
+                    self._end(place, stream._too_late())
         finally:
             for _, stream in streams:
-                stream.attend(None)
+                stream._attend(None)
 
     def _conclude(self) -> NoReturn:
         over, self._over = self._over, True
@@ -98,7 +98,7 @@ class GroupStream(BlockingIterator[tuple[str, Any]]):
         if not over:
             ends = Outcomes([outcomes[place] for place in range(len(self._streams))], self._function)
             if ends.errors:
-                raise ends.failure(f"of {len(ends)} streams")
+                raise ends._failure(f"of {len(ends)} streams")
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

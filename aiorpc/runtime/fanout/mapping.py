@@ -122,7 +122,7 @@ def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any
         failure = None  # its traceback refers to this frame
         for each in begun:
             each.cancel()
-            each.mark_seen()
+            each._mark_seen()
 
 
 async def _awaited(
@@ -154,7 +154,7 @@ async def _awaited(
                 news.clear()  # first: it may be done by now, and tells at once
                 if begun and isinstance(begun[0], Future) and begun[0] is not told:
                     told = begun[0]
-                    told.when_settled(tell)
+                    told._when_settled(tell)
                 yield news
             first = begun[0]
             if first is None:
@@ -188,7 +188,7 @@ def _stop(task: asyncio.Task[None], begun: Iterable[Future[Any] | BaseException 
     for each in begun:
         if isinstance(each, Future):
             each.cancel()
-            each.mark_seen()
+            each._mark_seen()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[Any]) -> None:

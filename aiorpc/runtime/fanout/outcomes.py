@@ -56,12 +56,12 @@ class Outcomes(Sequence[Outcome]):
         self._function = function
         self._unobserved: Unobserved | None = None
 
-    def watch(self, what: str) -> None:
+    def _watch(self, what: str) -> None:
         """For whoever makes them, where some have no value: what to call them in the log."""
         # Without the errors themselves: the twin has it, too.
-        self._unobserved = Unobserved(what, GroupError(str(self.failure(f"of {len(self)} members"))))
+        self._unobserved = Unobserved(what, GroupError(str(self._failure(f"of {len(self)} members"))))
 
-    def twin(self) -> Outcomes:
+    def _twin(self) -> Outcomes:
         """The same, with errors that nobody has raised and nobody will: these have no tracebacks."""
         if all(outcome.error is None for outcome in self._all):
             return self
@@ -69,20 +69,20 @@ class Outcomes(Sequence[Outcome]):
         twin._unobserved = self._unobserved
         return twin
 
-    def mark_seen(self) -> None:
+    def _mark_seen(self) -> None:
         """Somebody has dealt with the errors."""
         if self._unobserved is not None:
             self._unobserved.seen = True
 
     @property
     def _outcomes(self) -> tuple[Outcome, ...]:
-        self.mark_seen()
+        self._mark_seen()
         return self._all
 
     def values(self) -> list[Any]:
         """The values of all members, in their order. GroupError with the errors of those that have none."""
         if any(outcome.error is not None for outcome in self._outcomes):
-            raise self.failure(f"of {len(self)} members")
+            raise self._failure(f"of {len(self)} members")
         return [outcome.value for outcome in self._outcomes]
 
     @property
@@ -105,7 +105,7 @@ class Outcomes(Sequence[Outcome]):
         """The names of the members of which there is no answer, though they may live. See `Outcome.missing`."""
         return tuple(outcome.name for outcome in self._outcomes if outcome.missing)
 
-    def failure(self, wanted: str) -> GroupError:
+    def _failure(self, wanted: str) -> GroupError:
         """The error that tells who gave no value. wanted: of how many values, in words."""
         failed = [outcome for outcome in self._all if outcome.error is not None]
         shown = ", ".join(f"{outcome.name!r}: {_said(outcome)}" for outcome in failed[:4])

@@ -145,9 +145,9 @@ class PeerGroup:
         That is the one with the fewest calls of this worker under way; equals take turns. With ``retries=`` each try
         goes to the one that is the least busy then. Raises what `call` raises, with nothing sent, and Overloaded.
         """
-        return self.call_one(function, args, kwargs, call_site(sys._getframe(1)))
+        return self._call_one(function, args, kwargs, call_site(sys._getframe(1)))
 
-    def call_one(
+    def _call_one(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
@@ -193,7 +193,7 @@ class PeerGroup:
 
         return GroupMap(
             self._home.engine,
-            lambda item: self.call_one(function, (item,), {}, site, met=ahead() > 0),
+            lambda item: self._call_one(function, (item,), {}, site, met=ahead() > 0),
             items,
             ahead,
         )

@@ -121,7 +121,7 @@ class RRefGroup(Sequence[RRef[Any]]):
             try:
                 ref._check()
             except Exception as error:
-                call.refused(place, error)
+                call._refused(place, error)
             else:
                 usable.append(place)
         send_all(call, usable, send, flush)

@@ -270,21 +270,21 @@ def send_all(
     """
     try:
         for place in places:
-            over = call.over
+            over = call._over
             if over:
                 break
             try:
                 sent = send(place, call)
-                call.calls[place] = sent
+                call._calls[place] = sent
                 if isinstance(sent, Future):
-                    call.follow(place, sent)
-                if call.over:  # looked at after it was entered: who ended the call has seen it, or this does
+                    call._follow(place, sent)
+                if call._over:  # looked at after it was entered: who ended the call has seen it, or this does
                     sent.cancel()
-                    call.calls.pop(place, None)
+                    call._calls.pop(place, None)
             except RpcError as error:
                 if place == places[0] and isinstance(error, RpcUsageError):
                     raise
-                call.refused(place, error)
+                call._refused(place, error)
         flush()
     except BaseException:
         call.cancel()

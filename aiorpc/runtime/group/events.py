@@ -90,7 +90,7 @@ class Events:
         with self._lock:
             listener = Listener(self._drop, self._awaited)
             if self._ended:
-                listener.put(None)
+                listener._put(None)
             else:
                 self._listeners.add(listener)
         return listener
@@ -103,14 +103,14 @@ class Events:
         """Tell all listeners."""
         with self._lock:
             for listener in list(self._listeners):
-                listener.put(event)
+                listener._put(event)
 
     def end(self) -> None:
         """There will be no more news: the iterations of all listeners end."""
         with self._lock:
             self._ended = True
             for listener in list(self._listeners):
-                listener.put(None)
+                listener._put(None)
 
 
 class Listener(AsyncIterator[Event]):
@@ -128,7 +128,7 @@ class Listener(AsyncIterator[Event]):
         self._dropped = 0  # since the last turn
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
-    def put(self, event: Event | None) -> None:
+    def _put(self, event: Event | None) -> None:
         """Add the next event; None ends the iteration."""
         if len(self._events) == self._events.maxlen:
             self._dropped += 1
@@ -169,7 +169,7 @@ class Listener(AsyncIterator[Event]):
         """Listen no more."""
         self._on_close(self)
         self._events.clear()
-        self.put(None)
+        self._put(None)
 
     def __reduce__(self) -> NoReturn:
         """It hears what this worker hears."""

@@ -226,7 +226,7 @@ class Group:
             call = self._home.peers.of(record).call(function, args, None, 0.0, system=True)
         except RpcError:
             return
-        call.when_settled(lambda future: future.mark_seen())
+        call._when_settled(lambda future: future._mark_seen())
 
     # --- members come and go ------------------------------------------------------------------------------------------
 

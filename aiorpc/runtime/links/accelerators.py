@@ -58,8 +58,8 @@ class LinkForAccelerators(Protocol):
 def claims_of(options: RpcBackendOptions, accelerator: Accelerator | None) -> DeviceClaims:
     """What a worker with these options and devices tells the others when it joins."""
     if accelerator is None:
-        return options.device_claims(0, "cuda")
-    return options.device_claims(accelerator.count(), accelerator.kind)
+        return options._device_claims(0, "cuda")
+    return options._device_claims(accelerator.count(), accelerator.kind)
 
 
 class Accelerators:

@@ -258,7 +258,7 @@ class Distribution:
     def arrived(self, buffers: Sequence[Buffer]) -> None:
         """Buffers have arrived with a frame that says nothing about channels: they are counted, as `rides` counts."""
         for buffer in buffers:
-            self._inline.traffic.count_received(len(buffer))
+            self._inline.traffic._count_received(len(buffer))
 
     def names(self, wires: Sequence[_Given]) -> list[str]:
         """The names of the channels of those buffers that do not go with the frame. KeyError for what is no channel."""

@@ -81,7 +81,7 @@ class Links:
         total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name, DIRECT, IPC, STAGING)}
         for moved in (self.engine.counters.traffic, *(link.distribution.traffic() for link in self.all())):
             for name, part in list(moved.items()):
-                total[name].add(part)
+                total[name]._add(part)
         return total
 
     def connections(self) -> list[Connection]:

@@ -110,7 +110,7 @@ class Publications:
         self._engine.lifetime.check_begin()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
-        future.site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
+        future._site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
@@ -119,7 +119,7 @@ class Publications:
         check_name(name)
         self._engine.lifetime.check_open()
         future: Future[None] = self._future(f"unpublishing {name!r}")
-        future.site = call_site(outside("aiorpc"))
+        future._site = call_site(outside("aiorpc"))
         self._begin(future, lambda: self._unpublish(name, future))
         return future
 
@@ -163,25 +163,25 @@ class Publications:
 
     def _future(self, subject: str) -> Future[Any]:
         future: Future[Any] = Future()
-        future.subject = subject
+        future._subject = subject
         engine = self._engine
-        future.loop, future.home_thread, future.executor = engine.loop, engine.thread, engine.pool
+        future._loop, future._home_thread, future._executor = engine.loop, engine.thread, engine.pool
         return future
 
     def _begin(self, future: Future[Any], make: Callable[[], Any]) -> None:
         """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
         self._pending.add(future)
-        future.when_settled(Again(self._pending.discard))
+        future._when_settled(Again(self._pending.discard))
         self._engine.run_on_loop(self._spawn, future, make)
         if self._engine.closed:  # `close` may not have seen it
-            future.settle(None, self._engine.lifetime.why_closed())
+            future._settle(None, self._engine.lifetime.why_closed())
 
     def _spawn(self, future: Future[Any], make: Callable[[], Any]) -> None:
         async def run() -> None:
             try:
                 await make()
             except Exception as error:
-                future.settle(None, error)
+                future._settle(None, error)
 
         if not self._engine.closed:
             self._engine.tasks.spawn(run())
@@ -194,7 +194,7 @@ class Publications:
         if version > publisher.stands.limit - RESERVED // 2 and not publisher.raising:
             publisher.raising = True
             self._engine.tasks.spawn(self._raise_limit(publisher, version + RESERVED))
-        future.settle(Publication(name, version, partial(self.delivered, name, version)))
+        future._settle(Publication(name, version, partial(self.delivered, name, version)))
 
     async def _raise_limit(self, publisher: Publisher, limit: int) -> None:
         """Let the store know that versions go further. Nothing waits for it: without the store nobody takes over."""
@@ -253,7 +253,7 @@ class Publications:
             # All who answer have heard it before this worker can claim the name once more; the others hear it later.
             told = [self._engine.tasks.spawn(self._tell_end(claim, each)) for each in self._home.group.live()]
             await asyncio.wait(told, timeout=self._engine.bounds.vouch)
-        future.settle(None)
+        future._settle(None)
 
     def _retire(self, publisher: Publisher) -> None:
         """What this worker publishes no longer."""
@@ -497,7 +497,7 @@ class Publications:
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call.when_settled(Again(self._told, record, message))
+            call._when_settled(Again(self._told, record, message))
 
     def _told(self, record: WorkerRecord, message: Message, future: Future[Any]) -> None:
         """Any thread. It may run twice: what is told twice is as if it were told once."""
@@ -570,7 +570,7 @@ class Publications:
         for shelf in [*self.relays.values(), *self._ended]:
             shelf.clear()
         for future in list(self._pending):
-            future.settle(None, error)
+            future._settle(None, error)
         self._watch.close()
 
     def close_in_child(self) -> None:

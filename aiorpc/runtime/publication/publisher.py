@@ -292,7 +292,7 @@ class Publisher(Shelf):
         self._readers.leave(waiter)
         if waiter.bound is not None:
             waiter.bound.cancel()
-        waiter.future.settle(self._readers.delivery(waiter), error)
+        waiter.future._settle(self._readers.delivery(waiter), error)
 
     def retire(self, reason: str) -> None:
         """The name is unpublished: deliveries have come as far as they will, and what readers hold stays with them."""

@@ -191,7 +191,7 @@ class Relay(Shelf):
         finally:
             for _, future in under_way:
                 future.cancel()
-                future.mark_seen()
+                future._mark_seen()
             if stored.filled < size:  # behind the pieces: the source keeps the version no longer for this worker
                 self._publications.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
 

@@ -446,9 +446,9 @@ async def in_background(
         try:
             value = work()
         except BaseException as error:
-            outcome.settle(None, error)
+            outcome._settle(None, error)
         else:
-            outcome.settle(value)
+            outcome._settle(value)
 
     (submit or engine.in_background)(run)
     return await outcome

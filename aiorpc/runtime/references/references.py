@@ -113,7 +113,7 @@ class _ValueFuture(Future[Any]):
         copied = None if self._error is None else foreign.copy_of(self._error)
         if copied is None:
             return super()._outcome()
-        self.mark_seen()
+        self._mark_seen()
         raise foreign.with_traceback(copied, self._trace)
 
 
@@ -193,8 +193,8 @@ class References:
     def own(self, value: Any, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
         future = self._new_value()
-        future.arrival = self._accelerators.arrival(value)
-        future.settle(value)
+        future._arrival = self._accelerators.arrival(value)
+        future._settle(value)
         watched = _Watched(handle, self._died.append)
         with self._lock:
             rref, fork = self._table.own()  # and no call behind it until the handle is watched: see the module
@@ -246,10 +246,10 @@ class References:
             call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
             handle._creation = call
             handle._creating = creating = Creation(self, rref, fork)
-            call.when_settled(creating)
+            call._when_settled(creating)
         except BaseException:
             if call is not None:  # a signal handler has raised it: nobody will get the handle
-                call.when_settled(Creation(self, watched.rref, watched.fork))  # once more, maybe
+                call._when_settled(Creation(self, watched.rref, watched.fork))  # once more, maybe
                 call.cancel()
             elif fork is not None:
                 self._run(self._table.create_failed_to_send, watched.rref, fork)
@@ -262,7 +262,7 @@ class References:
             self._run(self._table.created, rref, fork)
             return
         if asked:  # else it is logged, unless somebody uses the handle by and by
-            future.mark_seen()
+            future._mark_seen()
         if came_from_afar(error):
             # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
             self._run(self._table.created, rref, fork)
@@ -404,28 +404,28 @@ class References:
             if future is None:
                 future = self._new_value()
                 if self.closed:  # the table has it still, and nobody would settle it
-                    future.settle(None, WorkerClosed(self._shut_down()))
+                    future._settle(None, WorkerClosed(self._shut_down()))
                 elif self._table.holds(rref):
                     self._values[rref] = future
                 elif (refusal := self._table.refusal(rref)) is not None:
-                    future.settle(None, RpcError(f"the value was never created: {refusal}"))
+                    future._settle(None, RpcError(f"the value was never created: {refusal}"))
                 elif worker == asker and asker != self.engine.id:
                     early = self._early.setdefault(asker, set())
                     if len(early) >= self._most:
-                        future.settle(None, Overloaded(f"worker {asker} waits for too many values (max_references)"))
+                        future._settle(None, Overloaded(f"worker {asker} waits for too many values (max_references)"))
                     else:
                         self._values[rref] = future
                         early.add(rref)
                 else:
                     gone = f"reference {rref} names no value of this worker; it was freed"
-                    future.settle(None, RpcError(gone))
+                    future._settle(None, RpcError(gone))
         return future
 
     def _new_value(self) -> Future[Any]:
         future: Future[Any] = _ValueFuture()
-        future.loop, future.home_thread = self.engine.loop, self.engine.thread
-        future.subject = "the value of a reference"
-        future.executor = self.engine.pool
+        future._loop, future._home_thread = self.engine.loop, self.engine.thread
+        future._subject = "the value of a reference"
+        future._executor = self.engine.pool
         return future
 
     def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
@@ -447,10 +447,10 @@ class References:
         if future is not None:
             if error is None:  # other handlers, on other streams, use what this one has put on a device
                 try:
-                    future.arrival = self._accelerators.arrival(result)
+                    future._arrival = self._accelerators.arrival(result)
                 except BaseException as broken:  # a container of the users' that cannot be looked into
                     result, error = None, broken
-            future.settle(result, error)
+            future._settle(result, error)
 
     # --- the table's outputs ------------------------------------------------------------------------------------------
 
@@ -581,7 +581,7 @@ class References:
     def _release(self, freed: list[_Freed]) -> None:
         """Let go of values, outside of the lock: settling and dropping them runs code of users."""
         for value, why in freed:
-            value.settle(None, RpcError(f"the value was never created: {why}"))
+            value._settle(None, RpcError(f"the value was never created: {why}"))
 
     def _tell(self, output: Confirmed | Broken) -> None:
         watched = self._handles.get(output.fork)
@@ -633,7 +633,7 @@ class References:
             self._values.clear()
         self._looking.close()
         for value in values:
-            value.settle(None, WorkerClosed(self._shut_down()))
+            value._settle(None, WorkerClosed(self._shut_down()))
         self._dropped.clear()
         self._handles.clear()
         self._died.clear()

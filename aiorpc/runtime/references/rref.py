@@ -249,7 +249,7 @@ class RRef(Generic[T]):
         creating, creation = self._creating, self._creation
         if creating is not None and creation is not None:
             creating.asked = True
-            creation.mark_seen()  # where the error has come before it was said that somebody asks
+            creation._mark_seen()  # where the error has come before it was said that somebody asks
 
     def _check(self) -> None:
         if self._references.closed and self.is_owner():
@@ -350,7 +350,7 @@ def _raise_own(creation: Future[Any]) -> None:
     if copied is None:
         creation.value()
         return
-    creation.mark_seen()
+    creation._mark_seen()
     raise foreign.with_traceback(copied, None)
 
 

@@ -49,9 +49,9 @@ class TensorPipeAgent(RpcAgent):
         """Name and id of this worker, or of the one of that name or id. RuntimeError if there is none."""
         if isinstance(worker_name, str) or worker_name is None:
             return self.worker.get_worker_info(worker_name)
-        self.worker.check_open()
-        peer = self.worker.node.peers.find(worker_name)
-        return self.worker.node.peers.info(self.worker.node.peers.id_of(peer))
+        self.worker._check_open()
+        peer = self.worker._node.peers.find(worker_name)
+        return self.worker._node.peers.info(self.worker._node.peers.id_of(peer))
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Of all members."""
@@ -59,7 +59,7 @@ class TensorPipeAgent(RpcAgent):
 
     def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
         """The device map of this worker to another one."""
-        return dict(self.worker.node.accelerators.claims.maps.get(to.name, {}))
+        return dict(self.worker._node.accelerators.claims.maps.get(to.name, {}))
 
     def _get_backend_options(self) -> RpcBackendOptions:
         """The options, as they were at init."""

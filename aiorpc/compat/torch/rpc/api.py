@@ -671,11 +671,11 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def _node_of_agent() -> Node:
-    node: Node = _get_current_rpc_agent().worker.node
+    node: Node = _get_current_rpc_agent().worker._node
     return node
 
 
 def _node_if_ours() -> Node | None:
     """The node of the agent's worker; an agent of a program's own has none."""
     worker = getattr(_get_current_rpc_agent(), "worker", None)
-    return None if worker is None else worker.node
+    return None if worker is None else worker._node

@@ -123,7 +123,7 @@ def _report(worker: Worker, error: BaseException) -> None:
             shown = repr(error)
         except BaseException:  # of a class of the program's own
             shown = foreign.said(error)
-        said = f"On {worker.node.engine.info}:\n{shown}\n{foreign.traceback_of(error)}"
+        said = f"On {worker._node.engine.info}:\n{shown}\n{foreign.traceback_of(error)}"
         print(said, file=sys.stderr, flush=True)
 
 
