@@ -64,7 +64,7 @@ def test_it_runs_unchanged_under_torchrun(spoken: dict[str, str], name: str) -> 
 @pytest.mark.long
 @pytest.mark.time_limit(2 * LIMIT + 30)
 def test_a_job_that_is_started_again_goes_on_from_what_it_has_written(tmp_path: Path) -> None:
-    """As the guide says of `--max-restarts`: one worker is killed, all meet anew at torchrun's store, none by hand."""
+    """As with `--max-restarts`: one worker is killed, all meet anew at torchrun's store, none by hand."""
     options = ["--max-restarts", "2", "--monitor-interval", "0.1"]
     program = torchrun(3, *options, "-m", "tests.examples.restarted", str(tmp_path), "7", "4")
     outcome = run_program(program, tmp_path, timeout=2 * LIMIT)

@@ -870,7 +870,7 @@ async def test_who_puts_or_gets_as_its_worker_ends_hears_of_it(
 
 
 async def test_who_may_not_wait_at_all_gives_up_what_it_puts(pair: list[Worker]) -> None:
-    """`asyncio.timeout(0)` begins to wait, and so it ends it; see the guide for `asyncio.wait_for`."""
+    """`asyncio.timeout(0)` begins to wait, and so it ends it; `asyncio.wait_for` with 0 never does."""
     make(pair[0], maxsize=1)
     mine = handle(pair[1])
     await mine.put("there")

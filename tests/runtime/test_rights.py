@@ -467,7 +467,7 @@ async def test_methods_and_values_are_refused_before_they_are_unpickled(tmp_path
 
 
 async def test_pickles_of_a_call_that_is_allowed_can_do_anything(tmp_path: Path) -> None:
-    """What the guide warns of: rights by themselves bind callers that write honest pickles."""
+    """What docs/howto/security.md warns of: rights by themselves bind callers that write honest pickles."""
     async with served_by([f"{HERE}:add"]) as (worker, _):
         with contextlib.suppress(Exception):  # however the call ends, what counts is what its pickle did
             await send(worker, ByName(7, f"{HERE}:add"), bomb(tmp_path / "ran"))
