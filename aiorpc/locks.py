@@ -30,7 +30,10 @@ if sys.version_info[:2] == (3, 14):
     Lock = RLock
 else:
     from _thread import RLock as RLock
-    from threading import Lock as Lock
+    from _thread import allocate_lock as Lock
+
+
+__all__ = ["Lock", "RLock", "is_owned", "release"]
 
 
 def release(lock: Any) -> None:
