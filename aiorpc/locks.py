@@ -27,7 +27,9 @@ if sys.version_info[:2] == (3, 14):
                 raise
             return taken
 
-    Lock = RLock
+    class Lock(RLock):
+        """One that nobody enters twice."""
+
 else:
     from _thread import RLock as RLock
     from _thread import allocate_lock as Lock
