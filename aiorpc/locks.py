@@ -27,10 +27,15 @@ if sys.version_info[:2] == (3, 14):
                 raise
             return taken
 
-    Lock = RLock
+    class Lock(RLock):
+        """One that nobody enters twice."""
+
 else:
     from _thread import RLock as RLock
-    from threading import Lock as Lock
+    from _thread import allocate_lock as Lock
+
+
+__all__ = ["Lock", "RLock", "is_owned", "release"]
 
 
 def release(lock: Any) -> None:
