@@ -28,10 +28,11 @@ from .readers import Delivery
 
 @dataclass(frozen=True)
 class PublishedVersion(Generic[T_co]):
-    """One version of a published value. publisher: the worker that it came from.
+    """One version of a published value.
 
-    The value is the reader's own: its tensors may be written to, and nobody else sees it. As long as one of them lives,
-    the memory that they lie in is not used for another version.
+    value: the reader's own: its tensors may be written to, and no other reader sees it. The memory that they lie in is
+    not used for another version while one of them lives. version: its number, from 1 on. publisher: the worker that it
+    came from.
     """
 
     value: T_co
@@ -40,7 +41,10 @@ class PublishedVersion(Generic[T_co]):
 
 
 class Publication:
-    """A version that was published, as who has published it knows it. name, version: which one. Any thread."""
+    """A version that was published, as its publisher knows it. From any thread.
+
+    name: under which it was published. version: its number, from 1 on.
+    """
 
     def __init__(
         self, name: str, version: int, delivered: Callable[[float | None, float | None], Future[Delivery]]
