@@ -45,9 +45,9 @@ class WaitingFuture(Unawaited, Future[Any]):
     ``time.monotonic``. nested: whether it is part of a call that is served here.
     """
 
-    executor: Executor | None
-    home_thread: int | None
-    loop: asyncio.AbstractEventLoop | None
+    _executor: Executor | None
+    _home_thread: int | None
+    _loop: asyncio.AbstractEventLoop | None
 
     timer: asyncio.TimerHandle | None = None
     number = 0

@@ -493,7 +493,7 @@ async def test_errors_of_modules_name_the_line_of_the_program(
     async def use() -> None:
         module: Any = await RemoteModule.create(device, Broken)
         made = [module(torch.ones(1)), module.forward_async(torch.ones(1)), module.load_state_dict_async({"no": 1})]
-        sites = [call.describe() for call in made]
+        sites = [call._describe() for call in made]
         assert all("test_misuse.py" in site and "use" in site for site in sites), sites
         await until(lambda: all(call.done() for call in made))
         making = RemoteModule.create(device, lambda: torch.nn.Linear(1, 1))

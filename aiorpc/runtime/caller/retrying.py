@@ -182,14 +182,14 @@ class RetriedFuture(Unawaited, Future[Any]):
     """
 
     allowed: float | None
-    deadline: float | None
+    _deadline: float | None
     function: str
     to: To | None
-    executor: Executor | None
-    home_thread: int | None
-    loop: asyncio.AbstractEventLoop | None
-    sources: Sequence[Future[Any]]
-    arrival: ArrivalForFuture | None
+    _executor: Executor | None
+    _home_thread: int | None
+    _loop: asyncio.AbstractEventLoop | None
+    _sources: Sequence[Future[Any]]
+    _arrival: ArrivalForFuture | None
 
     _apart = True
     tried: str = ""

@@ -19,10 +19,10 @@ Words = Callable[[BaseException | None], BaseException | None]
 class RewordedFuture(Unawaited, Future[Any]):
     """It settles as a call does, but for the words of its error; to cancel it is to cancel the call."""
 
-    home_thread: int | None
-    loop: asyncio.AbstractEventLoop | None
-    site: CallSite | None
-    arrival: ArrivalForFuture | None
+    _home_thread: int | None
+    _loop: asyncio.AbstractEventLoop | None
+    _site: CallSite | None
+    _arrival: ArrivalForFuture | None
 
     _apart = True
 

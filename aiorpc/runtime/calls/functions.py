@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import FunctionType, MethodDescriptorType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy
 import torch
@@ -29,12 +29,11 @@ from .batching import get_batcher
 from .declared import Declaration, declaration_of
 
 F = TypeVar("F", bound=Callable[..., object])
+if TYPE_CHECKING:
+    Later = torch.futures.Future[Any]
+    ReturnsFuture = Callable[..., Later] | staticmethod[..., Later] | classmethod[Any, ..., Later]
 #: A function that returns a Future of torch, or one of aiorpc; also as it stands in a class.
-G = TypeVar(
-    "G",
-    bound="Callable[..., torch.futures.Future[Any]] | staticmethod[..., torch.futures.Future[Any]]"
-    " | classmethod[Any, ..., torch.futures.Future[Any]]",
-)
+G = TypeVar("G", bound="ReturnsFuture")
 T = TypeVar("T")
 
 _DEFERRED = "_aiorpc_async_execution"

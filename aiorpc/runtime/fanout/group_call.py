@@ -52,10 +52,10 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     Leaving the loop early, and cancelling the task that waits here, calls off what is under way.
     """
 
-    executor: Executor | None
-    home_thread: int | None
-    loop: asyncio.AbstractEventLoop | None
-    arrival: ArrivalForFuture | None
+    _executor: Executor | None
+    _home_thread: int | None
+    _loop: asyncio.AbstractEventLoop | None
+    _arrival: ArrivalForFuture | None
 
     _apart = True
     _twins = True
