@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 from ..errors import ProtocolError
 from .packing import kind_shown
 
-M = TypeVar("M")
+M = TypeVar("M", bound=tuple[object, ...])
 T = TypeVar("T")
 # Gives a value as its annotation has it, or raises TypeError.
 _Reader = Callable[[object], object]
@@ -42,8 +42,7 @@ class Family(Generic[M]):
 
     def write(self, message: M) -> list[object]:
         """The fields of an envelope."""
-        fields: Any = message
-        return [self._words[type(message)], *fields]
+        return [self._words[type(message)], *message]
 
     def read(self, fields: Any) -> M:
         """The message that these fields are. Raises ProtocolError."""
@@ -111,7 +110,7 @@ def _of_exactly(*kinds: type) -> _Reader:
     return read
 
 
-def _of_list(annotation: Any) -> _Reader:
+def _of_list(annotation: object) -> _Reader:
     if annotation is object:
         return _of_exactly(list)
     rows = get_origin(annotation) is list

@@ -301,7 +301,7 @@ def write_plain(
     arrive as such.
     """
     if not PLAIN.issuperset(map(type, values)):
-        container: Any = None
+        container: object = None
         for value in values:
             if type(value) in PLAIN:
                 continue
