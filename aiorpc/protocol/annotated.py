@@ -7,7 +7,7 @@ cloudpickle asks for those of functions, and leaves out those of classes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ if sys.version_info >= (3, 14):
     def with_annotations(kind: type, reduced: T) -> T:
         """What cloudpickle makes of a class, with its annotations if it goes by value: texts, if need be."""
         if isinstance(reduced, tuple) and len(reduced) > 2:  # with a state, so it is no name of a type of Python's
-            annotations = _looked_up(kind)
+            annotations: Mapping[str, object] | None = _looked_up(kind)
             if annotations is None:
                 annotations = get_annotations(kind, format=Format.STRING)
             if annotations:

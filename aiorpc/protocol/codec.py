@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import cloudpickle
 import torch
@@ -113,6 +113,13 @@ class Outgoing:
         self.on_unsent.clear()
 
 
+class Travels(Protocol):
+    """What goes along as a remote reference: an RRef, for one."""
+
+    def _travel(self, out: Outgoing, position: int | None) -> None:
+        """Put it into a message, as the value at that position or inside of another one (None)."""
+
+
 class Incoming(NamedTuple):
     """What the pickle of a message being decoded can refer to. past: None if no tensor that was taken apart has one.
 
@@ -174,7 +181,7 @@ def encode_values(values: list[Any], out: Outgoing) -> Values:
     return fields
 
 
-def refer(value: Any, position: int, out: Outgoing) -> None:
+def refer(value: Travels, position: int, out: Outgoing) -> None:
     """A remote reference at that position goes along. Raises SerializationError if it cannot."""
     try:
         value._travel(out, position)

@@ -556,7 +556,7 @@ def _are_ints(values: Sequence[object]) -> bool:
 
 
 #: How a body of each kind is read.
-READERS: dict[int, Callable[[Buffer], Any]] = {
+READERS: dict[int, Callable[[Buffer], tuple[object, ...]]] = {
     Kind.CALL: read_call,
     Kind.REPLY: lambda body: Reply(read_values(body)),
     Kind.ERROR: read_error,
@@ -571,7 +571,7 @@ READERS: dict[int, Callable[[Buffer], Any]] = {
 }
 
 
-def read(kind: int, body: Buffer) -> Any:
+def read(kind: int, body: Buffer) -> tuple[object, ...]:
     """The message of that kind that a body is. Raises ProtocolError; also for a kind whose body is not read here."""
     declared = CLASSES.get(kind)
     if declared is None:
