@@ -122,7 +122,7 @@ class Channel(Protocol):
         """How many bytes the buffer of that wire has, as the wire says. Any thread. TypeError, ValueError or IndexError
         for a wire that no `send` gave."""
 
-    def on_message(self, fields: list[Any]) -> None:
+    def on_message(self, fields: list[object]) -> None:
         """A message from the other end of the channel. Raises ProtocolError for one that it cannot have sent."""
 
     def close(self) -> None:

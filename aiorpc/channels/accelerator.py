@@ -53,7 +53,7 @@ class DeviceBuffer:
 
 
 @lru_cache(128)
-def device_index(target: Any) -> int:
+def device_index(target: object) -> int:
     """Of a target like ``cuda:1`` its number; -1 for the host. Raises ValueError, or TypeError for what has no hash."""
     if type(target) is not str:
         raise ValueError(f"{shown(target)} is no device")

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy
 
@@ -31,6 +31,8 @@ from ..protocol.frames import Buffer
 from .copying import Assist, together, write_cold
 from .segments import HEADER, Bytes, Segment, create_segment, punch
 from .space import GIB, MIB, PAGE, SLAB, Extents, Place, Space
+
+T = TypeVar("T")
 
 ALIGN = 64  # bytes; every block begins at a multiple of it
 SEGMENT_SIZE, MAX_SEGMENT_SIZE = 64 * MIB, GIB
@@ -271,7 +273,7 @@ class Arena:
         # Over the mmap, not over an array: a view of a view would refer to that one.
         return numpy.frombuffer(segments[block.segment].mapping.memory, numpy.uint8, block.size, block.offset)
 
-    def together(self, work: Callable[[Any], None], pieces: Iterable[Any]) -> None:
+    def together(self, work: Callable[[T], None], pieces: Iterable[T]) -> None:
         """Have each piece worked on, here and in a second thread; return when all is done."""
         together(work, pieces, self._assist)
 

@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,7 +52,7 @@ _int, _address = ctypes.c_int, ctypes.c_void_p
 _int_out, _address_out = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
 
 # name -> the types of its arguments; each returns a cudaError_t. Without them ctypes would cut addresses to 32 bits.
-SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[type, ...]] = {
     "cudaGetDeviceCount": (_int_out,),
     "cudaMalloc": (_address_out, ctypes.c_size_t),
     "cudaFree": (_address,),
@@ -70,7 +69,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaSetDevice": (_int,),
 }
 # Of the driver's own library; the runtime's has nothing of the kind. A stream, an address, a value, flags.
-DRIVER_SIGNATURES: dict[str, tuple[Any, ...]] = {
+DRIVER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamWriteValue32_v2": (_address, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_address, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
 }
@@ -334,14 +333,14 @@ class CudaRuntime:
 
     # Calls.
 
-    def _try(self, name: str, *arguments: Any) -> int:
+    def _try(self, name: str, *arguments: object) -> int:
         """The error's number, 0 for none. Objects of ctypes are passed as pointers where a pointer is declared."""
         code = self._functions[name](*arguments)
         if code:
             self._functions["cudaGetLastError"]()  # forgets it
         return code
 
-    def _call(self, name: str, index: int | None, /, *arguments: Any) -> None:
+    def _call(self, name: str, index: int | None, /, *arguments: object) -> None:
         self._check(name, index, self._try(name, *arguments))
 
     def _check(self, name: str, index: int | None, code: int) -> None:
@@ -354,7 +353,7 @@ class CudaRuntime:
         return address.value or 0
 
 
-def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[Any, ...]]) -> dict[str, Callable[..., int]]:
+def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[type, ...]]) -> dict[str, Callable[..., int]]:
     """Functions of a library by their names, with their types. AttributeError if it lacks one."""
     functions: dict[str, Callable[..., int]] = {}
     for name, arguments in signatures.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy
 
@@ -54,7 +53,7 @@ class Inline:
         (number,) = wire
         return len(riders[number])
 
-    def on_message(self, fields: list[Any]) -> None:
+    def on_message(self, fields: list[object]) -> None:
         """The two ends of this channel say nothing to each other, so this is always a ProtocolError."""
         raise ProtocolError("a message for the inline channel, which takes none")
 

@@ -164,7 +164,7 @@ class LandedCoroutine:
     What the coroutine itself makes current, it finds so again when it goes on.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], landing: Landing) -> None:
+    def __init__(self, coroutine: Coroutine[object, object, None], landing: Landing) -> None:
         self._coroutine = coroutine
         self._landing = landing
 

@@ -18,7 +18,7 @@ import ctypes
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy
@@ -26,6 +26,7 @@ import torch
 
 from ..errors import ProtocolError, SerializationError
 from ..protocol.frames import DIRECT_SIZE, Buffer
+from . import AnyBuffer
 from .accelerator import Accelerator, DeviceBuffer, device_index
 from .landing import Landing
 from .routes import Route
@@ -67,7 +68,7 @@ _ALIGN = 16
 Parameter = torch.nn.Parameter
 _PLAIN = frozenset((torch.Tensor,))
 # Whether a tensor stands for zeros without any memory, as derivatives that torch knows to be zero do.
-_IS_ZERO: Any = torch.Tensor._is_zerotensor
+_IS_ZERO: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 # Said each time: the program may have set another default device for the thread that decodes.
 _CPU = torch.device("cpu")
 
@@ -96,9 +97,7 @@ _new: Any = tuple.__new__  # what TensorEntry(...) does, without its call into P
 _FIRST, _LAST = operator.itemgetter(0), operator.itemgetter(1)  # of a span
 
 
-def describe(
-    tensors: Sequence[torch.Tensor], route: Route | None = None
-) -> tuple[list[TensorEntry], list[Buffer | DeviceBuffer]]:
+def describe(tensors: Sequence[torch.Tensor], route: Route | None = None) -> tuple[list[TensorEntry], list[AnyBuffer]]:
     """The table for some dense tensors, and the buffers with their bytes; those borrow the tensors' memory.
 
     route: for tensors on devices; those it takes may be among them. Raises SerializationError for a tensor that has no
@@ -108,7 +107,7 @@ def describe(
         described = describe_plain(tensors)
         if described is not None:
             return described
-    buffers: list[Any] = []
+    buffers: list[AnyBuffer] = []
     try:
         if any(map(_IS_ZERO, tensors)):
             tensors = list(map(_filled, tensors))
@@ -141,14 +140,14 @@ def without_leaf(entry: TensorEntry) -> TensorEntry:
     return changed
 
 
-def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], list[Any]] | None:
+def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], list[AnyBuffer]] | None:
     """The table and the buffers of plain tensors, each with a storage that no other has; None if one is another kind.
 
     What `describe` would say in the general case, in a fifth of its instructions and one function: a call that wakes a
     core pays for each of them anew.
     """
     table: list[TensorEntry] = []
-    buffers: list[Any] = []
+    buffers: list[AnyBuffer] = []
     storages = set()
     for tensor in tensors:
         if not tensor.is_cpu:  # else to be told so costs an exception
@@ -174,7 +173,7 @@ def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], 
         if not size or not memory.c_contiguous or memory.owndata or tensor.__dict__:
             return None
         code = _CODES[tensor.dtype]
-        entry: tuple[Any, ...]
+        entry: tuple[object, ...]
         if size <= EMBEDDED_SIZE:
             entry = (EMBEDDED, array.tobytes(), code, array.shape, None, flags, None)
         elif size >= DIRECT_SIZE and code in _COMPLEX:  # numpy's, which a memoryview cannot take apart
@@ -232,13 +231,13 @@ def warm_up() -> None:
     describe(rebuild(table, [bytearray(bytes(buffer)) for buffer in buffers]))  # type: ignore[arg-type]  # host memory
 
 
-def describe_away(tensors: Sequence[torch.Tensor], route: Route) -> tuple[list[TensorEntry], list[Any]] | None:
+def describe_away(tensors: Sequence[torch.Tensor], route: Route) -> tuple[list[TensorEntry], list[AnyBuffer]] | None:
     """As `describe_plain`, for tensors on devices that the route leads from; None if one is another kind."""
     driver = route.accelerator
     if driver is None:
         return None
     table: list[TensorEntry] = []
-    buffers: list[Any] = []
+    buffers: list[AnyBuffer] = []
     storages = set()
     try:
         for tensor in tensors:
@@ -271,7 +270,7 @@ class _Host:
 
     embedded = EMBEDDED_SIZE
 
-    def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> Any:
+    def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> Buffer:
         """A buffer that keeps the storage alive, or a copy."""
         if size < DIRECT_SIZE:
             return ctypes.string_at(address, size)
@@ -293,7 +292,7 @@ class _OnDevice:
         self._index = index
         self._target = target
 
-    def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> Any:
+    def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> DeviceBuffer:
         """A buffer that keeps the storage alive."""
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return DeviceBuffer(flat.set_(storage, address - storage.data_ptr(), (size,), (1,)), self._index, self._target)
@@ -302,7 +301,7 @@ class _OnDevice:
 _Where = _Host | _OnDevice
 
 
-def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[Any]) -> list[TensorEntry]:
+def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[AnyBuffer]) -> list[TensorEntry]:
     """Entries for tensors that lie there."""
     if len(tensors) == 1:
         return [_describe_alone(tensors[0], tensors[0].untyped_storage(), where, buffers)]
@@ -312,7 +311,7 @@ def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[
     return _describe_groups(tensors, storages, where, buffers)
 
 
-def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: list[Any]) -> list[TensorEntry]:
+def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: list[AnyBuffer]) -> list[TensorEntry]:
     """Entries for tensors in the host's memory and on devices."""
     places: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -331,7 +330,7 @@ def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: lis
 
 
 def _describe_on_device(
-    tensors: Sequence[torch.Tensor], route: Route, where: _OnDevice, buffers: list[Any]
+    tensors: Sequence[torch.Tensor], route: Route, where: _OnDevice, buffers: list[AnyBuffer]
 ) -> list[TensorEntry]:
     accelerator = route.accelerator
     assert accelerator is not None, "nothing else takes tensors on devices"
@@ -371,7 +370,7 @@ def _is_scattered(tensor: torch.Tensor) -> bool:
 
 
 def _describe_alone(
-    tensor: torch.Tensor, storage: torch.UntypedStorage, where: _Where, buffers: list[Any]
+    tensor: torch.Tensor, storage: torch.UntypedStorage, where: _Where, buffers: list[AnyBuffer]
 ) -> TensorEntry:
     code = _CODES[tensor.dtype]
     flags = _flags(tensor, code)
@@ -398,7 +397,7 @@ def _describe_alone(
 
 
 def _describe_groups(
-    tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], where: _Where, buffers: list[Any]
+    tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], where: _Where, buffers: list[AnyBuffer]
 ) -> list[TensorEntry]:
     """The table for tensors of which some share a storage."""
     table: list[Any] = [None] * len(tensors)
@@ -420,7 +419,7 @@ def _describe_groups(
 
 
 def _describe_together(
-    tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, where: _Where, buffers: list[Any]
+    tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, where: _Where, buffers: list[AnyBuffer]
 ) -> list[TensorEntry]:
     """Entries for tensors with bytes in one storage: one buffer, the span that they cover."""
     if not storage.nbytes():
@@ -457,7 +456,7 @@ def _take(
     entry: Sequence[Any],
     buffers: Sequence[Buffer],
     storages: dict[int, torch.UntypedStorage],
-    there: list[Any],
+    there: list[AnyBuffer],
     landing: Landing | None,
 ) -> torch.Tensor:
     """The tensor of an entry. storages, there: what earlier entries have made of the buffers."""
@@ -499,7 +498,7 @@ def _check_countable(shape: Sequence[int], dtype: torch.dtype) -> None:
         raise ValueError(f"a shape of {len(shape)} dimensions with more elements than can be counted")
 
 
-def _take_on_device(entry: Sequence[Any], buffers: list[Any], landing: Landing | None) -> torch.Tensor:
+def _take_on_device(entry: Sequence[Any], buffers: list[AnyBuffer], landing: Landing | None) -> torch.Tensor:
     """A tensor for a device. What comes from the host is moved there once, and stands in `buffers` then."""
     buffer, offset, code, shape, strides, flags, target = entry
     index = device_index(target)
@@ -556,7 +555,7 @@ def _over_carrier(
     return made.set_(carrier.untyped_storage(), start, shape, strides)
 
 
-def _moved(data: Any, index: int, accelerator: Accelerator) -> torch.Tensor:
+def _moved(data: Buffer, index: int, accelerator: Accelerator) -> torch.Tensor:
     """A carrier with bytes of the host, on the current stream."""
     source = torch.frombuffer(data, dtype=torch.uint8)
     carrier = accelerator.empty(source.numel(), index)
@@ -582,7 +581,7 @@ def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
     return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
 
 
-def _over(buffer: Any, code: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+def _over(buffer: Buffer, code: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     """A contiguous tensor over a whole buffer."""
     numpy_type = _NUMPY.get(code)
     if numpy_type is not None:  # half of the time of frombuffer and view

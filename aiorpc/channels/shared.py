@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import ProtocolError
 from ..options import SHARE_SIZE
@@ -50,19 +50,19 @@ IN_PLACE, COPY_OUT, PRIVATE = range(3)
 class Surroundings(Protocol):
     """What the channel needs around it."""
 
-    def post(self, fields: list[Any]) -> None:
+    def post(self, fields: list[object]) -> None:
         """Send a message to the other end. Any thread."""
 
-    def give_back(self, blocks: Sequence[Block], unsent: list[Any], *, more: bool) -> None:
+    def give_back(self, blocks: Sequence[Block], unsent: list[object], *, more: bool) -> None:
         """Tell the other end that these blocks are its own again. more: a message follows at once. Any thread.
 
         unsent: has something in it, and nothing once they will be told.
         """
 
-    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+    def in_background(self, fn: Callable[..., None], *args: object) -> None:
         """Run something in a thread. Any thread."""
 
-    def on_loop(self, function: Callable[..., object], *args: Any) -> None:
+    def on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop. Any thread."""
 
     def on_loan(self) -> None:
@@ -81,12 +81,12 @@ class Surroundings(Protocol):
         """Call it with how many seconds it may wait. Other threads do meanwhile what this one could do."""
 
 
-def descriptor() -> dict[str, Any]:
+def descriptor() -> dict[str, object]:
     """What the other end has to know of this process in order to tell whether memory can be shared."""
     return {"user": os.getuid(), "processes": _process_namespace()}
 
 
-def obstacle(theirs: Any) -> str | None:
+def obstacle(theirs: object) -> str | None:
     """Why memory cannot be shared with the process of that descriptor, as far as that can be told without trying."""
     if type(theirs) is not dict:
         return "it does not share memory"
@@ -400,7 +400,7 @@ class SharedMemory:
         released = self.borrower.drain()
         if not released:
             return
-        unsent: list[Any] = [released]
+        unsent: list[object] = [released]
         try:
             self._around.give_back(released, unsent, more=more)
         except BaseException:
@@ -424,7 +424,7 @@ class SharedMemory:
     def _say(self, message: Message) -> None:
         self._around.post(MESSAGES.write(message))
 
-    def on_message(self, fields: list[Any]) -> None:
+    def on_message(self, fields: list[object]) -> None:
         """From the other end. Raises ProtocolError."""
         match MESSAGES.read(fields):
             case SegmentOffer(index, fd, size, nonce):
@@ -457,11 +457,11 @@ class SharedMemory:
             raise ProtocolError(f"an answer to the offer of segment {index}, which is one too many")
         self._answered.add(index)
 
-    def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
+    def _in_thread(self, function: Callable[..., None], *args: object) -> None:
         self._waiting.append(None)
         self._around.in_background(self._see_to, function, *args)
 
-    def _see_to(self, function: Callable[..., None], *args: Any) -> None:
+    def _see_to(self, function: Callable[..., None], *args: object) -> None:
         try:
             function(*args)
         finally:
@@ -485,7 +485,7 @@ class SharedMemory:
         self.borrower.close()
 
 
-def _without(left: int, size: Any) -> int:
+def _without(left: int, size: object) -> int:
     """What is left of so many bytes of memory without one block more of a message. Raises ProtocolError.
 
     No two of them have a byte in common. Of blocks that are copied out nobody would see it, and a short message could

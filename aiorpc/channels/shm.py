@@ -375,7 +375,7 @@ class Borrower:
         if known is not None and type(known[0]) is Mapping and 0 <= start <= start + size <= known[0].size:
             known[0].touch(start, start + size, MADV_POPULATE_READ, stop=lambda: self._closed)
 
-    def adopt(self, numbers: Any, copy: bool = False, private: bool = False) -> Bytes:
+    def adopt(self, numbers: object, copy: bool = False, private: bool = False) -> Bytes:
         """The block of these numbers, as an array of bytes that is the caller's as long as any view of it lives.
 
         copy: as memory of its own; the block is released at once. private: others read the block, too, so that what is
@@ -490,7 +490,7 @@ class _Unsealed:
         return array
 
 
-def check_file(fd: int, size: Any, nonce: bytes) -> bool:
+def check_file(fd: int, size: object, nonce: bytes) -> bool:
     """Whether it is safe to map it. Raises ProtocolError if it is not what the peer says it is.
 
     False for a file of a file system without seals, such as one in a folder: it may be read, and not mapped.

@@ -96,10 +96,10 @@ class TorchAccelerator:
         """A flat uint8 tensor on the host, page-locked. Making a new one can take milliseconds; torch reuses them."""
         return self._empty(size, device="cpu", pin_memory=True)
 
-    def _empty(self, size: int, **options: Any) -> Tensor:
+    def _empty(self, size: int, device: torch.device | str, *, pin_memory: bool = False) -> Tensor:
         # What is made in inference mode can only be written there, and the caller's thread may be in it.
         with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, **options)
+            return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
     def move(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy on the stream, of the same size; the memory is not reused before.
@@ -169,7 +169,7 @@ class TorchAccelerator:
         event.synchronize()
 
 
-def _as_accelerator(module: ModuleType | Any) -> Any:
+def _as_accelerator(module: ModuleType | Any) -> SimpleNamespace:
     """What a kind that is not that of ``torch.accelerator`` has in place of it."""
     return SimpleNamespace(
         current_stream=module.current_stream,

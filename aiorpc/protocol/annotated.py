@@ -7,14 +7,16 @@ cloudpickle asks for those of functions, and leaves out those of classes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..foreign import from_signal
 
+T = TypeVar("T")
+
 #: How objects that stand for annotations are pickled, by their exact types, as in `reductions.OTHERS`.
-REFERENCES: dict[type, Callable[[Any, Any], Any]] = {}
+REFERENCES: dict[type, Callable[[Any, object], tuple[object, tuple[object, ...]]]] = {}
 
 if sys.version_info >= (3, 14):
     from annotationlib import Format, ForwardRef, get_annotations
@@ -34,10 +36,10 @@ if sys.version_info >= (3, 14):
         like.__annotations__ = get_annotations(function, format=Format.STRING)
         return like
 
-    def with_annotations(kind: type, reduced: object) -> Any:
+    def with_annotations(kind: type, reduced: T) -> T:
         """What cloudpickle makes of a class, with its annotations if it goes by value: texts, if need be."""
         if isinstance(reduced, tuple) and len(reduced) > 2:  # with a state, so it is no name of a type of Python's
-            annotations = _looked_up(kind)
+            annotations: Mapping[str, object] | None = _looked_up(kind)
             if annotations is None:
                 annotations = get_annotations(kind, format=Format.STRING)
             if annotations:
@@ -52,7 +54,7 @@ if sys.version_info >= (3, 14):
                 raise
             return None
 
-    def _reduce_reference(reference: ForwardRef, route: object) -> Any:
+    def _reduce_reference(reference: ForwardRef, route: object) -> tuple[object, tuple[object, ...]]:
         # A dataclass has them in place of types that are not there. They hold all names of the module they stand in.
         return ForwardRef, (reference.evaluate(format=Format.STRING),)
 
@@ -64,6 +66,6 @@ else:
         """The function: its annotations were looked up when it was defined."""
         return function
 
-    def with_annotations(kind: type, reduced: object) -> Any:
+    def with_annotations(kind: type, reduced: T) -> T:
         """What cloudpickle makes of a class, which has its annotations."""
         return reduced

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import cloudpickle
 import torch
@@ -81,7 +81,7 @@ class Outgoing:
 
     def __init__(
         self,
-        target: Any = None,
+        target: object = None,
         *,
         same_main: bool = False,
         route: TensorRoute | None = None,
@@ -91,7 +91,7 @@ class Outgoing:
         most: int | None = None,
         other_python: str = "",
     ) -> None:
-        self.target: Any = target
+        self.target: object = target
         self.most: int | None = most
         self.other_python: str = other_python
         self.apart: list[Tensor] | None = [] if apart else None
@@ -102,7 +102,7 @@ class Outgoing:
         self.places: dict[int, int] = {}
         self.buffers: list[Buffer] = []
         self.references: list[PassedReference] = []
-        self.lent: list[Any] | None = [] if lends else None
+        self.lent: list[object] | None = [] if lends else None
         self.on_unsent: list[Callable[[], None]] = []
         self.posted: bool = False
 
@@ -113,6 +113,13 @@ class Outgoing:
         self.on_unsent.clear()
 
 
+class Travels(Protocol):
+    """What goes along as a remote reference: an RRef, for one."""
+
+    def _travel(self, out: Outgoing, position: int | None) -> None:
+        """Put it into a message, as the value at that position or inside of another one (None)."""
+
+
 class Incoming(NamedTuple):
     """What the pickle of a message being decoded can refer to. past: None if no tensor that was taken apart has one.
 
@@ -120,7 +127,7 @@ class Incoming(NamedTuple):
     """
 
     tensors: Sequence[Tensor]
-    references: Sequence[Any]
+    references: Sequence[object]
     past: Past | None = None
     safe: bool = False
 
@@ -174,7 +181,7 @@ def encode_values(values: list[Any], out: Outgoing) -> Values:
     return fields
 
 
-def refer(value: Any, position: int, out: Outgoing) -> None:
+def refer(value: Travels, position: int, out: Outgoing) -> None:
     """A remote reference at that position goes along. Raises SerializationError if it cannot."""
     try:
         value._travel(out, position)
@@ -205,7 +212,7 @@ def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) 
     except (TypeError, IndexError, ValueError) as error:
         raise ProtocolError(f"a message whose tensors or references have no place: {error}") from None
     if message.pickled:
-        opaque = (read_tree if inside.safe else loads)(message.pickled, inside, buffers)
+        opaque: Any = (read_tree if inside.safe else loads)(message.pickled, inside, buffers)
         try:
             for position, value in zip(message.opaque_at, opaque, strict=True):
                 values[position] = value
@@ -334,10 +341,11 @@ def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
     return False
 
 
-def _reduce_file(file: io.TextIOWrapper) -> Any:
+def _reduce_file(file: io.TextIOWrapper) -> reductions.Reduced:
     """The streams of a process are those of the other one; a file stays where it is open."""
     if file is sys.stdout or file is sys.stderr:
-        return cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
+        reduced: reductions.Reduced = cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
+        return reduced
     raise SerializationError(
         "an open file stays with its process; send what file.read() gives, or its path where the other worker has it, "
         "too"
@@ -355,12 +363,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(file, protocol=5, buffer_callback=partial(_take_buffer, out))
         self._out = out
 
-    def reducer_override(self, value: object) -> Any:
+    def reducer_override(self, value: object) -> object:
         if isinstance(value, Tensor):
             if not is_dense(value, self._out.route):
                 apart = self._out.apart
                 if apart is None or not reductions.has_sparse_past(value):
-                    return reductions.reduce_tensor(value, self._out.route)
+                    taken = reductions.reduce_tensor(value, self._out.route)
+                    return NotImplemented if taken is None else taken
                 apart.append(value)
                 return reductions.with_state((load_past, (len(apart) - 1, value.detach())), value)
             place = self._out.places.get(id(value))
@@ -391,13 +400,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return with_annotations(value, reduced)
         return reduced
 
-    def _dynamic_function_reduce(self, function: FunctionType) -> Any:
+    def _dynamic_function_reduce(self, function: FunctionType) -> object:
         if self._out.other_python:
             raise _needs_same_python(function, self._out.other_python)
         return super()._dynamic_function_reduce(readable(function))
 
 
-def _needs_same_python(value: Any, theirs: str) -> SerializationError:
+def _needs_same_python(value: type | FunctionType, theirs: str) -> SerializationError:
     return SerializationError(
         f"{value.__qualname__!r} would travel by value, which needs one version of Python on both sides: here it is "
         f"{_MINOR}, there {theirs}; define it at the top of a module that both can import"
@@ -435,7 +444,7 @@ def load_past(index: int, tensor: Tensor) -> Tensor:
     return message.past(index, tensor)
 
 
-def load_reference(index: int) -> Any:
+def load_reference(index: int) -> object:
     """Used in pickles: remote reference number `index` of the message."""
     message = incoming.get()
     if message is None:
@@ -443,7 +452,7 @@ def load_reference(index: int) -> Any:
     return message.references[index]
 
 
-def load_main(qualname: str) -> Any:
+def load_main(qualname: str) -> object:
     """Used in pickles: what the main module calls `qualname`."""
     found = find_main(qualname)
     if found is None:
@@ -451,10 +460,10 @@ def load_main(qualname: str) -> Any:
     return found
 
 
-def find_main(qualname: str) -> Any:
+def find_main(qualname: str) -> object:
     """What the main module defines under that name, or None. Spawned children call theirs ``__mp_main__``."""
     for name in MAIN_NAMES:
-        found: Any = sys.modules.get(name)
+        found: object = sys.modules.get(name)
         for part in qualname.split("."):
             found = getattr(found, part, None)
         if found is not None:
@@ -465,7 +474,7 @@ def find_main(qualname: str) -> Any:
 class _Unpickler(pickle.Unpickler):
     """Finds the main module under either of its names."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module in MAIN_NAMES:
             return load_main(name)
         if module not in sys.modules:

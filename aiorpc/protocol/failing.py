@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
 
 from ..foreign import from_signal, said
 from .packing import PLAIN
@@ -86,6 +85,6 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
         yield f".__defaults__[{number}]", part
 
 
-def _shown(key: Any) -> str:
+def _shown(key: object) -> str:
     shown = repr(key) if type(key) in PLAIN else f"<a {type(key).__qualname__}>"
     return shown if len(shown) <= _KEY else f"{shown[:_KEY]}..."

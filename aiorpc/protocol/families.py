@@ -3,8 +3,8 @@
 A family declares its messages as NamedTuples and gives each of them a word. On the wire a message is the list of its
 word and its fields, in their order. `write` makes such a list, and `read` makes the message of one again: it compares
 the number of the fields, and the type of each with its annotation, all the way down, and raises ProtocolError for what
-does not fit. An annotation is one of the types that msgpack brings back as themselves, Any, None, a NamedTuple, a list
-of these, `dict[str, Any]`, or a union.
+does not fit. An annotation is one of the types that msgpack brings back as themselves, object, None, a NamedTuple, a
+list of these, `dict[str, object]`, or a union.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 from ..errors import ProtocolError
 from .packing import kind_shown
 
-M = TypeVar("M")
+M = TypeVar("M", bound=tuple[object, ...])
 T = TypeVar("T")
 # Gives a value as its annotation has it, or raises TypeError.
-_Reader = Callable[[Any], Any]
+_Reader = Callable[[object], object]
 # Annotations that are compared with the type of a value itself.
 _EXACT = frozenset((bool, int, float, str, bytes, type(None)))
 _LISTS = frozenset([list])
@@ -40,10 +40,9 @@ class Family(Generic[M]):
         """What that message is called on the wire."""
         return self._words[type(message)]
 
-    def write(self, message: M) -> list[Any]:
+    def write(self, message: M) -> list[object]:
         """The fields of an envelope."""
-        fields: Any = message
-        return [self._words[type(message)], *fields]
+        return [self._words[type(message)], *message]
 
     def read(self, fields: Any) -> M:
         """The message that these fields are. Raises ProtocolError."""
@@ -58,21 +57,22 @@ class Family(Generic[M]):
         return message
 
 
-def reader_of(declared: type[T]) -> Callable[[Any], T]:
+def reader_of(declared: type[T]) -> Callable[[object], T]:
     """What makes a NamedTuple of a list of its fields; raises TypeError for any other value."""
     kinds = [*get_type_hints(declared).values()]
     if _EXACT.issuperset(kinds):  # as below, without a function for each field
 
-        def read_exact(value: Any) -> Any:
+        def read_exact(value: object) -> T:
             if type(value) is not list or [*map(type, value)] != kinds:
                 raise TypeError(f"{kind_shown(value)} for {declared.__name__}")
-            return _new(declared, value)
+            exact: T = _new(declared, value)
+            return exact
 
         return read_exact
     plain = [(place, kind) for place, kind in enumerate(kinds) if kind in _EXACT]  # compared here, as above
     others = [(place, _of(kind)) for place, kind in enumerate(kinds) if kind not in _EXACT]
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> T:
         if type(value) is not list or len(value) != len(kinds):
             raise TypeError(f"{kind_shown(value)} for {declared.__name__}")
         for place, kind in plain:
@@ -81,14 +81,15 @@ def reader_of(declared: type[T]) -> Callable[[Any], T]:
         fields = [*value]
         for place, reader in others:
             fields[place] = reader(value[place])
-        return _new(declared, fields)
+        made: T = _new(declared, fields)
+        return made
 
     return read
 
 
 def _of(annotation: Any) -> _Reader:
     origin = get_origin(annotation)
-    if annotation is Any:
+    if annotation is object:
         return lambda value: value
     if origin in (Union, types.UnionType):
         options = get_args(annotation)
@@ -100,8 +101,8 @@ def _of(annotation: Any) -> _Reader:
     return _of_exactly(origin or annotation)
 
 
-def _of_exactly(*kinds: type[Any]) -> _Reader:
-    def read(value: Any) -> Any:
+def _of_exactly(*kinds: type) -> _Reader:
+    def read(value: object) -> object:
         if type(value) not in kinds:
             raise TypeError(f"{kind_shown(value)} for {' or '.join(kind.__name__ for kind in kinds)}")
         return value
@@ -109,15 +110,14 @@ def _of_exactly(*kinds: type[Any]) -> _Reader:
     return read
 
 
-def _of_list(annotation: Any) -> _Reader:
-    whole = _of_exactly(list)
-    if annotation is Any:
-        return whole
+def _of_list(annotation: object) -> _Reader:
+    if annotation is object:
+        return _of_exactly(list)
     rows = get_origin(annotation) is list
     kinds = frozenset(get_args(annotation) if rows else [annotation])
     if kinds <= _EXACT:
 
-        def read_exact(value: Any) -> Any:
+        def read_exact(value: object) -> object:
             if type(value) is not list or (rows and not _LISTS.issuperset(map(type, value))):
                 raise TypeError(f"{kind_shown(value)} for a list{' of lists' if rows else ''}")
             if not kinds.issuperset(map(type, chain.from_iterable(value) if rows else value)):
@@ -126,11 +126,17 @@ def _of_list(annotation: Any) -> _Reader:
 
         return read_exact
     reader = _of(annotation)
-    return lambda value: [reader(part) for part in whole(value)]
+
+    def read(value: object) -> object:
+        if type(value) is not list:
+            raise TypeError(f"{kind_shown(value)} for a list")
+        return [reader(part) for part in value]
+
+    return read
 
 
 def _of_any_of(readers: list[_Reader]) -> _Reader:
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         for reader in readers[:-1]:
             try:
                 return reader(value)

@@ -28,7 +28,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import ProtocolError
 
@@ -81,7 +81,7 @@ class Frame(NamedTuple):
     kind: int
     call_id: int
     body: bytes
-    segments: Sequence[Any] = ()
+    segments: Sequence[bytearray | memoryview] = ()
 
     def __str__(self) -> str:
         name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)
@@ -138,7 +138,7 @@ def whole_frames(data: bytes) -> tuple[list[Frame], int]:
         at = body + body_length
         if magic != MAGIC or at > there:
             break
-        segments: Any = ()
+        segments: list[bytearray] | tuple[()] = ()
         if count:
             lengths = struct.unpack_from(f"<{count}Q", data, start + size)
             if at + sum(lengths) > there:

@@ -38,7 +38,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -74,7 +74,7 @@ class Introduction(NamedTuple):
     #: Of the protocol.
     version: int
     #: Of the worker (`identity.WorkerRecord`).
-    record: tuple[Any, ...]
+    record: Sequence[str | int]
     #: 32 random bytes, never used again.
     nonce: bytes
     #: The worker that is wanted: the SHA-256 of its incarnation.
@@ -374,7 +374,7 @@ def _fields(data: Buffer, kind: type[Introduction | Challenge]) -> list[Any]:
     return fields
 
 
-def _check_fields(nonce: Any, flags: Any) -> None:
+def _check_fields(nonce: object, flags: object) -> None:
     if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
         raise ProtocolError("a HELLO without a nonce")
     if type(flags) is not int or not 0 <= flags <= _FLAGS:

@@ -56,7 +56,7 @@ class Recorded(NamedTuple):
     #: Which tensors require gradients, by their numbers in the table; those that were taken apart count on from there.
     places: list[int]
     #: What is behind each of them (`autograd/reach.py`); nil if all may be.
-    behind: list[Any]
+    behind: list[object]
 
 
 class Values(NamedTuple):
@@ -64,7 +64,7 @@ class Values(NamedTuple):
 
     #: The values themselves, where they are None, bool, int, float, str or bytes. Where all are, one of them may be a
     #: list of the first four, or a dict of them by str. Others leave None in their place.
-    values: list[Any]
+    values: list[object]
     #: Positions in `values` that are dense tensors, in the order of `table`.
     tensors_at: Sequence[int] = ()
     #: Positions in `values` that were pickled.
@@ -75,7 +75,7 @@ class Values(NamedTuple):
     #: How many segments of the frame are out-of-band buffers of that pickle; they come last.
     buffers: int = 0
     #: What the receiver has to know of each tensor (`channels/layout.py`); nil if there are none.
-    table: Sequence[Any] | None = None
+    table: Sequence[Sequence[object]] | None = None
     #: The remote references inside; also a message that cannot be unpickled has to take them.
     references: Sequence[PassedReference] = ()
     #: What the autograd context has to say of the tensors; nil outside of any.
@@ -210,7 +210,7 @@ class ChannelMessage(NamedTuple):
     #: Its number.
     channel: int
     #: The fields of a message that the channel declares.
-    fields: list[Any]
+    fields: list[object]
 
 
 class Parcel(NamedTuple):
@@ -246,7 +246,7 @@ Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Ack | Channe
 
 #: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
 #: those of reference counting in `reference_messages`.
-CLASSES: dict[int, type[Any]] = {
+CLASSES: dict[int, type[tuple[object, ...]]] = {
     Kind.CALL: Call,
     Kind.REPLY: Reply,
     Kind.ERROR: Error,
@@ -275,7 +275,7 @@ def write(message: Message) -> bytes:
     return pack(message) if message else b""
 
 
-def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: Values) -> bytes:
+def write_with(kind: type[Call | Reply | Item], head: tuple[object, ...], values: Values) -> bytes:
     """The body of a message of that class, whose last field are these Values. head: its other fields, in their order.
 
     Raises what `write` raises.
@@ -290,7 +290,9 @@ def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: V
     return body
 
 
-def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any], limit: int) -> list[Buffer] | None:
+def write_plain(
+    kind: int, call_id: int, head: tuple[object, ...], values: list[Any], limit: int
+) -> list[Buffer] | None:
     """The frame of a message of that kind whose last field are Values without anything but plain ones: most calls that
     have to be quick, and their answers, are of this kind, and this is all that they need.
 
@@ -299,7 +301,7 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
     arrive as such.
     """
     if not PLAIN.issuperset(map(type, values)):
-        container: Any = None
+        container: object = None
         for value in values:
             if type(value) in PLAIN:
                 continue
@@ -389,7 +391,7 @@ def read_call(body: Buffer) -> Call:
     return call
 
 
-def _read_function(wire: list[Any]) -> Function:
+def _read_function(wire: list[object]) -> Function:
     function: Function = None
     match list(map(type, wire[:5])):
         case [builtins.int, builtins.str]:
@@ -554,7 +556,7 @@ def _are_ints(values: Sequence[object]) -> bool:
 
 
 #: How a body of each kind is read.
-READERS: dict[int, Callable[[Buffer], Any]] = {
+READERS: dict[int, Callable[[Buffer], tuple[object, ...]]] = {
     Kind.CALL: read_call,
     Kind.REPLY: lambda body: Reply(read_values(body)),
     Kind.ERROR: read_error,
@@ -569,7 +571,7 @@ READERS: dict[int, Callable[[Buffer], Any]] = {
 }
 
 
-def read(kind: int, body: Buffer) -> Any:
+def read(kind: int, body: Buffer) -> tuple[object, ...]:
     """The message of that kind that a body is. Raises ProtocolError; also for a kind whose body is not read here."""
     declared = CLASSES.get(kind)
     if declared is None:

@@ -31,7 +31,7 @@ MOST_KEPT = 256 * 1024
 # packer is taken out, used by one thread, and put back. If packing raises, the packer is not put back, as it may hold
 # half a message.
 packers: deque[msgpack.Packer] = deque(maxlen=32)
-new_packer: partial[Any] = partial(msgpack.Packer, autoreset=True)
+new_packer: partial[msgpack.Packer] = partial(msgpack.Packer, autoreset=True)
 
 
 def pack(fields: Sequence[object]) -> bytes:

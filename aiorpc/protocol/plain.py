@@ -50,13 +50,13 @@ class _PlainPickle:
         self._stack: list[object] = []
         self._begun: list[int] = []
         self._marks: list[int] = []
-        self._memo: list[tuple[Any, int]] = []  # each with its place on the stack
+        self._memo: list[tuple[object, int]] = []  # each with its place on the stack
         # Of containers, by id: how much is in them, once that is final, and how deeply it is nested.
         self._weights: dict[int, int] = {}
         self._depths: dict[int, int] = {}
         self._tables = Tables(len(data))
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """Its value. Raises some exception for what is no pickle of plain values."""
         data, codes = self._data, _CODES
         while True:
@@ -142,7 +142,7 @@ class _PlainPickle:
         else:
             self._tables.update(target, [*zip(items[::2], items[1::2], strict=True)])
 
-    def frozen(self, items: list[object]) -> Any:
+    def frozen(self, items: list[object]) -> frozenset[object]:
         return frozenset(self._tables.members(items))
 
     def _settle(self, first: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..errors import ProtocolError, RpcUsageError
 from .families import Family
@@ -237,14 +237,13 @@ def read_any(said: object) -> Message:
     if type(said) is not bytes:
         raise ProtocolError(f"a message about published values that is none: {type(said).__name__}")
     message = MESSAGES.read(unpack(said))
-    fields: Any = message
-    if isinstance(fields, Edition):
-        _check_edition(fields)
+    if isinstance(message, Edition):
+        _check_edition(message)
     else:
-        if not is_name(fields.name):
+        if not is_name(message.name):
             raise ProtocolError("a message about published values without a name that can be")
         numbers: list[int] = []
-        for field in fields:
+        for field in message:
             if type(field) is int:
                 numbers.append(field)
             elif type(field) is list:

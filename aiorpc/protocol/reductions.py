@@ -26,7 +26,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy
 import torch
@@ -62,6 +62,8 @@ class TensorRoute(Protocol):
         """Whether tensors on that device can go to the worker."""
 
 
+# What ``__reduce_ex__`` gives, other than a name: what makes the object, the arguments of that, and what else there is.
+Reduced: TypeAlias = tuple[object, tuple[object, ...], *tuple[object, ...]]
 # Gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
 Past = Callable[[int, Tensor], Tensor]
 
@@ -82,8 +84,8 @@ def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
     )
 
 
-def reduce_tensor(tensor: Tensor, route: object = None) -> Any:
-    """How a tensor that is not dense is pickled, as ``__reduce_ex__`` would say it; NotImplemented: as torch does.
+def reduce_tensor(tensor: Tensor, route: TensorRoute | None = None) -> Reduced | None:
+    """How a tensor that is not dense is pickled, as ``__reduce_ex__`` would say it; None: as torch does.
 
     Raises SerializationError for one that cannot travel.
     """
@@ -94,10 +96,10 @@ def reduce_tensor(tensor: Tensor, route: object = None) -> Any:
         _refuse(tensor, route)
         if kind is Tensor:
             return _reduce_plain(tensor)
-        return NotImplemented if kind is Parameter or _pickles_itself(kind) else _reduce_subclass(tensor)
+        return None if kind is Parameter or _pickles_itself(kind) else _reduce_subclass(tensor)
 
 
-def _refuse(tensor: Tensor, route: Any) -> None:
+def _refuse(tensor: Tensor, route: TensorRoute | None) -> None:
     problem = ""
     if _is_fake(tensor):
         problem = "is a FakeTensor: it has no values that could be sent"
@@ -111,30 +113,31 @@ def _refuse(tensor: Tensor, route: Any) -> None:
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # imported by whoever made one
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # imported by whoever made one
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
-def jagged_class() -> Any:
+def jagged_class() -> type[Tensor] | None:
     """The class of nested tensors of the jagged layout; None while nobody has made one."""
-    module: Any = sys.modules.get("torch.nested._internal.nested_tensor")  # imported by whoever made one
-    return None if module is None else module.NestedTensor
+    module = sys.modules.get("torch.nested._internal.nested_tensor")  # imported by whoever made one
+    kind: type[Tensor] | None = None if module is None else module.NestedTensor
+    return kind
 
 
-def _reduce_plain(tensor: Tensor) -> Any:
+def _reduce_plain(tensor: Tensor) -> Reduced | None:
     """For an exact ``torch.Tensor``."""
     if tensor.is_quantized:
         reduced = _reduce_quantised(tensor)
     elif tensor.is_nested and tensor.layout is torch.strided:
         reduced = _reduce_nested(tensor)
     elif tensor.layout is torch.strided:  # meta
-        return NotImplemented
+        return None
     else:
         reduced = _reduce_sparse(tensor)
     return with_state(reduced, tensor)
 
 
-def with_state(reduced: tuple[object, ...], tensor: Tensor) -> tuple[object, ...]:
+def with_state(reduced: Reduced, tensor: Tensor) -> Reduced:
     """The same, and the attributes of the tensor."""
     state = tensor.__getstate__()
     return reduced if not state else (*reduced, state, None, None, restore_state)
@@ -159,7 +162,7 @@ def has_sparse_past(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.requires_grad and tensor.layout in _SPARSE
 
 
-def _reduce_sparse(tensor: Tensor) -> tuple[object, ...]:
+def _reduce_sparse(tensor: Tensor) -> Reduced:
     grad = tensor.requires_grad
     tensor = tensor.detach()
     parts: tuple[Tensor, ...]
@@ -219,7 +222,7 @@ def _check_compressed(compressed: Tensor, plain: Tensor) -> None:
 # --- quantised --------------------------------------------------------------------------------------------------------
 
 
-def _reduce_quantised(tensor: Tensor) -> tuple[object, ...]:
+def _reduce_quantised(tensor: Tensor) -> Reduced:
     if tensor.qscheme() is torch.per_tensor_affine:
         scale: tuple[object, ...] = (tensor.q_scale(), tensor.q_zero_point())
     else:
@@ -249,7 +252,7 @@ def load_quantised(dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale:
 # --- nested -----------------------------------------------------------------------------------------------------------
 
 
-def _reduce_nested(tensor: Tensor) -> tuple[object, ...]:
+def _reduce_nested(tensor: Tensor) -> Reduced:
     grad = tensor.requires_grad
     tensor = tensor.detach()
     sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
@@ -283,16 +286,16 @@ def _pickles_itself(kind: type[Tensor]) -> bool:
     return kind.__reduce_ex__ not in ours or kind in copyreg.dispatch_table
 
 
-def _reduce_subclass(tensor: Tensor) -> Any:
+def _reduce_subclass(tensor: Tensor) -> Reduced | None:
     kind = type(tensor)
     dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested or (dispatches and not _has_memory(tensor)):
-        return NotImplemented
+        return None
     grad = tensor.requires_grad
     if tensor.layout is torch.strided:
         plain = _over_memory(tensor, tensor.dtype)  # not detach(): that may be the class's own
     elif dispatches:
-        return NotImplemented
+        return None
     else:
         plain = tensor.detach()
     return with_state((load_subclass, (kind, plain, grad)), tensor)
@@ -307,7 +310,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.data_ptr() != 0
 
 
-def _reduce_uninitialized(tensor: Tensor) -> tuple[object, ...]:
+def _reduce_uninitialized(tensor: Tensor) -> Reduced:
     data = tensor.data  # what may be asked of one before it has a shape
     return with_state((type(tensor), (tensor.requires_grad, data.device, data.dtype)), tensor)
 
@@ -333,7 +336,7 @@ def _over_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch._neg_view(plain) if tensor.is_neg() else plain
 
 
-def _reduce_storage(storage: torch.UntypedStorage, route: Any) -> tuple[Any, ...]:
+def reduce_storage(storage: torch.UntypedStorage, route: TensorRoute | None) -> Reduced:
     if storage.device.type != "cpu" and not (route is not None and route.leads(storage.device)):
         raise SerializationError(
             f"a storage of {storage.nbytes()} bytes on {storage.device} has no way to the other worker"
@@ -346,7 +349,7 @@ def load_storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _reduce_typed_storage(storage: torch.TypedStorage, route: object) -> tuple[object, ...]:
+def _reduce_typed_storage(storage: torch.TypedStorage, route: object) -> Reduced:
     return load_typed_storage, (storage._untyped_storage, storage.dtype)
 
 
@@ -355,7 +358,7 @@ def load_typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> tor
     return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
-def _reduce_array(array: numpy.ndarray[Any, Any], route: object) -> Any:
+def _reduce_array(array: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]], route: object) -> object:
     """One that has gaps would be written into the pickle: numpy lends only memory that is all its own."""
     if array.nbytes <= _SMALL or array.flags.forc or array.dtype.hasobject:
         return NotImplemented
@@ -368,8 +371,8 @@ def _reduce_array(array: numpy.ndarray[Any, Any], route: object) -> Any:
 
 
 # Exact types that are not tensors.
-OTHERS: dict[type, Callable[[Any, Any], Any]] = {
-    torch.UntypedStorage: _reduce_storage,
+OTHERS: dict[type, Callable[[Any, TensorRoute | None], object]] = {
+    torch.UntypedStorage: reduce_storage,
     torch.TypedStorage: _reduce_typed_storage,
     numpy.ndarray: _reduce_array,
     **REFERENCES,

@@ -240,7 +240,7 @@ class Counts:
     granted: int = 0
 
 
-def read(fields: Any) -> Message:
+def read(fields: object) -> Message:
     """The message that these fields of a body are. Raises ProtocolError."""
     message = MESSAGES.read(fields)
     if isinstance(message, Gone | Abandon) and len(message.reason) > REASON_LIMIT:

@@ -14,7 +14,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import RpcUsageError, SerializationError
 from .packing import shown
@@ -22,7 +22,7 @@ from .packing import shown
 #: What the main module is called; spawned children call theirs by the second name.
 MAIN_NAMES = ("__main__", "__mp_main__")
 
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., object])
 
 # Their instances are callables, classes or modules that are made of arguments: a sender could name anything by them.
 _MAKE_ANYTHING = (
@@ -45,7 +45,7 @@ class Registered:
 
     def __init__(self) -> None:
         self._by_name: dict[str, object] = {}
-        self._names: dict[Any, str] = {}
+        self._names: dict[object, str] = {}
 
     def add(self, thing: object) -> None:
         """Enter a class or a function; again, it changes nothing.
@@ -76,14 +76,14 @@ class Registered:
         self._by_name[name] = thing
         self._names[thing] = name
 
-    def name(self, thing: Any) -> str | None:
+    def name(self, thing: object) -> str | None:
         """The name under which an object is entered; None if it is not."""
         try:
             return self._names.get(thing)
         except TypeError:  # not hashable, so it was never entered
             return None
 
-    def find(self, name: object) -> Any:
+    def find(self, name: object) -> object:
         """What is entered under that name. SerializationError if nothing is."""
         found = self._by_name.get(name) if type(name) is str else None
         if found is None:
@@ -93,7 +93,7 @@ class Registered:
             )
         return found
 
-    def find_class(self, name: object) -> Any:
+    def find_class(self, name: object) -> type:
         """The same, where only a class will do."""
         found = self.find(name)
         if not isinstance(found, type):
@@ -112,7 +112,7 @@ def name_of(thing: object) -> str | None:
 def _stands(name: str, thing: object) -> bool:
     """Whether the module that defined it still has it under its name."""
     module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module) if module != MAIN_NAMES[0] else sys.modules.get(thing.__module__)
+    found: object = sys.modules.get(module) if module != MAIN_NAMES[0] else sys.modules.get(thing.__module__)
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found is thing

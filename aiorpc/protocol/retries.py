@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ..errors import RpcUsageError
 from .states import RETRIED, RetriedEvent, RetriedState
@@ -31,7 +31,7 @@ def check_retries(retries: object) -> int:
     return retries
 
 
-def check_backoff(backoff: Any) -> Backoff:
+def check_backoff(backoff: object) -> Backoff:
     """Bounds from what a program says: seconds for the first pause, or those and for the longest. RpcUsageError."""
     first, longest = backoff if isinstance(backoff, (tuple, list)) and len(backoff) == 2 else (backoff, None)
     if not _is_duration(first) or not (longest is None or _is_duration(longest)):
@@ -42,7 +42,7 @@ def check_backoff(backoff: Any) -> Backoff:
     return Backoff(float(first), max(float(first), Backoff().longest) if longest is None else float(longest))
 
 
-def _is_duration(value: object) -> bool:
+def _is_duration(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from time import thread_time
-from typing import Any
+from typing import TypeVar
 
 from ..errors import SerializationError
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 # Entries that take no time, whatever their hashes are.
 _FEW = 16
@@ -37,17 +40,17 @@ class Tables:
 
     def mapping(self, pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         """A dict of these pairs. Raises as `update` does."""
-        made: dict[Any, Any] = {}
+        made: dict[object, object] = {}
         self.update(made, pairs)
         return made
 
-    def members(self, items: Sequence[Any]) -> set[Any]:
+    def members(self, items: Sequence[T]) -> set[T]:
         """A set of these items. Raises as `add` does."""
-        made: set[Any] = set()
+        made: set[T] = set()
         self.add(made, items)
         return made
 
-    def update(self, table: dict[Any, Any], pairs: Sequence[tuple[Any, Any]]) -> None:
+    def update(self, table: dict[K, T], pairs: Sequence[tuple[K, T]]) -> None:
         """Add pairs to a dict.
 
         Raises SerializationError for keys that collide, and TypeError for those that have no hash.
@@ -57,14 +60,14 @@ class Tables:
         else:
             self._fill(table.update, pairs)
 
-    def add(self, table: set[Any], items: Sequence[Any]) -> None:
+    def add(self, table: set[T], items: Sequence[T]) -> None:
         """Add items to a set. Raises as `update` does."""
         if len(table) + len(items) <= _FEW or _TEXT.issuperset(map(type, items)):
             table.update(items)
         else:
             self._fill(table.update, items)
 
-    def _fill(self, update: Callable[[Iterable[Any]], object], items: Sequence[Any]) -> None:
+    def _fill(self, update: Callable[[Iterable[T]], object], items: Sequence[T]) -> None:
         for at in range(0, len(items), _PIECE):
             begin = thread_time()
             update(items[at : at + _PIECE])

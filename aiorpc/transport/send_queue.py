@@ -30,6 +30,7 @@ from itertools import chain, repeat
 from operator import call, is_not, itemgetter
 from typing import Any
 
+from ..locks import RLock
 from ..protocol.frames import ACK, HEAD, Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
 from ..protocol.session import Session
@@ -54,7 +55,7 @@ _TELLING = 64
 _WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 _READ: Callable[[Callable[[], bytes]], bytes] = call
-_LAST: Callable[[tuple[Any, ...]], tuple[bytes]] = itemgetter(slice(-1, None))
+_LAST: Callable[[tuple[object, ...]], tuple[bytes]] = itemgetter(slice(-1, None))
 # What a turn has for `SendQueue.write`: the frames that wait, and the flags for the socket.
 _FRAMES, _FLAGS = (0,), (1,)
 # What a writer whose turn has ended leaves to the next one, and that this one has to count anew.
@@ -206,7 +207,7 @@ class SendQueue:
             wrong = sum(map(len, chain.from_iterable(kept))) + in_pieces - before
             session.size += wrong if turn else 0
 
-    def end_turn(self, lock: Any) -> None:
+    def end_turn(self, lock: RLock) -> None:
         """The turn of the writer ends in the midst of what it does: others go on from there. By its thread.
 
         lock: its own, which is let go of in the same step. So nothing is done if a signal handler, which interrupts
@@ -302,7 +303,7 @@ class SendQueue:
         if not turn:  # as in `write`
             raise TurnEnded
         # Whatever TLS is asked for, in one call with a look at the turn.
-        allowed: Iterator[Any] = map(turn.__getitem__, repeat(0))
+        allowed: Iterator[object] = map(turn.__getitem__, repeat(0))
         with tls.lock:
             if not begun and not tls.outgoing.pending:
                 first = frames[0]

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..errors import Overloaded
 from ..threads import run_in_thread
@@ -35,7 +34,7 @@ _EACH, _NEXT = 2.0, 0.3
 _RTO_MAX_MS = getattr(socket, "TCP_RTO_MAX_MS", 44)
 _RTO_MAX = 3000
 #: What the system finds for a name: family, kind, protocol, official name and address.
-_Found = tuple[int, int, int, str, Any]
+_Found = tuple[int, int, int, str, tuple[object, ...]]
 # What the system says of an address that this host has not.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -278,7 +277,7 @@ async def _connect(found: _Found, seconds: float | None) -> socket.socket:
     return sock
 
 
-async def _connect_socket(sock: socket.socket, address: Any) -> None:
+async def _connect_socket(sock: socket.socket, address: tuple[object, ...]) -> None:
     """Not by the loop: uvloop would look the address up once more, without its scope, and as `_look_up` must not."""
     error = sock.connect_ex(address)
     if error == errno.EINPROGRESS:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from aiorpc.channels import layout
-from aiorpc.channels.accelerator import Accelerator
+from aiorpc.channels.accelerator import Accelerator, DeviceBuffer
 from aiorpc.channels.routes import Route
 from aiorpc.channels.torch_accelerator import (
     KNOWN_STREAMS,
@@ -243,7 +243,8 @@ def test_plain_tensors_are_described_in_few_steps(host: TorchAccelerator) -> Non
     tensor, scalar = values[4:16].view(3, 4).requires_grad_(), torch.tensor(7)
     described = layout.describe_away([tensor, scalar], route)
     assert described is not None
-    table, buffers = described
+    table, lent = described
+    buffers = [buffer for buffer in lent if isinstance(buffer, DeviceBuffer)]
     float32, int64 = layout.DTYPES.index(torch.float32), layout.DTYPES.index(torch.int64)
     assert table == [
         (0, 0, float32, (3, 4), None, layout.REQUIRES_GRAD, "cuda:1"),

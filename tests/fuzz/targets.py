@@ -757,11 +757,11 @@ def seeds_of_members() -> list[bytes]:
     frames = [Frame(kind, 1 + at % 3, body) for at, (kind, body) in enumerate(bodies())]
     call = next(frame for frame in frames if frame.kind == Kind.CALL)
     cancel = Frame(int(Kind.CANCEL), call.call_id, write(messages.Cancel(True)))
-    chunk = Frame(int(Kind.CHUNK), 1, write_chunk(Chunk(0, 300)), (bytes(300),))
+    chunk = Frame(int(Kind.CHUNK), 1, write_chunk(Chunk(0, 300)), (bytearray(300),))
     inline = Parcel(int(Kind.CALL), [(link_messages.INLINE, [])], call.body)
     return [
         *(live.input_of([frame]) for frame in frames),
-        live.input_of([chunk, Frame(int(Kind.PARCEL), 1, write(inline), (bytes(64),))]),
+        live.input_of([chunk, Frame(int(Kind.PARCEL), 1, write(inline), (bytearray(64),))]),
         live.input_of([call, cancel, Frame(int(Kind.GOODBYE), 0, b"")]),
         b"\0" + written(Kind.CALL, 1, call.body)[:-3],
     ]

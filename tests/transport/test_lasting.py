@@ -106,7 +106,7 @@ class Pair:
             assert [frame.call_id for frame in far.frames] == list(range(near.sent))
             for frame in far.frames:
                 assert frame.body == b"%d" % frame.call_id
-                assert all(segment == bytes([frame.call_id % 251]) * len(segment) for segment in frame.segments)
+                assert all(bytes(segment) == bytes([frame.call_id % 251]) * len(segment) for segment in frame.segments)
 
     def done(self) -> bool:
         return all(len(far.frames) >= near.sent for near, far in (self.ends, self.ends[::-1]))

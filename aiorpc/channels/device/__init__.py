@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ...errors import ProtocolError
 from ...logs import logger
@@ -46,7 +45,7 @@ from .messages import (
     Slots,
     Stop,
 )
-from .receiver import Receiver
+from .receiver import Received, Receiver
 from .sender import PIECE_SIZE, Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
 
@@ -127,7 +126,7 @@ class Devices:
         if not named:
             self._sender.withdraw(wires)
 
-    def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Any]:
+    def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Received]:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far."""
         received = self._receiver.receive(wires, arrived)
         for _, _, size, _ in wires:
@@ -151,11 +150,11 @@ class Devices:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
         self._receiver.flush(more=more)
 
-    def on_message(self, fields: list[Any]) -> None:
+    def on_message(self, fields: list[object]) -> None:
         """From the other end; one that gives slots back not only on the loop, see the class. Raises ProtocolError."""
         if self._closed:
             return
-        message: Any = fields
+        message: object = fields
         sender, receiver = self._sender, self._receiver
         try:
             if fields[:1] == _SLOTS and len(fields) == 2:  # one comes with most messages
@@ -185,7 +184,7 @@ class Devices:
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
             raise ProtocolError(f"a message about device memory that cannot be: {message!r:.100}: {error}") from None
 
-    def on_piece(self, fields: list[Any], buffer: Buffer | Exception) -> None:
+    def on_piece(self, fields: list[object], buffer: Buffer | Exception) -> None:
         """A piece from the other end, or why it cannot be had. Raises ProtocolError."""
         if self._closed:
             return

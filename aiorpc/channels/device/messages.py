@@ -6,7 +6,7 @@ A transfer is one buffer on its way; a box is the outbox of one of the sender's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...protocol.families import Family, reader_of
 
@@ -135,4 +135,4 @@ MESSAGES: Family[Message] = Family(
     },
 )
 #: Makes a DeviceTransfer of what a message says; raises TypeError.
-read_transfer: Callable[[Any], DeviceTransfer] = reader_of(DeviceTransfer)
+read_transfer: Callable[[object], DeviceTransfer] = reader_of(DeviceTransfer)

@@ -14,13 +14,15 @@ import numpy
 
 from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer
-from .. import Arrived, Traffic, Wire
+from .. import AnyBuffer, Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Stream, Tensor, device_index
 from ..inline import allocate
 from .messages import BoxOffer, BoxRefused, FilledSlot, Got, Opened, Slot, Slots, Stop, read_transfer
 from .outbox import Inbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings, failed
 
+# What `receive` has of a buffer at once: all of it, or nothing so far.
+Received = DeviceBuffer | memoryview | None
 _new: Any = tuple.__new__  # what Slot(...) does, without its call into Python
 
 
@@ -35,7 +37,7 @@ class _Receiving:
     stream: Stream
     left: int
     total: int
-    arrived: Callable[[Any], None] | None = None
+    arrived: Callable[[AnyBuffer | Exception], None] | None = None
 
     def buffer(self) -> DeviceBuffer | memoryview:
         """What was received."""
@@ -122,12 +124,12 @@ class Receiver:
         self._release_all(chunks)
         return DeviceBuffer(memory, index, target)
 
-    def receive(self, wires: Sequence[Wire], arrived: Arrived) -> list[Any]:
+    def receive(self, wires: Sequence[Wire], arrived: Arrived) -> list[Received]:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far.
 
         Raises ProtocolError for wires that are none.
         """
-        received: list[Any] = []
+        received: list[Received] = []
         for place, wire in enumerate(wires):
             try:
                 number, target, total, chunks = read_transfer(wire)
@@ -159,8 +161,8 @@ class Receiver:
         index: int,
         total: int,
         chunks: list[FilledSlot] | int,
-        arrived: Callable[[Any], None],
-    ) -> Any:
+        arrived: Callable[[AnyBuffer | Exception], None],
+    ) -> Received:
         if isinstance(chunks, int):
             return self._take_over(chunks, target, index, total)
         early = self._early.get(number) or _Early()
@@ -241,7 +243,7 @@ class Receiver:
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
         slots: list[Slot] = []
-        unsent: list[Any] = [slots]
+        unsent: list[object] = [slots]
         try:
             with suppress(IndexError):  # another thread has taken the rest
                 slots.extend(map(deque.popleft, repeat(self.released, len(self.released))))  # one call of C

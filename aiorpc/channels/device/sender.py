@@ -470,7 +470,7 @@ class Sender:
         self._refuse(box, f"the other end cannot open it: {reason}")
         self._free(box)
 
-    def on_slots(self, slots: Sequence[Any]) -> None:
+    def on_slots(self, slots: Any) -> None:
         """These are ours again. Also in a thread that has read so. Raises ValueError or TypeError for what was not
         lent."""
         boxes = list(self._boxes.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...errors import RpcError
 from ...protocol.frames import Buffer
@@ -19,20 +19,20 @@ NONCE_SLOT = 0
 class Surroundings(Protocol):
     """What the channel needs around it. All from any thread."""
 
-    def post(self, message: Message, *, more: bool = False, unsent: list[Any] | None = None) -> None:
+    def post(self, message: Message, *, more: bool = False, unsent: list[object] | None = None) -> None:
         """Send a message to the other end. more: another one follows at once. unsent: has something in it; it is
         emptied by the step that queues the message."""
 
     def post_buffer(self, message: Message, buffer: Buffer) -> None:
         """Send a message with a buffer, which is borrowed until it is written."""
 
-    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+    def in_background(self, fn: Callable[..., None], *args: object) -> None:
         """Run something in a thread that may wait for a device."""
 
-    def on_loop(self, function: Callable[..., object], *args: Any) -> None:
+    def on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop."""
 
-    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+    def later(self, seconds: float, function: Callable[..., object], *args: object) -> None:
         """Run something on the loop, later."""
 
     def on_release(self) -> None:

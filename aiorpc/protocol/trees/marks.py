@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 import msgpack
+import numpy
 import torch
 
 from ..frames import Buffer
@@ -15,6 +16,8 @@ from ..reductions import Past, TensorRoute
 from ..reference_messages import PassedReference
 
 Tensor = torch.Tensor
+# An array of whatever shape and type.
+Array = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]
 strided: torch.layout = torch.strided
 ExtType = msgpack.ExtType
 
@@ -82,7 +85,7 @@ FORMATS = {
     f"{each}".removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.memory_format)
 }
 #: torch's named tuples, as its operators return them.
-NAMED_TUPLES: dict[str, Any] = {
+NAMED_TUPLES: dict[str, type[tuple[object, ...]]] = {
     name: each
     for name, each in vars(torch.return_types).items()
     if isinstance(each, type) and issubclass(each, tuple) and each.__module__ == "torch.return_types"
@@ -107,7 +110,7 @@ class Brought(Protocol):
     def tensors(self) -> Sequence[Tensor]: ...
 
     @property
-    def references(self) -> Sequence[Any]: ...
+    def references(self) -> Sequence[object]: ...
 
     @property
     def past(self) -> Past | None: ...

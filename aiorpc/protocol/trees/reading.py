@@ -6,18 +6,19 @@ import copyreg
 import math
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from types import MemberDescriptorType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import numpy
 import torch
 
 from ... import foreign
+from ..._typing import Function
 from ...errors import ProtocolError, RemoteError, RpcError, SerializationError
 from .. import reductions
 from ..frames import Buffer
@@ -33,16 +34,19 @@ from .marks import (
     NAMED_TUPLES,
     NUMBERS,
     TENSOR,
+    Array,
     Brought,
     Mark,
     Tensor,
 )
 
+T = TypeVar("T")
+
 _MARKS = {bytes((mark,)): mark for mark in Mark}
 _TUPLE = Mark.TUPLE
 
 
-def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> Any:
+def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> object:
     """The value of a tree.
 
     Raises SerializationError for what is not registered or cannot be, ProtocolError for bytes that are no tree, and
@@ -53,12 +57,12 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
         if len(tree) > LONG:
             look_through(tree)
         try:
-            return _unpack(tree, reader, strict_map_key=True)
+            return _unpack(tree, reader)
         except ValueError:
             # There are maps with other keys than text and bytes, or it is no tree at all. Now each map is made here:
             # that takes longer, and most trees need it not.
             reader.again()
-            return _unpack(tree, reader, strict_map_key=False, object_pairs_hook=reader.tables.mapping)
+            return _unpack(tree, reader, reader.tables.mapping)
     except RpcError:
         raise
     except Exception as error:
@@ -67,12 +71,13 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
         ) from error
 
 
-def _unpack(tree: bytes, reader: _Reader, **options: Any) -> Any:
+def _unpack(tree: bytes, reader: _Reader, mapping: Function | None = None) -> object:
+    """mapping: makes the maps, of any keys; without it msgpack does, of text and bytes alone."""
     tensors = reader.message.tensors
     open_marks = 0  # whose list is not whole; one that stands anywhere else stays open, whatever is made of it
 
     # Functions of this one, not methods: they are called for each tensor, and each list.
-    def extension(code: int, data: bytes) -> Any:
+    def extension(code: int, data: bytes) -> object:
         nonlocal open_marks
         if code == MARK:
             open_marks += 1
@@ -81,17 +86,26 @@ def _unpack(tree: bytes, reader: _Reader, **options: Any) -> Any:
             return tensors[NUMBERS[data] if data in NUMBERS else int.from_bytes(data, "big")]
         raise ProtocolError(f"an extension of type {code}, which does not exist")
 
-    def whole(items: list[Any]) -> Any:
+    def whole(items: list[object]) -> object:
         nonlocal open_marks
-        if not items or type(items[0]) is not Mark:
+        if not items:
+            return items
+        mark = items[0]
+        if type(mark) is not Mark:
             return items
         open_marks -= 1
-        mark = items.pop(0)
+        del items[0]
         return tuple(items) if mark is _TUPLE else reader.read(mark, items)
 
     # A timestamp of msgpack's own, which no worker sends, is a number, and no object with a hash of its own.
-    value = msgpack.unpackb(
-        tree, ext_hook=extension, list_hook=whole, unicode_errors="surrogatepass", timestamp=1, **options
+    value: object = msgpack.unpackb(
+        tree,
+        ext_hook=extension,
+        list_hook=whole,
+        object_pairs_hook=mapping,
+        strict_map_key=mapping is None,
+        unicode_errors="surrogatepass",
+        timestamp=1,
     )
     if open_marks:
         raise ProtocolError("values that are no tree: a mark stands where none belongs")
@@ -107,7 +121,7 @@ class _Reader:
         self.message = message
         self.tables = Tables(size)
         self._buffers = buffers
-        self._made: list[Any] = []  # of the classes of programs, whose code runs once
+        self._made: list[object] = []  # of the classes of programs, whose code runs once
         self._remade: Iterator[object] = iter(())
         self._parts = -1
 
@@ -116,7 +130,7 @@ class _Reader:
         self._made, made = [], self._made
         self._remade = iter(made)
 
-    def read(self, mark: Mark, items: list[Any]) -> Any:
+    def read(self, mark: Mark, items: list[object]) -> object:
         """What that list stands for."""
         try:
             if mark not in _ONCE:
@@ -144,12 +158,12 @@ class _Reader:
 
     # --- each mark ----------------------------------------------------------------------------------------------------
 
-    def array(self, dtype: str, shape: list[int], fortran: bool, writeable: bool, data: bytes | int) -> Any:
+    def array(self, dtype: str, shape: list[int], fortran: bool, writeable: bool, data: bytes | int) -> Array:
         kind, count = _dtype(dtype), _count(shape)
-        memory: Any = bytearray(data) if type(data) is bytes else self._buffers[_index(data)]
+        memory = bytearray(data) if type(data) is bytes else self._buffers[_index(data)]
         if count * kind.itemsize != memoryview(memory).nbytes:
             raise ValueError(f"{memoryview(memory).nbytes} bytes for the shape {shown(shape)} of {dtype}")
-        array: Any = numpy.ndarray(tuple(shape), kind, memory, order="F" if fortran else "C")
+        array: Array = numpy.ndarray(tuple(shape), kind, memory, order="F" if fortran else "C")
         if not writeable:
             array.flags.writeable = False
         return array
@@ -160,7 +174,7 @@ class _Reader:
             return tensor.requires_grad_()
         return self.message.past(_index(number), tensor)
 
-    def reference(self, number: int) -> Any:
+    def reference(self, number: int) -> object:
         return self.message.references[_index(number)]
 
 
@@ -183,7 +197,7 @@ def _count(shape: object) -> int:
     return math.prod(sizes)
 
 
-def _dtype(text: object) -> numpy.dtype[Any]:
+def _dtype(text: object) -> numpy.dtype[numpy.generic]:
     if type(text) is not str or not DTYPE.fullmatch(text):
         raise ValueError(f"{shown(text)} is no plain type of numpy's")
     return numpy.dtype(text)
@@ -195,7 +209,7 @@ def _int64(value: object) -> int:
     return value
 
 
-def _number_of_elements(size: Any) -> int:
+def _number_of_elements(size: torch.Size) -> int:
     """Raises ValueError for more than torch can count."""
     count = _count(list(_exact(size, torch.Size)))
     if math.prod(max(each, 1) for each in size) >= 1 << 63:
@@ -206,10 +220,16 @@ def _number_of_elements(size: Any) -> int:
 def _tensors(*tensors: object) -> None:
     """See that these are dense tensors as they arrive in a message, without a past."""
     for tensor in tensors:
-        _dense_or_sparse(tensor)
-        assert isinstance(tensor, Tensor), "it was looked at"
-        if tensor.layout is not torch.strided or tensor.requires_grad:
-            raise TypeError("no plain tensor stands where one belongs")
+        _plain(tensor)
+
+
+def _plain(tensor: object) -> Tensor:
+    """The same, for one, which it returns."""
+    _dense_or_sparse(tensor)
+    assert isinstance(tensor, Tensor), "it was looked at"
+    if tensor.layout is not torch.strided or tensor.requires_grad:
+        raise TypeError("no plain tensor stands where one belongs")
+    return tensor
 
 
 def _dense_or_sparse(tensor: object) -> None:
@@ -247,13 +267,15 @@ def _contiguous(reader: _Reader, tensor: Tensor) -> Tensor:
     return _copy(reader, tensor)
 
 
-def _exact(value: Any, kind: type) -> Any:
+def _exact(value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
     return value
 
 
-def _sparse(reader: _Reader, layout: Any, size: Any, coalesced: bool, grad: bool, *parts: Tensor) -> Tensor:
+def _sparse(
+    reader: _Reader, layout: torch.layout, size: torch.Size, coalesced: bool, grad: bool, *parts: Tensor
+) -> Tensor:
     *indices, values = parts
     _tensors(values)
     _exact(layout, torch.layout)
@@ -268,7 +290,7 @@ def _sparse(reader: _Reader, layout: Any, size: Any, coalesced: bool, grad: bool
     return reductions.load_sparse(layout, size, _flag(coalesced), _flag(grad), *own, values, check=True)
 
 
-def _quantised(reader: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -> Tensor:
+def _quantised(reader: _Reader, dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale: object) -> Tensor:
     _tensors(stored)
     least, most = _QUANTA[_exact(dtype, torch.dtype)]
     _number_of_elements(size)
@@ -276,9 +298,8 @@ def _quantised(reader: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: A
         raise ValueError(f"{stored.untyped_storage().nbytes()} bytes for {dtype} of the size {tuple(size)}")
     reader.part(stored)
     if len(scale) == 3:
-        scales, zeros, axis = scale
-        _tensors(scales, zeros)
-        if not (0 <= _index(axis) < len(size)) or not scales.shape == zeros.shape == (size[axis],):
+        scales, zeros, axis = _plain(scale[0]), _plain(scale[1]), _index(scale[2])
+        if not axis < len(size) or not scales.shape == zeros.shape == (size[axis],):
             raise ValueError("scales that do not fit the axis")
         # As torch has them. It makes others into these, and then some kernels do not know them.
         if (dtype, scales.dtype, zeros.dtype) not in _SCALES:
@@ -286,14 +307,13 @@ def _quantised(reader: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: A
         scales, zeros = _copy(reader, scales), _copy(reader, zeros)
         if zeros.dtype is torch.int64 and zeros.numel() and not least <= zeros.min() <= zeros.max() <= most:
             raise ValueError(f"zero points outside of {dtype}")
-        scale = (scales, zeros, axis)
-    elif len(scale) == 2:
-        scale = (_exact(scale[0], float), _exact(scale[1], int))
-        if not least <= scale[1] <= most:
+        return reductions.load_quantised(dtype, size, stored, scales, zeros, axis)
+    if len(scale) == 2:
+        whole, zero = _exact(scale[0], float), _exact(scale[1], int)
+        if not least <= zero <= most:
             raise ValueError(f"a zero point outside of {dtype}")
-    else:
-        raise ValueError(f"{len(scale)} parts of a scale")
-    return reductions.load_quantised(dtype, size, stored, *scale)
+        return reductions.load_quantised(dtype, size, stored, whole, zero)
+    raise ValueError(f"{len(scale)} parts of a scale")
 
 
 def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
@@ -323,7 +343,7 @@ def _nested(reader: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, off
     return reductions.load_nested(buffer, sizes, strides, offsets, _flag(grad))
 
 
-def _jagged(reader: _Reader, values: Tensor, offsets: Any, lengths: Any, dim: int, grad: bool) -> Tensor:
+def _jagged(reader: _Reader, values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int, grad: bool) -> Tensor:
     _tensors(values)
     offsets = _own(reader, offsets, torch.int64, torch.int32)
     _index(dim)
@@ -358,7 +378,7 @@ def _subclass(_: _Reader, name: str, plain: Tensor, grad: bool) -> Tensor:
     return reductions.load_subclass(kind, plain, _flag(grad))
 
 
-def _uninitialized(_: _Reader, parameter: bool, grad: bool, device: Any, dtype: Any) -> Tensor:
+def _uninitialized(_: _Reader, parameter: bool, grad: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
     if _exact(device, torch.device).type not in ("cpu", "meta"):
         raise ValueError(f"one on {device}: no message wakes a device here")
     kind: Any = reductions.UninitializedParameter if _flag(parameter) else reductions.UninitializedBuffer
@@ -371,20 +391,22 @@ def _storage(_: _Reader, tensor: Tensor) -> torch.UntypedStorage:
     return reductions.load_storage(tensor)
 
 
-def _attributes(_: _Reader, tensor: object, attributes: dict[str, object]) -> Any:
+def _attributes(_: _Reader, tensor: object, attributes: dict[str, object]) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError("attributes of something that is no tensor")
     fill(tensor, _exact(attributes, dict))
     return tensor
 
 
-def _ordered_dict(_: _Reader, items: dict[object, object], attributes: dict[str, object]) -> OrderedDict[Any, Any]:
+def _ordered_dict(
+    _: _Reader, items: dict[object, object], attributes: dict[str, object]
+) -> OrderedDict[object, object]:
     made = OrderedDict(_exact(items, dict))
     fill(made, _exact(attributes, dict))
     return made
 
 
-def _named_tuple(_: _Reader, name: str, *items: Any) -> Any:
+def _named_tuple(_: _Reader, name: str, *items: object) -> tuple[object, ...]:
     return NAMED_TUPLES[_exact(name, str)](items)
 
 
@@ -393,19 +415,26 @@ def _error(_: _Reader, type_name: str, message: str, traceback: str) -> RemoteEr
     return RemoteError(f"{said[0]}: {said[1]}", type_name=said[0], remote_message=said[1], remote_traceback=said[2])
 
 
-def _parts(_: _Reader, name: str, parts: object) -> Any:
+def _parts(_: _Reader, name: str, parts: object) -> object:
     kind = registered.find_class(name)
-    put_together = getattr(kind, "_put_together", None)
+    put_together: Function | None = getattr(kind, "_put_together", None)
     if put_together is None:
         raise TypeError(f"{name} is not put together from parts")
     return put_together(_exact(parts, dict))
 
 
 def _object(
-    reader: _Reader, name: str, calls: bool, args: list[Any], names: dict[str, Any], state: Any, items: Any, pairs: Any
-) -> Any:
+    reader: _Reader,
+    name: str,
+    calls: bool,
+    args: list[Any],
+    names: dict[str, object],
+    state: Any,
+    items: list[object] | None,
+    pairs: Iterable[tuple[object, object]] | None,
+) -> object:
     """An object of a registered class. See `registered.register_safe` for what of the class may run."""
-    kind = registered.find_class(name)
+    kind: Any = registered.find_class(name)
     # An array that is made like this shows whatever lay in its memory before.
     if hasattr(kind, "_put_together") or issubclass(kind, Tensor) or kind.__new__ is numpy.ndarray.__new__:
         raise TypeError(f"{name} is not made like this")
@@ -431,7 +460,7 @@ def _object(
     return made
 
 
-def _check_making(kind: type, name: str, calls: bool, args: list[object], names: dict[object, object]) -> None:
+def _check_making(kind: type, name: str, calls: bool, args: list[object], names: dict[str, object]) -> None:
     """See that the class itself is called only where it asks for that, and that Python's own get what they ask for."""
     anything, plain = cast(Any, kind), cast(Any, object)
     made_by = anything.__reduce__ if calls else anything.__new__
@@ -473,7 +502,7 @@ def _size(_: _Reader, *sizes: int) -> torch.Size:
     return torch.Size(_sizes(list(sizes)))
 
 
-def _scalar(_: _Reader, text: str, data: bytes) -> Any:
+def _scalar(_: _Reader, text: str, data: bytes) -> numpy.generic:
     if text in _NO_TEXT and data == b"":
         return _NO_TEXT[text]
     kind = _dtype(text)
@@ -483,11 +512,12 @@ def _scalar(_: _Reader, text: str, data: bytes) -> Any:
         return numpy.bytes_(data)
     if kind.kind == "U":
         return numpy.str_(data.decode("utf-32-be" if kind.str[0] == ">" else "utf-32-le", "surrogatepass"))
-    return numpy.frombuffer(data, kind, 1)[0]
+    scalar: numpy.generic = numpy.frombuffer(data, kind, 1)[0]
+    return scalar
 
 
 # The scalars without a letter: numpy has no arrays of their types, so `DTYPE` has them not either.
-_NO_TEXT: dict[str, Any] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": numpy.str_()}
+_NO_TEXT: dict[str, numpy.generic] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": numpy.str_()}
 # Marks of what is made by the code of classes, or is made known to a graph.
 _ONCE = frozenset((Mark.OBJECT, Mark.PARTS, Mark.PAST))
 # Bytes of tensors that say where in memory something is, or are copied: so many times what there is, and in any case.
@@ -511,7 +541,7 @@ _MISSING = object()
 _MOST_DIMENSIONS = 1024
 # What classes of Python's are made of, by what says so, or takes it: they take anything else, too, and would count, or
 # keep, as many items as a range of a few bytes has, or as many bytes as a number says.
-_GIVEN: dict[Any, type] = {
+_GIVEN: dict[object, type] = {
     Counter.__reduce__: dict,
     set.__reduce__: list,
     frozenset.__reduce__: list,
@@ -522,7 +552,7 @@ _GIVEN: dict[Any, type] = {
     bytes.__new__: bytes,
 }
 
-_READERS: list[Callable[..., Any]] = [
+_READERS: list[Function] = [
     lambda _, *items: items,  # TUPLE; it is read without a call
     lambda reader, *items: reader.tables.members(items),
     lambda reader, *items: frozenset(reader.tables.members(items)),

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ... import foreign
+from ..._typing import Function
 from ...errors import SerializationError
 from .. import reductions
 from ..reductions import is_dense
@@ -27,6 +28,7 @@ from .marks import (
     TENSOR,
     TENSORS,
     TUPLE,
+    Array,
     Collected,
     ExtType,
     Mark,
@@ -56,12 +58,12 @@ def write_tree(value: object, out: Collected) -> bytes:
     return tree
 
 
-def _writer(out: Collected) -> Callable[[Any], Any]:
+def _writer(out: Collected) -> Callable[[object], object]:
     """What msgpack asks about values that it has no type for. It answers with what stands for them."""
     # Names of this function, not attributes of an object: it is called for each tensor, and each tuple.
     places, tensors, on_host, other = out.places, out.tensors, out.route is None, _Writer(out).write
 
-    def write(value: Any) -> Any:
+    def write(value: Any) -> object:
         kind = type(value)
         if kind is tuple:
             return [TUPLE, *value]
@@ -93,11 +95,11 @@ class _Writer:
     def __init__(self, out: Collected) -> None:
         self._out = out
 
-    def write(self, value: Any, kind: type) -> Any:
+    def write(self, value: object, kind: type) -> object:
         write = _WRITERS.get(kind)
         return self._other(value, kind) if write is None else write(value)
 
-    def _dense(self, tensor: Tensor) -> Any:
+    def _dense(self, tensor: Tensor) -> object:
         """A dense tensor, which leaves the tree."""
         out = self._out
         place = out.places.get(id(tensor))
@@ -107,7 +109,7 @@ class _Writer:
         there = ExtType(TENSOR, place.to_bytes(4, "big"))
         return [MARKS[Mark.ATTRIBUTES], there, tensor.__dict__] if tensor.__dict__ else there
 
-    def _other(self, value: Any, kind: type) -> Any:
+    def _other(self, value: Any, kind: type) -> object:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if kind is numpy.ndarray:
@@ -119,7 +121,7 @@ class _Writer:
             value._travel(self._out, None)
             return [MARKS[Mark.REFERENCE], len(self._out.references) - 1]
         if kind is torch.UntypedStorage:
-            _, (tensor,) = reductions.OTHERS[kind](value, self._out.route)
+            (tensor,) = reductions.reduce_storage(value, self._out.route)[1]
             return [MARKS[Mark.STORAGE], tensor]
         if kind is torch.TypedStorage:
             return [MARKS[Mark.TYPED_STORAGE], value._untyped_storage, value.dtype]
@@ -135,20 +137,20 @@ class _Writer:
             return [MARKS[Mark.ERROR], foreign.name_of(value), said, foreign.traceback_of(value)]
         return self._object(value, kind)
 
-    def _object(self, value: Any, kind: type) -> Any:
+    def _object(self, value: object, kind: type) -> list[object]:
         """An object of a registered class, as pickle would take it apart."""
         name = _name(kind, f"an object of {name_of(kind)}")
-        take_apart = getattr(kind, "_take_apart", None)
+        take_apart: Function | None = getattr(kind, "_take_apart", None)
         if take_apart is not None:
             return [MARKS[Mark.PARTS], name, take_apart(value)]
         if isinstance(value, Enum):
             return [MARKS[Mark.OBJECT], name, True, [value._value_], {}, None, None, None]
         reduce = copyreg.dispatch_table.get(kind)
-        reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         if type(reduced) is not tuple:
             raise SerializationError(f"is an object of {name} that pickles itself as a name, which is not safe")
         made_by, args, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
-        names: dict[str, Any] = {}
+        names: dict[str, object] = {}
         calls = made_by is kind
         if made_by is copyreg.__newobj__:  # type: ignore[attr-defined]  # not in typeshed; `object.__reduce_ex__` gives it
             made_by, *args = args
@@ -164,20 +166,20 @@ class _Writer:
         pairs = None if pairs is None else [list(pair) for pair in pairs]
         return [MARKS[Mark.OBJECT], name, calls, list(args), names, state, items, pairs]
 
-    def _array(self, array: numpy.ndarray[Any, Any]) -> Any:
+    def _array(self, array: Array) -> list[object]:
         dtype, fortran = _plain_dtype(array.dtype), array.flags.fnc
         # Not array.copy(): of some it would keep the order of the axes.
         order = numpy.asfortranarray(array) if fortran else numpy.ascontiguousarray(array)
-        data: Any
+        data: bytes | int
         if array.nbytes <= _SMALL:
             data = order.tobytes("A")
         else:
             data = len(self._out.buffers)
-            flat: Any = order.reshape(-1, order="A").view(numpy.uint8)
-            self._out.buffers.append(memoryview(flat))
+            flat = order.reshape(-1, order="A").view(numpy.uint8)
+            self._out.buffers.append(flat.data)
         return [MARKS[Mark.ARRAY], dtype, list(array.shape), fortran, array.flags.writeable, data]
 
-    def _tensor(self, tensor: Tensor) -> Any:
+    def _tensor(self, tensor: Tensor) -> object:
         """A tensor that is not plain: see `reductions`, whose parts are used here."""
         out = self._out
         if is_dense(tensor, out.route):
@@ -192,7 +194,7 @@ class _Writer:
             shape = [list(tensor.size()), list(tensor.stride())]
             return self._with([MARKS[Mark.META], tensor.dtype, *shape, tensor.requires_grad], tensor)
         reduced = reductions.reduce_tensor(tensor, out.route)
-        if reduced is NotImplemented:
+        if reduced is None:
             raise SerializationError(
                 f"is a tensor of {name_of(type(tensor))} that pickles itself, which is not safe; send a plain tensor"
             )
@@ -205,7 +207,7 @@ class _Writer:
         assert mark is not None, "the marks are complete"
         return self._with([MARKS[mark], *args], tensor)
 
-    def _with(self, tree: list[Any], tensor: Tensor) -> Any:
+    def _with(self, tree: list[object], tensor: Tensor) -> list[object]:
         """The same, and the attributes of the tensor."""
         if type(tensor).__getstate__ is not Tensor.__getstate__:
             raise SerializationError(f"is a {name_of(type(tensor))} with a __getstate__ of its own, which is not safe")
@@ -215,9 +217,9 @@ class _Writer:
         attributes, slots = state if type(state) is tuple else (state, None)
         return [MARKS[Mark.ATTRIBUTES], tree, {**(attributes or {}), **(slots or {})}]
 
-    def _jagged(self, tensor: Any) -> Any:
+    def _jagged(self, tensor: Tensor) -> list[object]:
         grad = tensor.requires_grad
-        inner = tensor.detach()
+        inner: Any = tensor.detach()  # with what torch.nested has besides
         lengths = inner._lengths
         # None that is expanded: the reader copies them, and no more than there is.
         offsets, lengths = inner._offsets.contiguous(), None if lengths is None else lengths.contiguous()
@@ -225,7 +227,7 @@ class _Writer:
         return [MARKS[Mark.JAGGED], *parts, grad]
 
 
-def _name(thing: Any, what: str) -> str:
+def _name(thing: object, what: str) -> str:
     name = registered.name(thing)
     if name is None:
         raise SerializationError(
@@ -235,7 +237,7 @@ def _name(thing: Any, what: str) -> str:
     return name
 
 
-def _plain_dtype(dtype: numpy.dtype[Any]) -> str:
+def _plain_dtype(dtype: numpy.dtype[numpy.generic]) -> str:
     text = dtype.str
     if dtype.names is not None or not DTYPE.fullmatch(text):
         raise SerializationError(
@@ -244,20 +246,20 @@ def _plain_dtype(dtype: numpy.dtype[Any]) -> str:
     return text
 
 
-def _big(value: int) -> Any:
+def _big(value: int) -> list[object]:
     return [MARKS[Mark.INT], value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)]
 
 
-def _ordered(value: OrderedDict[Any, Any]) -> Any:
+def _ordered(value: OrderedDict[object, object]) -> list[object]:
     return [MARKS[Mark.ORDERED], dict(value), value.__dict__]
 
 
-def _moment(mark: Mark) -> Callable[[Any], Any]:
-    def write(value: Any) -> Any:
+def _moment(mark: Mark) -> Callable[[date | time], list[object]]:
+    def write(value: date | time) -> list[object]:
         zone = getattr(value, "tzinfo", None)
         if zone is not None and type(zone) is not timezone:
             raise SerializationError(f"is a {type(value).__name__} in {zone!r:.80}; send it in UTC")
-        tree = [MARKS[mark], value.isoformat()]
+        tree: list[object] = [MARKS[mark], value.isoformat()]
         if getattr(value, "fold", 0):  # the second of two times that a clock shows twice, of which the text is the same
             tree.append(1)
         return tree
@@ -265,7 +267,7 @@ def _moment(mark: Mark) -> Callable[[Any], Any]:
     return write
 
 
-_WRITERS: dict[type, Callable[[Any], Any]] = {
+_WRITERS: dict[type, Function] = {
     int: _big,  # those that msgpack has a type for do not come here
     set: lambda value: [MARKS[Mark.SET], *value],
     frozenset: lambda value: [MARKS[Mark.FROZENSET], *value],
@@ -287,7 +289,7 @@ _WRITERS: dict[type, Callable[[Any], Any]] = {
     torch.layout: lambda value: [MARKS[Mark.LAYOUT], f"{value}".removeprefix("torch.")],
     torch.memory_format: lambda value: [MARKS[Mark.MEMORY_FORMAT], f"{value}".removeprefix("torch.")],
 }
-_BY_FUNCTION: dict[Any, Mark] = {
+_BY_FUNCTION: dict[object, Mark] = {
     reductions.load_sparse: Mark.SPARSE,
     reductions.load_quantised: Mark.QUANTISED,
     reductions.load_nested: Mark.NESTED,
