@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING
+
 from . import autograd, errors, events, functions, nn, optim, types
 from ._installed import warn_of_another
 from ._version import __version__ as __version__
@@ -116,6 +119,17 @@ __all__ = [
     "wait_all",
     "wait_for",
 ]
+
+
+if not TYPE_CHECKING:  # to checkers a name that has moved is none
+
+    def __getattr__(name: str) -> object:
+        """A name that stood here before the first release, from where it is now, with a DeprecationWarning."""
+        for place in (errors, events, types):
+            if name in place.__all__:
+                warnings.warn(f"aiorpc.{name} is {place.__name__}.{name}", DeprecationWarning, stacklevel=2)
+                return getattr(place, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -372,6 +372,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     device_channel: how tensors travel between devices of two processes: ``ipc`` (memory of the device that both
         processes see), ``staging`` (through the host), or ``auto``: ipc where it works.
     device_buffer: bytes of device memory, for each peer and device, that tensors pass through with ipc; at least 4 MiB.
+    serve: what `allow` was called before the first release; programs may go on to give it.
     """
 
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
@@ -390,16 +391,17 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     limits: InitVar[LimitOptions | None] = None
     network: InitVar[NetworkOptions | None] = None
     security: InitVar[SecurityOptions | None] = None
+    serve: InitVar[Allow] = None
 
     def __setattr__(self, name: str, value: object) -> None:
         """Sets an option. RpcUsageError for what is none: it would be taken, and change nothing.
 
         A subclass that has more of them says so, as this class does.
         """
+        if name in _GROUPS:
+            raise RpcUsageError(f"{name} is given as options are made; set each of its options by its own name")
         if not name.startswith("_") and not hasattr(self, name):
             known = [each for made in type(self).__mro__ for each in inspect.get_annotations(made)]
-            if name in _GROUPS:
-                raise RpcUsageError(f"{name} is given as options are made; set each of its options by its own name")
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -407,8 +409,14 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         object.__setattr__(self, name, value)
 
     def __post_init__(
-        self, limits: LimitOptions | None, network: NetworkOptions | None, security: SecurityOptions | None
+        self,
+        limits: LimitOptions | None,
+        network: NetworkOptions | None,
+        security: SecurityOptions | None,
+        serve: Allow,
     ) -> None:
+        if serve is not None:
+            self.allow = serve
         for name, group in (("limits", limits), ("network", network), ("security", security)):
             if group is not None:
                 self._take(name, group)
@@ -496,6 +504,3 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
 _GROUPS: Mapping[str, type[_Group]] = MappingProxyType(
     {"limits": LimitOptions, "network": NetworkOptions, "security": SecurityOptions}
 )
-# They were for __init__ alone: what is read and set later are their options, by their own names.
-for _name in _GROUPS:
-    delattr(RpcBackendOptions, _name)

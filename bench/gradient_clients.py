@@ -102,7 +102,7 @@ def open_contexts(rpc_name: str) -> int:
     """Autograd contexts that this process keeps anything for."""
     rpc = import_module(rpc_name)
     if rpc_name == "aiorpc":
-        return len(rpc.current().node.gradients)
+        return len(rpc.current()._node.gradients)
     return int(side_of(rpc).autograd._get_debug_info()["num_autograd_contexts"])
 
 

@@ -102,7 +102,8 @@ def test_every_option_is_documented() -> None:
     for kind in (RpcBackendOptions, *GROUPS.values()):
         lines = (inspect.getdoc(kind) or "").splitlines()  # Python 3.13 leaves out the indentation itself
         named += [line.partition(": ")[0] for line in lines if re.match(r"\w+: |\w+, \w+, \w+: ", line)]
-    assert sorted(named) == sorted([*(field.name for field in fields(RpcBackendOptions)), ", ".join(GROUPS)])
+    made_from = [", ".join(GROUPS), "serve"]
+    assert sorted(named) == sorted([*(field.name for field in fields(RpcBackendOptions)), *made_from])
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(RpcBackendOptions)])
@@ -210,7 +211,7 @@ def test_what_is_no_group_is_refused(group: str) -> None:
     options = RpcBackendOptions()
     with pytest.raises(RpcUsageError, match=f"^{group} is given as options are made; set each"):
         setattr(options, group, GROUPS[group]())
-    assert not hasattr(options, group)
+    assert getattr(options, group) is None
 
 
 @pytest.mark.parametrize("value", [5, "tcp", {"transports": ("tcp",)}, 0, False])
@@ -519,3 +520,14 @@ def test_tls_of_the_environment() -> None:
         Tls._from_environment({"AIORPC_TLS_CERT": "c", "AIORPC_TLS_CA": ""})
     with pytest.raises(RpcUsageError, match="AIORPC_TLS_VERIFY_NAMES must be 0 or 1"):
         Tls._from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "no"})
+
+
+def test_allow_may_be_given_as_serve() -> None:
+    """As programs from before the release do."""
+    assert RpcBackendOptions(serve=["a:b"]).allow == RpcBackendOptions(allow=["a:b"]).allow == ("a:b",)
+
+
+def test_options_can_be_replaced() -> None:
+    """By `dataclasses.replace`: the copy has what is said, and all else as it was."""
+    made = replace(RpcBackendOptions(limits=LimitOptions(max_streams=5), allow=["a:b"]), rpc_timeout=3)
+    assert (made.max_streams, made.allow, made.rpc_timeout) == (5, ("a:b",), 3)

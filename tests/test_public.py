@@ -38,6 +38,14 @@ def test_the_names_at_the_top_are_these() -> None:
     assert set(OF_TORCH.split()) <= set(aiorpc.__all__)
 
 
+def test_a_name_that_has_moved_says_where_to() -> None:
+    """Programs from before the release go on; one that never was is an error."""
+    with pytest.warns(DeprecationWarning, match=r"aiorpc\.StoreGone is aiorpc\.errors\.StoreGone"):
+        assert aiorpc.StoreGone is aiorpc.errors.StoreGone  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'aiorpc' has no attribute 'StoreHere'"):
+        aiorpc.StoreHere  # type: ignore[attr-defined]  # noqa: B018
+
+
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_dir_shows_what_is_public(name: str) -> None:
     """Each public name is there, and `dir` shows no other: no module of the inside, and nothing that was imported."""

@@ -158,7 +158,17 @@ VERBS: dict[str, Callable[[Here], Any]] = {
     "Queue.get_nowait": lambda here: here.mine.get_nowait(),
 }
 # What makes one of the above, with the time that it has; and the end of the worker, which is tried last.
-_MAKERS = {"peer", "group", "queue", "Worker.peer", "Worker.group", "Worker.subscribe", "Worker.wait_for"}
+_MAKERS = {
+    "peer",
+    "group",
+    "queue",
+    "Worker.peer",
+    "Worker.group",
+    "Worker.queue",
+    "Worker.Queue",
+    "Worker.subscribe",
+    "Worker.wait_for",
+}
 _LAST = {"shutdown", "Worker.shutdown"}
 
 
@@ -166,7 +176,7 @@ def test_no_verb_with_a_time_is_left_out() -> None:
     """Each public function and method that takes one is tried below, and each method of a handle of a queue."""
     found = set()
     for name in (*rpc.__all__, *rpc.types.__all__):
-        public = getattr(rpc, name, None) or getattr(rpc.types, name)
+        public = getattr(rpc.types, name, None) or getattr(rpc, name)
         if inspect.isfunction(public):
             found |= {name} & _with_time({name: public})
         elif inspect.isclass(public):

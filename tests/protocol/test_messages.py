@@ -711,7 +711,7 @@ def test_the_document_has_every_field_explained() -> None:
     text = WIRE.read_text(encoding="utf-8")
     declarations: list[type[Any]] = [Values, *CLASSES.values()]
     for declared in declarations:
-        assert f"#### {declared.__name__}" in text
+        assert f"### {declared.__name__}" in text
         for name, _, about in wire.field_rows(declared):
             assert about, f"{declared.__name__}.{name} says nothing of itself"
     changed = text.replace("| `remaining` |", "| `left` |")

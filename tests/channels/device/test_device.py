@@ -1393,7 +1393,7 @@ def test_an_interrupt_while_one_buffer_is_sent_loses_nothing() -> None:
     traffic = sender.traffic
 
     class Interrupts:
-        def count_sent(self, size: int) -> None:
+        def _count_sent(self, size: int) -> None:
             raise KeyboardInterrupt
 
     sender.traffic = Interrupts()  # type: ignore[assignment]  # for a moment
