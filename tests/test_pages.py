@@ -19,7 +19,9 @@ ROOT = pages.ROOT
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "SECURITY.md",
+    "examples/README.md",
     *sorted(f"docs/{path.relative_to(pages.DOCS)}" for path in pages.DOCS.rglob("*.md")),
 )
 TUTORIAL = pages.steps((pages.DOCS / "start" / "tutorial.md").read_text(encoding="utf-8"))

@@ -284,8 +284,8 @@ class Peer(Addressee):
     def _overloaded(self, unsent: int) -> Overloaded:
         pending = len(self.owed.pending)
         logger.debug("worker %r is overloaded with %d calls, %d messages unsent", self.name, pending, unsent)
+        given_up = f", and {unsent - pending} frames of calls given up wait to be sent" if unsent > pending else ""
         return Overloaded(
-            f"{pending - self.owed.system} calls to worker {self.name!r} wait for answers, and "
-            f"{max(0, unsent - pending)} frames of calls given up wait to be sent (max_pending_calls); "
-            "await some before making more"
+            f"{pending - self.owed.system} calls to worker {self.name!r} wait for answers{given_up} "
+            "(max_pending_calls); await some before making more"
         )
