@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .gradients.contexts import LeafSink
 from .references.rref import RRef
@@ -23,7 +22,7 @@ class Hooks:
     error that came back from it, and returns the error that the caller gets. sink, as_torch: see `Gradients`.
     """
 
-    handle_class: type[RRef[Any]] = RRef
+    handle_class: type[RRef[object]] = RRef
     on_handler_error: Callable[[BaseException], None] | None = None
     read_error: Callable[[str, BaseException], BaseException] = _as_it_is
     sink: LeafSink | None = None

@@ -19,12 +19,12 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
 
 from .. import foreign
+from .._typing import Coro
 from ..channels import layout
 from ..errors import Overloaded, RendezvousError, RpcUsageError, StoreGone, WorkerClosed
 from ..locks import RLock
@@ -50,6 +50,7 @@ from .meeting.agreeing import LeaderLeft
 from .meeting.patience import Patience
 from .meeting.rendezvous import Rendezvous
 from .node import Meeting, Node, Plan, registry
+from .references.references import LeakedReference
 
 # Seconds before the first try to find a store again that has gone.
 _FIRST_PAUSE = 0.05
@@ -314,7 +315,7 @@ class Life:
             return ShutdownReport()
         self.lifetime.enter(WorkerEvent.SHUTDOWN)
         complete = True
-        leaked: tuple[Any, ...] = ()
+        leaked: tuple[LeakedReference, ...] = ()
         try:
             if not self._at_once:
                 self._stays = True
@@ -387,7 +388,7 @@ class Life:
         if self.lifetime.state is WorkerState.CLOSING:
             self.lifetime.enter(WorkerEvent.ENDED)
 
-    def loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
+    def loop_ended(self, cause: BaseException | None) -> Coro[None]:
         """The loop has ended while the worker was running: close it at once. Others see a loss, not a goodbye.
 
         The coroutine that is returned lets go of the rest, and needs one more run of the loop. On the loop's thread.
@@ -552,7 +553,7 @@ class _RendezvousEnd:
             logger.debug("closing the rendezvous: %s", error)
 
 
-def _finish_without_loop(coroutine: Coroutine[Any, Any, None]) -> None:
+def _finish_without_loop(coroutine: Coro[None]) -> None:
     """Run a coroutine to its end where no loop can: what would have to wait is cancelled in place of that."""
     try:
         coroutine.send(None)

@@ -276,7 +276,7 @@ class Node:
         *,
         depth: int,
         keeps: object = None,
-    ) -> Stream[Any]:
+    ) -> Stream[object]:
         """A stream of what that call yields, see `stream.open_stream`. Any thread."""
         return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1, keeps=keeps)
 
@@ -425,7 +425,7 @@ def serving() -> tuple[Node, ServedCall]:
     return node, call
 
 
-def node_of(rref: RRef[Any]) -> Node:
+def node_of(rref: RRef[object]) -> Node:
     """The node whose handle an RRef is."""
     node: Node = rref._references.home  # type: ignore[assignment]  # a Node: there is nothing else
     return node

@@ -140,7 +140,8 @@ def test_a_long_chain_does_not_say_all_that_is_behind_it() -> None:
             number, places, (behind,) = sent
             said.append(behind)
             tensor = receives.receive(sender, SentName(number, places[0]), behind, tensor.detach()) * 2
-    assert said[0] == [] and said[1][0::2] == [0, 0] and len(said[1]) == 3
+    first, second = said[0], said[1]
+    assert first == [] and second is not None and second[0::2] == [0, 0] and len(second) == 3
     assert max(len(behind) for behind in said if behind is not None) // 3 <= MOST_BEHIND
     assert said[-1] is None
 

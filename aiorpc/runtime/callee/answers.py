@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
@@ -143,7 +143,7 @@ class Answers:
         else:
             self.answer_error(call, error)
 
-    def answer_awaited(self, call: ServedCall, future: asyncio.Future[Any]) -> None:
+    def answer_awaited(self, call: ServedCall, future: asyncio.Future[object]) -> None:
         """Send the value or the error of a Future of the loop that is done."""
         call.on_cancel = None  # it leads back here
         if future.cancelled():

@@ -35,7 +35,7 @@ _new: Any = tuple.__new__  # what Handler(...) does, without its call into Pytho
 class ReferencesForResolver(Protocol):
     """The values that this worker owns (`References`)."""
 
-    def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]:
+    def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[object]:
         """The Future of the value of a reference, also of one that does not exist yet. asker: who wants it."""
 
 

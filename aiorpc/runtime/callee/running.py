@@ -531,7 +531,9 @@ class Runner:
             self._tasks.discard(call.task)
             coroutine.close()
 
-    async def _run_coroutine(self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def _run_coroutine(
+        self, call: ServedCall, function: Any, args: list[object], kwargs: dict[str, object]
+    ) -> None:
         try:
             made = function(*args, **kwargs)
             args.clear()  # they are the handler's alone

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ... import foreign
 from ...errors import Overloaded, PeerLeft, PeerLost, ProtocolError, RpcCancelled, RpcError, RpcTimeout
 from ...protocol import reference_messages
@@ -76,7 +78,7 @@ class PeerForService(answers.PeerForAnswers, Protocol):
     def unsent(self) -> int:
         """How many messages wait to be sent to that worker."""
 
-    def track(self, said: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any], Past | None]:
+    def track(self, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that worker, placed in the autograd graph as the message says."""
 
 
@@ -162,7 +164,7 @@ class Service:
         self._own_rate = None if limit is None else Rate(max(limit, LEAST_RATE), time.monotonic())
         self._most_own = max(home.engine.options.max_queued_calls, LEAST_CALLS)
 
-    def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
+    def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
         return self._home.references.load(passed, self.record.id)
 
     def call_of(self, call_id: int) -> ServedCall | None:

@@ -357,7 +357,7 @@ class Addressee:
 
     def load_references(
         self, passed: Sequence[PassedReference], left: list[PassedReference] | None = None
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         """Handles of the references in a message from this peer. left: the same, without those that were taken."""
         assert self.record is not None, "an answer came over a connection, so the peer is known"
         return self._home.references.load(passed, self.record.id, left)

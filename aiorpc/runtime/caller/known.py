@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..._typing import Function
 from ..calls.declared import Declaration
 from ..calls.functions import answers_plainly, describe, find_name
 from ..calls.values import Destination
@@ -24,12 +25,12 @@ class FunctionEntry:
 
     __slots__ = ("_function", "confirmed", "declaration", "name", "number")
 
-    def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
+    def __init__(self, name: str, number: int = -1, function: Function | None = None) -> None:
         self.number: int = number
         self.name: str = name
         self.confirmed: bool = False
         self.declaration: Declaration | None = None
-        self._function: Callable[[], Any] | None = None
+        self._function: Callable[[], Function | None] | None = None
         if function is not None:
             with contextlib.suppress(TypeError):
                 self._function = weakref.ref(function)
@@ -40,7 +41,7 @@ class FunctionEntry:
         return self.number >= 0 and self.name.startswith("__main__:")
 
     @property
-    def function(self) -> Callable[..., Any] | None:
+    def function(self) -> Function | None:
         return None if self._function is None else self._function()
 
 

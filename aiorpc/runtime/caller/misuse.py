@@ -19,7 +19,7 @@ OF_VERBS = frozenset(("timeout", "retries", "backoff", "idempotent", "args", "kw
 OF_GROUPS = OF_VERBS | {"quorum"}
 
 
-def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str, verb: str = "peer") -> None:
+def check_keywords(function: Any, kwargs: Mapping[str, object], worker: str, verb: str = "peer") -> None:
     """Raise RpcUsageError for a keyword that was meant for aiorpc, if the function does not take it.
 
     Nothing is said about functions that do not tell which arguments they take, and about methods of references.

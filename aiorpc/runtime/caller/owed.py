@@ -87,7 +87,7 @@ class PeerForOwed(Protocol):
 
     def load_references(
         self, passed: Sequence[PassedReference], left: list[PassedReference] | None = None
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         """Handles of the references in a message from the peer. left: the same, without those that were taken."""
 
     def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:

@@ -58,9 +58,9 @@ class Peer(Addressee):
 
     def call(
         self,
-        function: Callable[..., Any] | Method | ObjectMethod | Fetch,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        function: Callable[..., object] | Method | ObjectMethod | Fetch,
+        args: Sequence[object],
+        kwargs: dict[str, object] | None,
         timeout: float,
         *,
         creates: Sequence[int] | None = None,
@@ -246,7 +246,7 @@ class Peer(Addressee):
         self,
         entry: FunctionEntry,
         function: Any,
-        head: tuple[Any, ...],
+        head: tuple[object, ...],
         values: list[Any],
         tape: Tape | None,
         form: Form,

@@ -92,15 +92,15 @@ class Retries:
     def call(
         self,
         to: To | Callable[[], To],
-        function: Callable[..., Any] | ObjectMethod,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Callable[..., object] | ObjectMethod,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         timeout: float,
         options: RetryOptions,
         site: CallSite,
         *,
         met: bool = False,
-    ) -> Future[Any]:
+    ) -> Future[object]:
         """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
 
         to: the worker, or what chooses one for each try. met: whether there was somebody to choose before, so that
@@ -131,9 +131,9 @@ class Retries:
     def _make(
         self,
         to: To | Callable[[], To],
-        function: Callable[..., Any] | ObjectMethod,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Callable[..., object] | ObjectMethod,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         tries: Tries,
         number: int | None,
         wait: bool,
@@ -188,7 +188,7 @@ class RetriedFuture(Unawaited, Future[Any]):
     _executor: Executor | None
     _home_thread: int | None
     _loop: asyncio.AbstractEventLoop | None
-    _sources: Sequence[Future[Any]]
+    _sources: Sequence[Future[object]]
     _arrival: ArrivalForFuture | None
 
     _apart = True
@@ -248,7 +248,7 @@ class RetriedFuture(Unawaited, Future[Any]):
         self._sources = (call,)
         call._when_settled(Again(self._on_settled))
 
-    def _on_settled(self, call: Future[Any]) -> None:
+    def _on_settled(self, call: Future[object]) -> None:
         try:
             self._take(call)
         except BaseException:
@@ -256,7 +256,7 @@ class RetriedFuture(Unawaited, Future[Any]):
             self.cancel()
             raise
 
-    def _take(self, call: Future[Any]) -> None:
+    def _take(self, call: Future[object]) -> None:
         """A try has ended."""
         assert type(call) is CallFuture, "it was made by `Peer.call`"
         call._mark_seen()

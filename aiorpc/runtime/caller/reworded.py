@@ -30,7 +30,7 @@ class RewordedFuture(Unawaited, Future[Any]):
         super().__init__()
         self._site, self._loop, self._home_thread = call._site, call._loop, call._home_thread
         self._executor: Executor | None = call._executor
-        self._sources: Sequence[Future[Any]] = (call,)
+        self._sources: Sequence[Future[object]] = (call,)
         self._call = call
         self._words = words
         call._when_settled(Again(self._on_settled))
@@ -39,7 +39,7 @@ class RewordedFuture(Unawaited, Future[Any]):
     def _subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
         return self._call._subject
 
-    def _on_settled(self, call: Future[Any]) -> None:
+    def _on_settled(self, call: Future[object]) -> None:
         try:
             call._mark_seen()
             self._arrival = call._arrival
@@ -49,7 +49,7 @@ class RewordedFuture(Unawaited, Future[Any]):
             self.cancel()
             raise
 
-    def _value_of(self, call: Future[Any]) -> Any:
+    def _value_of(self, call: Future[object]) -> Any:
         """What this has for the value of the call, which has settled."""
         return call._value
 

@@ -61,7 +61,7 @@ class Stream(BlockingIterator[T_co]):
         self._end, self._function = end, end.function
         myself = weakref.ref(self)
 
-        def wake(_: Future[Any]) -> None:
+        def wake(_: Future[object]) -> None:
             stream = myself()
             if stream is not None:
                 stream._wake()

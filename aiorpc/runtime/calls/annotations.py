@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection
-from typing import Any
 
 if sys.version_info >= (3, 14):
     from annotationlib import Format, get_annotations
 
-    def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    def signature(function: Callable[..., object], *, follow_wrapped: bool = True) -> inspect.Signature:
         """As that of ``inspect``."""
         return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.STRING)
 
@@ -24,7 +23,7 @@ if sys.version_info >= (3, 14):
 
 else:
 
-    def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    def signature(function: Callable[..., object], *, follow_wrapped: bool = True) -> inspect.Signature:
         """As that of ``inspect``."""
         return inspect.signature(function, follow_wrapped=follow_wrapped)
 

@@ -109,7 +109,7 @@ class Declaration:
         count, fixed = len(values), min(len(values), len(self._slots))
         if count < self._least or (count > fixed and self._others is None):
             raise self._refusal(f"{count} arguments")
-        read: list[Any] = [*self._convert(values[:fixed], self._fixed[fixed], 0)]
+        read: list[object] = [*self._convert(values[:fixed], self._fixed[fixed], 0)]
         if count > fixed:
             read += self._convert(values[fixed:], self._others, fixed)
         if self._flat:
@@ -153,7 +153,7 @@ class Declaration:
 
     def _convert(self, values: list[object], declared: object, first: int) -> Sequence[object]:
         try:
-            read: Sequence[Any] = msgspec.convert(values, declared, strict=True, builtin_types=_BUILTIN)
+            read: Sequence[object] = msgspec.convert(values, declared, strict=True, builtin_types=_BUILTIN)
         except msgspec.ValidationError as error:
             # "Expected `int`, got `str` - at `$[1]`"
             text, _, path = str(error).partition(" - at ")
@@ -247,7 +247,7 @@ def _limited(annotation: object) -> Any:
 _declarations = "_aiorpc_declaration"
 
 
-def declaration_of(function: Callable[..., Any]) -> Declaration:
+def declaration_of(function: Callable[..., object]) -> Declaration:
     """The declaration of a handler, made once. TypeError for annotations that cannot be one."""
     found: Declaration | None = function.__dict__.get(_declarations)
     if found is None:

@@ -248,10 +248,10 @@ class _Parts:
 
 def rebuild(
     kind: type[BaseException],
-    args: tuple[Any, ...],
-    state: dict[str, Any],
-    made_of: tuple[Any, ...],
-    members: dict[str, Any],
+    args: tuple[object, ...],
+    state: dict[str, object],
+    made_of: tuple[object, ...],
+    members: dict[str, object],
 ) -> BaseException:
     """An exception of that type from its parts, without a call of its own code.
 

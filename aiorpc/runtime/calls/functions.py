@@ -77,7 +77,7 @@ class Handler(NamedTuple):
     method: the name of a method that is called through a reference or an object with a name; empty for all else.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     mode: Mode
     name: str
     system: bool = False
@@ -221,7 +221,7 @@ def _is_marked(function: object, marks: Iterable[str]) -> bool:
     )
 
 
-def classify(function: Callable[..., Any], name: str) -> Handler:
+def classify(function: Callable[..., object], name: str) -> Handler:
     """How a callable has to be run. RpcUsageError for one that cannot be."""
     written = _without_partials(function)
     inner = written if isinstance(written, type) else _without_partials(inspect.unwrap(written))

@@ -32,7 +32,7 @@ _new: Any = tuple.__new__  # what a class of a message does, without its call in
 
 
 #: Makes handles of the remote references in a message.
-ReferenceLoader = Callable[[Sequence[PassedReference]], Sequence[Any]]
+ReferenceLoader = Callable[[Sequence[PassedReference]], Sequence[object]]
 #: Gives the tensors of a message their place in the autograd graph, which the message says. Returns the tensors, and a
 #: function that does the same for those that are taken apart inside of the pickle, given the number of the tensor among
 #: these.
@@ -48,7 +48,7 @@ class Results(tuple[Any, ...]):
 class Recorder(Protocol):
     """Remembers the tensors of a message that require gradients (`gradients.contexts.Tape`)."""
 
-    def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> Recorded | None:
+    def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Callable[[], None]]) -> Recorded | None:
         """What the message says about them, None for nothing. on_unsent: a list that gets the function to undo it."""
 
 
@@ -75,7 +75,7 @@ class Destination(Protocol):
 
 def encode(
     kind: type[Call | Reply | Item],
-    head: tuple[Any, ...],
+    head: tuple[object, ...],
     values: list[Any],
     target: Destination,
     route: Route | None = None,
@@ -221,20 +221,20 @@ def _longest(said: Values) -> int:
     return longest
 
 
-def _longest_of(values: Sequence[Any]) -> int:
+def _longest_of(values: Sequence[object]) -> int:
     """Position of the longest text or bytes."""
     sizes = [len(value) if isinstance(value, (str, bytes)) else 0 for value in values]
     return max(range(len(sizes)), key=sizes.__getitem__, default=0)
 
 
-def _first_opaque(values: Sequence[Any]) -> int:
+def _first_opaque(values: Sequence[object]) -> int:
     """Position of the first value that was pickled."""
     return next((place for place, value in enumerate(values) if type(value) not in _NOT_PICKLED), 0)
 
 
 def decode(
     message: Values,
-    segments: Sequence[Any],
+    segments: Sequence[Buffer],
     load: ReferenceLoader,
     track: GradientLoader | None = None,
     landing: Landing | None = None,

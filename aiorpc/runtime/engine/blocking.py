@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn, Self
 
-from ..._typing import T_co
+from ..._typing import Coro, T_co
 from ...errors import WorkerClosed
 from .engine import Engine
 from .loops import Handed
@@ -74,7 +74,7 @@ class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
     def _refuse_on_loop(self) -> None:
         self._engine.refuse_on_loop("iterating over a stream", "async for")
 
-    def _block_for(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _block_for(self, step: Callable[[], Coro[None]]) -> None:
         """Run it on the worker's loop, where items arrive, and block for its end."""
         self._refuse_on_loop()
         self._engine.lifetime.check_not_forked()

@@ -8,9 +8,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from ..._typing import Coro
 from ...callbacks import block_observer, served
 from ...errors import RendezvousError, RpcCancelled, WorkerClosed
 from ...locks import Lock
@@ -63,7 +64,7 @@ class Handed(Generic[T]):
     lock which the loop needs. So that thread has no lock here but one that nobody else waits for.
     """
 
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, make: Callable[[], Coro[T]], loop: asyncio.AbstractEventLoop) -> None:
         self.ended: bool = False
         self.begun: bool = False
         self._make = make
@@ -160,13 +161,13 @@ class Handed(Generic[T]):
             del error
 
 
-def _mark_seen(future: asyncio.Future[Any]) -> None:
+def _mark_seen(future: asyncio.Future[T]) -> None:
     """Nobody looks at its error, and none is to be logged for that."""
     if not future.cancelled():
         future.exception()
 
 
-async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
+async def _bounded(coroutine: Coro[None]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_GRACE):
             await coroutine
@@ -185,7 +186,7 @@ class LoopThread:
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, name: str) -> None:
-        self.on_end: Callable[[BaseException | None], Coroutine[Any, Any, None]] | None = None
+        self.on_end: Callable[[BaseException | None], Coro[None]] | None = None
         self._name = name
         self._closing = False
         self._over = False  # it ended by itself and takes no more
@@ -256,7 +257,7 @@ class LoopThread:
             await asyncio.wait(others, timeout=1.0)
         await asyncio.sleep(0)  # what waits for them in other threads is told
 
-    def _finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _finish(self, coroutine: Coro[None]) -> None:
         """Run the loop until the coroutine is done, even if something else on the loop ends it once more."""
         task = self.loop.create_task(_bounded(coroutine))
         until = time.monotonic() + 2 * _LAST_GRACE
@@ -264,7 +265,7 @@ class LoopThread:
             with contextlib.suppress(BaseException):
                 self.loop.run_until_complete(task)
 
-    def _hand_over(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def _hand_over(self, coroutine: Coro[T]) -> concurrent.futures.Future[T]:
         with self._lock:
             if self._over or self.loop.is_closed():
                 coroutine.close()
@@ -277,10 +278,10 @@ class LoopThread:
     def _why_over(self) -> str:
         return f"the loop of worker {self._name!r} has ended"
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coro[T]) -> T:
         """Run a coroutine there and block for its result, as `Handed` does."""
 
-        def make() -> Coroutine[Any, Any, T]:
+        def make() -> Coro[T]:
             if self._over:  # `_last` would not know of it, and nobody would end it
                 raise WorkerClosed(self._why_over())
             return coroutine
@@ -298,7 +299,7 @@ class LoopThread:
                 handed.ended = True
                 coroutine.close()
 
-    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run_async(self, coroutine: Coro[T]) -> T:
         """Run a coroutine there and await its result on the running loop.
 
         Who is cancelled has it cancelled there, and goes on behind its end, however often that is; it begins all the

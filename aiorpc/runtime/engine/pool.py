@@ -31,7 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from ... import foreign
 from ...callbacks import block_observer
@@ -44,7 +44,7 @@ from .busy_poll import MOMENT
 from .forked import end_child
 from .lookout import JobSource, Lookout
 
-_Job = tuple[Callable[..., None], tuple[Any, ...]]
+_Job = tuple[Callable[..., None], tuple[object, ...]]
 
 
 # The weight of a new wait in the moving average of its thread.
@@ -180,7 +180,7 @@ class ThreadPool:
 
     # Work.
 
-    def submit(self, fn: Callable[..., None], *args: Any) -> None:
+    def submit(self, fn: Callable[..., None], *args: object) -> None:
         """Run ``fn(*args)`` once, in a thread of the pool, after all jobs submitted before.
 
         ``fn`` should not raise; what it raises is logged. WorkerClosed after ``close``, in a forked child, and as the

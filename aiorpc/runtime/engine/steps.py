@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...threads import run_in_thread
 from .tasks import begin
@@ -24,7 +24,7 @@ class Steps:
         self.stop: threading.Event = threading.Event()
         self._loop = loop
         self._name = name
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[object]] = set()
 
     async def run(self, function: Callable[[], T]) -> T:
         """Run the function in a thread of its own; what it returns is returned, and what it raises is raised.
@@ -44,7 +44,7 @@ class Steps:
         """Whether the loop is closed, so that nothing can be waited for."""
         return self._loop.is_closed()
 
-    def _ended(self, step: asyncio.Task[Any]) -> None:
+    def _ended(self, step: asyncio.Task[object]) -> None:
         self._running.discard(step)
         if not step.cancelled():
             step.exception()  # look at it, or asyncio would log it if whoever waited was cancelled

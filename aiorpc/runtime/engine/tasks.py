@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from ..._typing import Coro
 
 T = TypeVar("T")
 
 
 def begin(
-    coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, context: contextvars.Context | None = None
+    coroutine: Coro[T], loop: asyncio.AbstractEventLoop, context: contextvars.Context | None = None
 ) -> asyncio.Task[T]:
     """A task of the worker's own, which takes its first step in a later turn of the loop, after the caller's.
 
@@ -22,7 +23,7 @@ def begin(
     return asyncio.Task(coroutine, loop=loop, context=context)
 
 
-async def until_done(task: asyncio.Future[Any]) -> None:
+async def until_done(task: asyncio.Future[T]) -> None:
     """Wait for something that takes a bounded time, and is not to be left before its end, however often whoever waits
     is cancelled: who calls this was cancelled already, and raises that behind it."""
     while not task.done():
@@ -39,18 +40,16 @@ class Tasks:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.alive: set[asyncio.Task[Any]] = set()
+        self.alive: set[asyncio.Task[object]] = set()
 
-    def spawn(
-        self, coroutine: Coroutine[Any, Any, T], *, context: contextvars.Context | None = None
-    ) -> asyncio.Task[T]:
+    def spawn(self, coroutine: Coro[T], *, context: contextvars.Context | None = None) -> asyncio.Task[T]:
         """Start a task, which ends with the worker at the latest. context: the one that it runs in, empty if None."""
         task = begin(coroutine, self._loop, context or contextvars.Context())
         self.alive.add(task)
         task.add_done_callback(self.alive.discard)
         return task
 
-    async def done_or_set(self, task: asyncio.Task[Any], event: asyncio.Event) -> None:
+    async def done_or_set(self, task: asyncio.Task[object], event: asyncio.Event) -> None:
         """Wait until that task is done, or that event is set, whichever comes first."""
         waiting = self.spawn(event.wait())
         try:

@@ -74,18 +74,18 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         self._names = names
         self._quorum = quorum
         self._over: bool = False
-        self._calls: dict[int, Future[Any] | MemberCall] = {}
+        self._calls: dict[int, Future[object] | MemberCall] = {}
         self._came: dict[int, Outcome[T] | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
-    def _follow(self, place: int, call: Future[Any]) -> None:
+    def _follow(self, place: int, call: Future[object]) -> None:
         """The call to the member of that place is a Future of its own."""
         call._when_settled(Again(self._take_from, place))
 
-    def _take_from(self, place: int, call: Future[Any]) -> None:
+    def _take_from(self, place: int, call: Future[object]) -> None:
         """The call to the member of that place has settled. As `take`."""
         call._mark_seen()
         if call._arrival is not None:

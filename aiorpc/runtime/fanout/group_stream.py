@@ -125,7 +125,7 @@ class _Taken(NamedTuple):
     error: BaseException | None = None
 
 
-async def _take(stream: Stream[Any]) -> _Taken:
+async def _take(stream: Stream[object]) -> _Taken:
     """A turn of a stream that need not wait. Not a method: the traceback of an error would hold the whole group."""
     try:
         return _Taken(await anext(stream))

@@ -97,7 +97,7 @@ class PeerGroup:
         self,
         func: Batched[..., Arg, T],
         args: Sequence[Arg] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> GroupCall[T]: ...
@@ -107,7 +107,7 @@ class PeerGroup:
         self,
         func: Callable[..., Later[T]],
         args: Sequence[Arg] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> GroupCall[T]: ...
@@ -117,7 +117,7 @@ class PeerGroup:
         self,
         func: Callable[..., T],
         args: Sequence[Arg] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> GroupCall[T]: ...
@@ -143,7 +143,7 @@ class PeerGroup:
         self,
         func: Batched[..., Arg, T],
         args: Sequence[Arg] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> Outcomes[T]: ...
@@ -153,7 +153,7 @@ class PeerGroup:
         self,
         func: Callable[..., Later[T]],
         args: Sequence[Arg] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> Outcomes[T]: ...
@@ -163,7 +163,7 @@ class PeerGroup:
         self,
         func: Callable[..., T],
         args: Sequence[Arg] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> Outcomes[T]: ...

@@ -72,9 +72,9 @@ class Sending:
         self,
         home: Home,
         peers: Sequence[Peer],
-        function: Callable[..., Any] | ObjectMethod | None,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        function: Callable[..., object] | ObjectMethod | None,
+        args: Sequence[object],
+        kwargs: dict[str, object] | None,
         timeout: float,
         *,
         site: CallSite,
@@ -188,7 +188,7 @@ class Sending:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, place: int, group: GroupCall[Any]) -> Future[Any] | MemberCall:
+    def send(self, place: int, group: GroupCall[object]) -> Future[object] | MemberCall:
         """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises.
 
         group: gets what becomes of it, if it is no call of its own.
@@ -258,9 +258,9 @@ class Sending:
 
 
 def send_all(
-    call: GroupCall[Any],
+    call: GroupCall[object],
     places: Sequence[int],
-    send: Callable[[int, GroupCall[Any]], Future[Any] | MemberCall],
+    send: Callable[[int, GroupCall[object]], Future[object] | MemberCall],
     flush: Callable[[], None] = nothing,
 ) -> None:
     """Make the calls to the members of these places, one after the other, unless the call is over before.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable
+from typing import Generic, TypeVar, cast
 
+from ..._typing import Coro
 from ...errors import RpcUsageError
 
 T = TypeVar("T")
 News = asyncio.Event
 
 
-def start(kept: set[object], work: Coroutine[Any, Any, None], news: News) -> asyncio.Task[None]:
+def start(kept: set[object], work: Coro[None], news: News) -> asyncio.Task[None]:
     """Do what a generator waits for, as a task of its own that sets the Event once it is over.
 
     kept: what holds the task until then (`Engine.kept`).

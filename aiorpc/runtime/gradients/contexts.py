@@ -36,6 +36,7 @@ from torch.jit._builtins import _find_builtin
 from ...callbacks import current_autograd as current_autograd
 from ...channels.landing import Arrival
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
+from ...futures import Future
 from ...locks import Lock
 from ...logs import logger
 from ...protocol.codec import Past
@@ -93,7 +94,7 @@ class _Received(torch.autograd.Function):
         return held.pop()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> Any:
         raise RpcUsageError(
             "this tensor came from another worker, where its graph goes on: in place of loss.backward() use "
             "aiorpc.autograd.backward(context_id, [loss])"
@@ -171,7 +172,7 @@ class AutogradContext:
 
     def send(
         self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts
-    ) -> tuple[int, list[int], list[Any]] | None:
+    ) -> tuple[int, list[int], list[list[int] | None]] | None:
         """Remember those that require gradients: number of the message, their places, and for each what is behind it.
 
         None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
@@ -342,7 +343,7 @@ def _named(said: object) -> Iterator[tuple[int, int, int]]:
     return zip(numbers, numbers, numbers, strict=True)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 _KEEPS_PAST = "__aiorpc_keeps_past__"
 #: The arguments with which a drop-in fetches the value of ``RRef(value)``: see `Gradients.fetched`.
 OF_VALUE = [True]
@@ -372,7 +373,7 @@ class Tape:
         self._counts = counts
         self._on_untracked = on_untracked
 
-    def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> Recorded | None:
+    def record(self, tensors: Sequence[Tensor], on_unsent: list[Callable[[], None]]) -> Recorded | None:
         """What the message has to say about its tensors, None for nothing.
 
         on_unsent: a list that gets the function to undo it. Raises Overloaded.
@@ -417,7 +418,8 @@ class Gradients:
         self.sink = sink
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
-        self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
+        # The last call by which a worker was told of a context's end, unanswered.
+        self.farewells: dict[int, Future[Any]] = {}
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing: Trailing = Trailing(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)

@@ -44,7 +44,7 @@ class Foreign:
 FOREIGN = Foreign()
 
 
-Hooks = Mapping[int, Callable[..., Any]]
+Hooks = Mapping[int, Callable[..., object]]
 
 
 class Leaf(NamedTuple):
@@ -110,7 +110,7 @@ def _leaf_of(node: Any) -> Leaf:
 def _registered(register: Callable[[Callable[..., None]], Any]) -> Hooks:
     """torch's own dictionary of a node's hooks, which only the handle of a hook tells of."""
     handle = register(_nothing)
-    hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref()
+    hooks: dict[int, Callable[..., object]] = handle.hooks_dict_ref()
     hooks.pop(handle.id)
     return hooks
 

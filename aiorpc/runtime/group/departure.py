@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 import msgspec
 
+from ..._typing import Coro, Function
 from ...errors import RendezvousError, RpcError, WorkerClosed
 from ...logs import logger
 from ...protocol import leaving
@@ -79,7 +80,7 @@ class Departure:
         *,
         carry_out: Callable[[Outputs], None],
         on_left: Callable[[WorkerRecord], None],
-        verbs: tuple[Any, Any],
+        verbs: tuple[Function, Function],
     ) -> None:
         self.heard: set[int] = set()
         self._home = home
@@ -178,7 +179,7 @@ class Departure:
                 legible("; ".join(named)),
             )
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coro[None]) -> None:
         """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
         task = begin(coroutine, self._engine.loop, self._context)
         self._waits.add(task)

@@ -14,8 +14,9 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
+from ..._typing import Function
 from ...errors import PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
 from ...logs import logger
 from ...protocol import leaving
@@ -220,7 +221,7 @@ class Group:
             case _:
                 self.departure.do(output)
 
-    def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
+    def _tell(self, record: WorkerRecord, function: Function, *args: object) -> None:
         try:
             # Without a limit: a member that is stopped for long has to hear it when it goes on. Nobody says it twice.
             call = self._home.peers.of(record).call(function, args, None, 0.0, system=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from ..._typing import Function
 from ...errors import RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
@@ -38,7 +39,7 @@ class Hearsay:
     is_gone: whether a member has left or was lost. vouch: the handler that is called on others.
     """
 
-    def __init__(self, home: Home, is_gone: Callable[[WorkerRecord], bool], vouch: Any) -> None:
+    def __init__(self, home: Home, is_gone: Callable[[WorkerRecord], bool], vouch: Function) -> None:
         self._home = home
         self._engine = home.engine
         self._is_gone = is_gone

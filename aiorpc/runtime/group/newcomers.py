@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from ... import foreign
+from ..._typing import Coro, Function
 from ...errors import ProtocolError, RendezvousError, RpcError, RpcUsageError, StoreGone, WorkerClosed
 from ...logs import logger
 from ...protocol import leaving
@@ -55,9 +56,9 @@ class Newcomers:
         *,
         carry_out: Callable[[Outputs], None],
         lose: Callable[[WorkerRecord, str], None],
-        is_together: Callable[[WorkerRecord, WorkerRecord], Any],
-        has_left: Callable[[WorkerRecord], Any],
-        verbs: tuple[Any, Any],
+        is_together: Callable[[WorkerRecord, WorkerRecord], Coro[bool]],
+        has_left: Callable[[WorkerRecord], Coro[bool]],
+        verbs: tuple[Function, Function],
     ) -> None:
         self._home = home
         self._engine = home.engine

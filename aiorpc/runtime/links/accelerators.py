@@ -106,7 +106,7 @@ class Accelerators:
             return self._staying() or None
         return going(self.accelerator, self.claims.maps.get(name, {}), name, as_torch=self._as_torch) or None
 
-    def route_back(self, name: str, theirs: Mapping[str, Any]) -> Route | None:
+    def route_back(self, name: str, theirs: Mapping[str, object]) -> Route | None:
         """As `route_to`, for answers to the worker of that name, which has opened the link with that descriptor."""
         if self._stays(name):
             return self._staying() or None
@@ -166,7 +166,7 @@ class Accelerators:
         driver.move(carrier, buffer.carrier, stream)
         return replace(buffer, carrier=carrier, ready=driver.mark(stream))
 
-    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+    def in_background(self, fn: Callable[..., None], *args: object) -> None:
         """Run something that may wait for a device, in a thread. Any thread; nothing happens once the worker closes."""
         try:
             self._threads.submit(fn, *args)
@@ -178,9 +178,9 @@ class Accelerators:
 
     # --- what the two ends of a link tell each other ------------------------------------------------------------------
 
-    def descriptor(self, name: str, *, opener: bool) -> dict[str, Any]:
+    def descriptor(self, name: str, *, opener: bool) -> dict[str, object]:
         """For the worker of that name: what it has to know of the devices here, and the opener's map."""
-        made: dict[str, Any] = {"obstacle": self._obstacle()}
+        made: dict[str, object] = {"obstacle": self._obstacle()}
         if opener:
             made["map"] = {str(a): str(b) for a, b in self.claims.maps.get(name, {}).items()}
         return made
@@ -218,7 +218,7 @@ class Accelerators:
             return DIRECT
         return "" if here or wanted == IPC else STAGING
 
-    def choose(self, record: WorkerRecord, theirs: Mapping[str, Any]) -> tuple[str, str]:
+    def choose(self, record: WorkerRecord, theirs: Mapping[str, object]) -> tuple[str, str]:
         """ipc or staging, and why not the former, as far as that can be told without trying."""
         reason = self._obstacle() or str(theirs.get("obstacle", "it says nothing of devices"))
         if record.host != self._engine.record.host:

@@ -129,7 +129,7 @@ class Link:
         self.connection = connection
         self.record = record
         self.number = number
-        self.released: Sequence[Any] = ()  # what `flush` would send
+        self.released: Sequence[object] = ()  # what `flush` would send
         self.opener = opener
         options = home.engine.options
         self.second: SecondConnection = SecondConnection(self)
@@ -441,12 +441,12 @@ class Link:
     # --- which channels -----------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        mine = {Devices.name: self.on_devices.descriptor()}
+        mine: dict[str, object] = {Devices.name: self.on_devices.descriptor()}
         if self.connection.local and self.engine.options.shared_memory:
             mine[SharedMemory.name] = shared.descriptor()
         self.say(LINK, MESSAGES.write(Introduce(mine)))
 
-    def _on_message(self, fields: list[Any]) -> None:
+    def _on_message(self, fields: list[object]) -> None:
         match MESSAGES.read(fields):
             case Introduce(theirs):
                 self._choose(theirs)
@@ -455,7 +455,7 @@ class Link:
             case Attach():
                 raise ProtocolError("a second connection announced over the first one")
 
-    def _choose(self, theirs: dict[str, Any]) -> None:
+    def _choose(self, theirs: dict[str, object]) -> None:
         """The other end has told what it can use: both ends now come to the same choice of channels.
 
         Whether memory really is shared is proved by the first segment (`channels/shared.py`).
@@ -490,7 +490,7 @@ class Link:
         """Send a message of the link itself that has a buffer. Any thread."""
         self.post(self.distribution.prepare(CHANNEL, number, body, [buffer]))
 
-    def say(self, channel: int, fields: list[Any], *, more: bool = False, unsent: Unsent | None = None) -> None:
+    def say(self, channel: int, fields: list[object], *, more: bool = False, unsent: Unsent | None = None) -> None:
         """Send what a channel says. more: another frame follows at once. unsent: see `FrameWriter.send`."""
         frame = encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields)))
         self.send(CHANNEL, 0, frame, more=more, unsent=unsent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...protocol.families import Family
 
@@ -15,7 +15,7 @@ class Introduce(NamedTuple):
     """What channels I can use. It comes first."""
 
     #: For each channel, by its name, what its other end has to know.
-    channels: dict[str, Any]
+    channels: dict[str, object]
 
 
 class Pipe(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...channels.accelerator import Event, Tensor
 from ...channels.device import Devices
@@ -98,7 +98,7 @@ class LinkDevices:
             self._link.route_back = self._accelerators.route_back(self._link.record.name, theirs)
         self.channel.choose(*self._accelerators.choose(self._link.record, theirs))
 
-    def on_frame(self, frame: Frame, fields: list[Any], failure: Exception | None) -> None:
+    def on_frame(self, frame: Frame, fields: list[object], failure: Exception | None) -> None:
         """A CHANNEL frame for the device channel. failure: why its buffer cannot be had. Raises ProtocolError."""
         if frame.call_id < PIECES:
             self.channel.on_message(fields)
@@ -120,7 +120,7 @@ class LinkDevices:
     def post_buffer(self, message: Message, buffer: Buffer) -> None:
         self._link.post_piece(next(self._pieces), write(ChannelMessage(DEVICE, MESSAGES.write(message))), buffer)
 
-    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+    def later(self, seconds: float, function: Callable[..., object], *args: object) -> None:
         self.on_loop(self._link.engine.loop.call_later, seconds, function, *args)
 
     def on_chosen(self, way: str, reason: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...errors import RendezvousError, SerializationError
 from ...private import exposure
@@ -24,7 +24,6 @@ MIN_SIZE = 16
 SALT_SIZE = 16
 # Bytes of a file that are looked at.
 _MAX_SIZE = 64 * 1024
-_COST: dict[str, Any] = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
 _ADVICE = "give all workers the same random text, for example from: openssl rand -hex 32"
 
 
@@ -96,4 +95,4 @@ def _in_file(path: str | os.PathLike[str]) -> bytes:
 
 def make_key(secret: Secret, salt: bytes) -> Secret:
     """The key of the group that has that salt. It takes its time, without the interpreter lock."""
-    return Secret(hashlib.scrypt(secret, salt=b"aiorpc\0" + salt, **_COST))
+    return Secret(hashlib.scrypt(secret, salt=b"aiorpc\0" + salt, n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import foreign
-from ...channels import layout
+from ...channels import AnyBuffer, layout
 from ...channels.accelerator import Accelerator, DeviceBuffer, Event
 from ...channels.arena import Span, lay_out
 from ...channels.routes import Route
@@ -101,10 +101,10 @@ def _to_host(driver: Accelerator) -> Route:
     return Route(driver, dict.fromkeys(devices, torch.device("cpu")), "that subscribes", "publish tensor.cpu()")
 
 
-def _bring_to_host(driver: Accelerator, found: Sequence[Any]) -> tuple[Sequence[Buffer], Sequence[Event]]:
+def _bring_to_host(driver: Accelerator, found: Sequence[AnyBuffer]) -> tuple[Sequence[Buffer], Sequence[Event]]:
     """The buffers with those on devices on their way to the host, and what to wait for before these are read."""
     buffers: list[Buffer] = []
-    streams: dict[int, Any] = {}
+    streams: dict[int, object] = {}
     for buffer in found:
         if isinstance(buffer, DeviceBuffer):
             stream = streams.setdefault(buffer.index, driver.current(buffer.index))
@@ -124,7 +124,7 @@ def _encode(value: object, reader: _AnyReader, route: Route | None, *, other_mai
     return body, buffers
 
 
-def choose(bodies: Sequence[Any], main: str, engine: Engine) -> Any:
+def choose(bodies: Sequence[object], main: str, engine: Engine) -> Any:
     """What a message says of a value, in the form for this worker; one form stands for both.
 
     main: the main module of who has published it.
@@ -171,7 +171,7 @@ def put_together(
     return values[0]
 
 
-def _decode_on(device: torch.device, said: Values, segments: Sequence[Buffer], safe: bool) -> list[Any]:
+def _decode_on(device: torch.device, said: Values, segments: Sequence[Buffer], safe: bool) -> list[object]:
     """As `decode`, with the tensors on a device."""
     if said.references or not 0 <= said.buffers <= len(segments):
         raise ProtocolError("a published value with remote references, or with more buffers than came")
@@ -199,7 +199,7 @@ def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     return moved
 
 
-def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
+def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
     raise ProtocolError("a published value with remote references")
 
 

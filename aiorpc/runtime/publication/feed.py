@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy
 import torch
@@ -67,7 +67,7 @@ class PublicationsForFeed(Protocol):
         newest: the version that is here already.
         """
 
-    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[Any]:
+    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
         """Ask a worker for its newest version. limit: seconds, 0 for none."""
 
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
@@ -79,7 +79,7 @@ class PublicationsForFeed(Protocol):
     def known(self, worker_id: int) -> WorkerRecord | None:
         """The record of a member, which may have gone; None if it is not known any more."""
 
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[Any]:
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
 
     def tell(self, record: WorkerRecord, message: Message) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from ..._typing import Function
 from ...errors import NotAllowed, PeerLeft, PeerLost, RendezvousError, RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
@@ -230,6 +231,6 @@ class Names:
         if refusal is not None:
             raise refusal
 
-    async def _ask(self, record: WorkerRecord, function: Any, said: bytes) -> Any:
+    async def _ask(self, record: WorkerRecord, function: Function, said: bytes) -> Any:
         limit = self._engine.bounds.vouch
         return await self._home.peers.of(record).call(function, (said,), None, limit, system=True)

@@ -11,12 +11,13 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..._typing import Function
 from ...callbacks import Again
 from ...errors import NotAllowed, Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
@@ -170,7 +171,7 @@ class Publications:
         future._loop, future._home_thread, future._executor = engine.loop, engine.thread, engine.pool
         return future
 
-    def _begin(self, future: Future[Any], make: Callable[[], Any]) -> None:
+    def _begin(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
         """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
         self._pending.add(future)
         future._when_settled(Again(self._pending.discard))
@@ -178,7 +179,7 @@ class Publications:
         if self._engine.closed:  # `close` may not have seen it
             future._settle(None, self._engine.lifetime.why_closed())
 
-    def _spawn(self, future: Future[Any], make: Callable[[], Any]) -> None:
+    def _spawn(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
         async def run() -> None:
             try:
                 await make()
@@ -303,7 +304,7 @@ class Publications:
         await self._say(record, unpublished, Unpublished(claim.name, claim.turn), lambda: True)
 
     async def _say(
-        self, record: WorkerRecord, function: Any, message: Claim | Unpublished, goes_on: Callable[[], bool]
+        self, record: WorkerRecord, function: Function, message: Claim | Unpublished, goes_on: Callable[[], bool]
     ) -> Any:
         """Say something to a worker until it has heard it, as one that is overloaded runs no calls. Its answer.
 
@@ -448,11 +449,11 @@ class Publications:
         """The record of a member, which may have gone; None if it is not known any more."""
         return self._home.group.members.get(worker_id)
 
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
         """Ask a worker for some bytes of a version, without a limit."""
         return self._home.peers.of(record).call(pieced, (write(message),), None, 0.0, system=True)
 
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[Any]:
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
         said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
         return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
@@ -488,7 +489,7 @@ class Publications:
             data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
         return Results((write(edition), *newest.bodies, *data))
 
-    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[Any]:
+    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
         """Ask a worker for its newest version. limit: seconds, 0 for none."""
         return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
 
@@ -501,7 +502,7 @@ class Publications:
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
             call._when_settled(Again(self._told, record, message))
 
-    def _told(self, record: WorkerRecord, message: Message, future: Future[Any]) -> None:
+    def _told(self, record: WorkerRecord, message: Message, future: Future[object]) -> None:
         """Any thread. It may run twice: what is told twice is as if it were told once."""
         if isinstance(future.exception(), Overloaded):
             self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)

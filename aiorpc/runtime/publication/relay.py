@@ -45,13 +45,13 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 class PublicationsForRelay(Protocol):
     """What a relay needs of the other workers."""
 
-    def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
+    def want(self, record: WorkerRecord, message: Want) -> Future[object]:
         """Ask a worker for its newest version."""
 
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
         """Ask a worker for some bytes of a version."""
 
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[Any]:
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
@@ -171,7 +171,7 @@ class Relay(Shelf):
         # Who has stalled is passed by; the publisher may take its time. It counts from the piece before: a slow link
         # needs long for all that are under way.
         patience = self._engine.options.rpc_timeout if source == self.publisher else self._engine.bounds.stalled
-        under_way: deque[tuple[int, Future[Any]]] = deque()
+        under_way: deque[tuple[int, Future[object]]] = deque()
         try:
             while stored.filled < size:
                 while at < size and len(under_way) < UNDER_WAY:
@@ -195,7 +195,7 @@ class Relay(Shelf):
             if stored.filled < size:  # behind the pieces: the source keeps the version no longer for this worker
                 self._publications.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
 
-    async def _within(self, patience: float, future: Future[Any], source: WorkerRecord) -> Any:
+    async def _within(self, patience: float, future: Future[object], source: WorkerRecord) -> Any:
         """A piece. RpcTimeout after so many seconds; 0 for no limit."""
         try:
             async with asyncio.timeout(patience or None):

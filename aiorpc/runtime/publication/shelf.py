@@ -19,11 +19,12 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy
 import torch
 
+from ..._typing import T
 from ...channels.arena import Span
 from ...channels.segments import Bytes
 from ...channels.slots import SharedSlot, SharedSlots
@@ -434,13 +435,13 @@ class Shelf:
 
 
 async def in_background(
-    engine: Engine, work: Callable[[], Any], submit: Callable[[Callable[[], None]], None] | None = None
-) -> Any:
+    engine: Engine, work: Callable[[], T], submit: Callable[[Callable[[], None]], None] | None = None
+) -> T:
     """Have something done in a background thread that takes long. It is not cancelled with whoever awaits it.
 
     submit: hands it to a thread, those of the engine if None.
     """
-    outcome: Future[Any] = Future()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 from ... import foreign
+from ..._typing import T
 from ...callbacks import Repeatable
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, WorkerClosed
 from ...futures import Future
@@ -69,7 +70,7 @@ _FLUSH_PAUSE = 0.001
 _OFTEN = 0.002
 
 #: A value that nobody holds any more, and why there is none if it was never created.
-_Freed = tuple[Future[Any], str]
+_Freed = tuple[Future[object], str]
 _NO_CREATOR = "its creator is gone or gave up"
 
 _new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
@@ -100,7 +101,7 @@ class LeakedReference:
     made_at: str
 
 
-class _ValueFuture(Future[Any]):
+class _ValueFuture(Future[object]):
     """The Future of the value of a reference. Whoever waits for it does not own it, so nobody can cancel it.
 
     Each who waits gets an error of its own: this one stays as long as any handle of the reference, and the frames of
@@ -118,7 +119,7 @@ class _ValueFuture(Future[Any]):
         raise foreign.with_traceback(copied, self._trace)
 
 
-class _Watched(ref["RRef[Any]"]):
+class _Watched(ref["RRef[object]"]):
     """A handle, as the references know it. It is told of its death. rref, fork: its own, once the table counts it."""
 
     __slots__ = ("fork", "rref")
@@ -142,7 +143,7 @@ class Creation(Repeatable):
         self._fork = fork
         self.asked: bool = False
 
-    def __call__(self, future: Future[Any]) -> None:
+    def __call__(self, future: Future[object]) -> None:
         """The answer has come."""
         self._references._on_created(self._rref, self._fork, future, self.asked)
 
@@ -176,7 +177,7 @@ class References:
         self._unknown: set[int] = set()
         self._handles: dict[ReferenceId, _Watched] = {}
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
-        self._died: deque[Any] = deque()  # `_Watched`
+        self._died: deque[_Watched] = deque()
         self._pausing = False  # whether `flush` will be called, after a pause
         self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
@@ -191,7 +192,7 @@ class References:
         """The workers that this one knows."""
         return self.home.peers
 
-    def own(self, value: Any, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]:
+    def own(self, value: Any, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
         future = self._new_value()
         future._arrival = self._accelerators.arrival(value)
@@ -204,14 +205,14 @@ class References:
             self._handles[fork] = watched
         return rref, fork
 
-    def refer_to(self, value: Any) -> RRef[Any]:
+    def refer_to(self, value: T) -> RRef[T]:
         """A handle of a new reference to a value of this worker. Any thread."""
-        handle = self.handle_class.__new__(self.handle_class)
+        handle: RRef[T] = self.handle_class.__new__(self.handle_class)
         rref, fork = self.own(value, handle)
         handle._bind(self, rref, fork, self.engine.id, sys._getframe(1))
         return handle
 
-    def handles(self) -> dict[ReferenceId, RRef[Any]]:
+    def handles(self) -> dict[ReferenceId, RRef[object]]:
         """The handles that are alive, by their forks."""
         watched = self._handles.copy().items()
         return {fork: handle for fork, each in watched if (handle := each()) is not None}
@@ -220,13 +221,13 @@ class References:
         self,
         peer: Any,
         function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        args: Sequence[object],
+        kwargs: dict[str, object] | None,
         timeout: float,
         *,
         depth: int,
         keeps: Any = None,
-    ) -> RRef[Any]:
+    ) -> RRef[object]:
         """An RRef of the result of a call on `peer`; returns at once. keeps: as of `Peer.call`.
 
         Raises SerializationError, with nothing sent.
@@ -236,7 +237,7 @@ class References:
         handle = self.handle_class.__new__(self.handle_class)
         watched = _Watched(handle, self._died.append)
         fork: ReferenceId | None = None
-        call: Future[Any] | None = None
+        call: Future[object] | None = None
         try:
             with self._lock:
                 rref, fork = self._table.create(owner)  # as in `own`
@@ -257,7 +258,7 @@ class References:
             raise
         return handle
 
-    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any], asked: bool) -> None:
+    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object], asked: bool) -> None:
         error = future._error
         if error is None:
             self._run(self._table.created, rref, fork)
@@ -273,7 +274,7 @@ class References:
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
             self.end_waits(rref, future)
 
-    def end_waits(self, rref: ReferenceId, creation: Future[Any]) -> None:
+    def end_waits(self, rref: ReferenceId, creation: Future[object]) -> None:
         """The creation of a value has failed here: the calls that this worker has made to the value end with that.
 
         Their own time may be longer, or without a limit, and the owner may never answer. Any thread.
@@ -318,7 +319,7 @@ class References:
             handles.append(handle)
         return handles
 
-    def _load_lent(self, passed: PassedReference, sender: int) -> RRef[Any]:
+    def _load_lent(self, passed: PassedReference, sender: int) -> RRef[object]:
         """A handle of a value here that the sender keeps until its call has ended. It is not counted: it has the value.
 
         If that is not there yet, it is counted after all. If it is gone, as the sender has given up the call meanwhile,
@@ -337,7 +338,7 @@ class References:
                 self.count(handle)
         return handle
 
-    def count(self, handle: RRef[Any]) -> None:
+    def count(self, handle: RRef[object]) -> None:
         """A handle that was lent is counted from now on. Any thread. RpcUsageError if its value is gone."""
         watched = _Watched(handle, self._died.append)
         with self._lock:
@@ -352,7 +353,7 @@ class References:
                 self._handles[fork] = watched
                 handle._fork = fork
 
-    def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int:
+    def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
 
         position: where the handle is among the values, if it is a value by itself and not inside of another one.
@@ -422,8 +423,8 @@ class References:
                     future._settle(None, RpcError(gone))
         return future
 
-    def _new_value(self) -> Future[Any]:
-        future: Future[Any] = _ValueFuture()
+    def _new_value(self) -> Future[object]:
+        future: Future[object] = _ValueFuture()
         future._loop, future._home_thread = self.engine.loop, self.engine.thread
         future._subject = "the value of a reference"
         future._executor = self.engine.pool
@@ -549,7 +550,7 @@ class References:
             self._handles.pop(dropped, None)  # behind that: who is interrupted before finds it among those that died
             self._release(freed)
 
-    def _run(self, event: Callable[..., Outputs], *args: Any) -> None:
+    def _run(self, event: Callable[..., Outputs], *args: object) -> None:
         with self._lock:
             freed = self._carry_out(event(*args))
         self._release(freed)
