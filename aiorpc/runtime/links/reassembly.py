@@ -37,7 +37,7 @@ class Assembly:
 
     def __init__(self, parcel: Parcel) -> None:
         self.parcel: Parcel = parcel
-        self.buffers: list[object] = [None] * len(parcel.wires)
+        self.buffers: list[Any] = [None] * len(parcel.wires)
         self.missing: int = 0
         self.failure: Exception | None = None
         self.landing: Landing | None = None
