@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from ...callbacks import block_observer
@@ -134,7 +134,9 @@ def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit
             generator.close()
 
 
-async def serve_async_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
+async def serve_async_generator(
+    sender: ItemSender, call: ServedCall, generator: AsyncIterator[object], credit: int, room: Room
+) -> None:
     """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
     credits = call.credits = AsyncCredits(credit, room)
     try:

@@ -71,7 +71,7 @@ class Peer(Addressee):
         later: bool = False,
         depth: int = 2,
         one_try: Try | None = None,
-        keeps: Any = None,
+        keeps: object = None,
     ) -> CallFuture:
         """Send one call and return its Future at once. Any thread.
 
@@ -245,7 +245,7 @@ class Peer(Addressee):
     def _for_other_main(
         self,
         entry: FunctionEntry,
-        function: Any,
+        function: object,
         head: tuple[object, ...],
         values: list[Any],
         tape: Tape | None,

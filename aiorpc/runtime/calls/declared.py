@@ -211,7 +211,7 @@ def _slot(function: str, name: str, annotation: object) -> _Slot:
     return _Slot(name, whole, None, tensor, bool(references), optional)
 
 
-def _kind(function: str, name: str, annotation: object) -> Any:
+def _kind(function: str, name: str, annotation: object) -> object:
     """The class that an annotation is about, for one that is not a union. TypeError if it is not read here."""
     inner = annotation
     while get_origin(inner) is Annotated:

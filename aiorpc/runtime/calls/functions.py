@@ -96,7 +96,7 @@ def async_execution(fn: G) -> G:
     Raised here: RpcUsageError for an ``async def``, which needs no mark, for a generator function, and for what is no
     function.
     """
-    target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    target: object = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     if not callable(target):
         raise RpcUsageError(f"async_execution decorates a function that returns a Future, not {target!r:.80}")
     match _kind_of(_without_partials(target)):
@@ -203,7 +203,7 @@ def is_intrinsic(function: object) -> bool:
     return _is_marked(function, _MARKS)
 
 
-def is_declared(function: object) -> bool:
+def is_declared(function: Any) -> bool:
     """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
     return _is_marked(function, (*_MARKS, _BY_RIGHT))
 
@@ -324,8 +324,8 @@ def normal(name: str) -> str:
     return f"__main__:{qualname}" if colon and is_main(module) else name
 
 
-def _lookup(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+def _lookup(module: str, qualname: str) -> object:
+    found: object = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found

@@ -97,7 +97,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         # Without its frames, which hold what was to be sent, and this call.
         self._take(place, None, foreign.with_traceback(error, None))
 
-    def _take(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take(self, place: int, value: object, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
         Raises nothing, but for what a signal handler does; the outcome is taken then.
