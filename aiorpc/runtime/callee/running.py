@@ -20,7 +20,7 @@ from typing import Any
 from torch import is_grad_enabled, set_grad_enabled
 
 from ... import foreign
-from ..._typing import Coro
+from ..._typing import Coro, T
 from ...callbacks import Again
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
@@ -569,7 +569,7 @@ def _function_of(call: ServedCall) -> Callable[..., object]:
     return call.handler.function
 
 
-def _itself(coroutine: object) -> Any:
+def _itself(coroutine: T) -> T:
     """A function for a coroutine that another function has given."""
     return coroutine
 

@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch._library.custom_ops import CustomOpDef
 
+from ..._typing import Function
 from ...errors import RpcUsageError
 from ...protocol.codec import find_main
 from ...protocol.main_module import is_main, unite
@@ -48,7 +49,7 @@ _RESOURCE = "_aiorpc_resource"
 _BY_RIGHT = "_aiorpc_by_right"
 _OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
 _WILD = re.compile(r"[*?\[]")
-_Missing: Any = type("_Missing", (), {})  # stands where there may be None
+_Missing = type("_Missing", (), {})  # stands where there may be None
 
 
 class Mode(Enum):
@@ -203,7 +204,7 @@ def is_intrinsic(function: object) -> bool:
     return _is_marked(function, _MARKS)
 
 
-def is_declared(function: Any) -> bool:
+def is_declared(function: Function) -> bool:
     """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
     return _is_marked(function, (*_MARKS, _BY_RIGHT))
 
@@ -246,7 +247,7 @@ def classify(function: Callable[..., object], name: str) -> Handler:
     return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), declared, wrapper)
 
 
-def _declared(function: Any) -> Declaration | None:
+def _declared(function: Function) -> Declaration | None:
     marked = function.__func__ if type(function) is MethodType else function
     return declaration_of(marked) if is_declared(marked) else None
 
@@ -384,7 +385,7 @@ def find_place(name: str, *, ask: bool) -> NamedPlace | None:
     """
     module, _, qualname = name.partition(":")
     first, *others = qualname.split(".")
-    found = _Missing
+    found: object = _Missing
     for each in MAIN_NAMES if module in MAIN_NAMES else (module,):
         space = sys.modules.get(each)
         if found is _Missing and space is not None:
@@ -408,7 +409,7 @@ def leads_astray(name: str) -> bool:
     return any(place is not None and not isinstance(place.found, type) for place in places)
 
 
-def _in_class(kind: type, name: str) -> Any:
+def _in_class(kind: type, name: str) -> object:
     return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), _Missing)
 
 

@@ -423,7 +423,7 @@ class Gradients:
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
         # The last call by which a worker was told of a context's end, unanswered.
-        self.farewells: dict[int, Future[Any]] = {}
+        self.farewells: dict[int, Future[bytes]] = {}
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing: Trailing = Trailing(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)

@@ -112,7 +112,7 @@ class _ValueFuture(Future[object]):
     def cancel(self, msg: object = None) -> bool:
         return False
 
-    def _outcome(self) -> Any:
+    def _outcome(self) -> object:
         copied = None if self._error is None else foreign.copy_of(self._error)
         if copied is None:
             return super()._outcome()
