@@ -320,7 +320,7 @@ class Runner:
             # and is used again while it is still in the caches.
             # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
             context = copy_context()
-            result = [context.run(handler.function, *args, **kwargs)]
+            result: list[Any] = [context.run(handler.function, *args, **kwargs)]
             args.clear()
             kwargs.clear()
             if handler.wrapper:

@@ -115,11 +115,12 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
             self._take_the_rest(place, value, error)
             raise
 
-    def _take_the_rest(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take_the_rest(self, place: int, value: object, error: BaseException | None) -> None:
         """Do what an interrupted `take` has left to do: nobody else will."""
         came = self._came
         if _OVER not in came:
-            came.setdefault(place, Outcome(self._names[place], value, error, error is None or came_from_afar(error)))
+            answered = error is None or came_from_afar(error)
+            came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
         if _OVER in came or len(came) >= len(self._names) or self._decided():
             self._end()
         self._wake()

@@ -86,7 +86,7 @@ class HomeForRRef(Protocol):
         *,
         depth: int,
         keeps: object,
-    ) -> BlockingIterator[Any]:
+    ) -> BlockingIterator[object]:
         """The items of a method of a value (`caller.stream.open_stream`)."""
 
 
@@ -238,7 +238,7 @@ class RRef(Generic[T_co]):
             self._references.end_waits(self._rref, creation)
         return call
 
-    def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[Any]:
+    def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[object]:
         """Call a method of the value on its owner; for the runtime's own."""
         if self._creating is not None:
             self._ask()
