@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import MethodType
 
 import torch
 
@@ -94,7 +94,7 @@ def no_function(value: object, worker: str, verb: str = "call") -> str:
     )
 
 
-def warn_of_copy(method: Any, worker: str, depth: int) -> None:
+def warn_of_copy(method: MethodType, worker: str, depth: int) -> None:
     """Say, once for each line of a program, that a bound method travels with a copy of its object.
 
     depth: how many stack frames up that line is.

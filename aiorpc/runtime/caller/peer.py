@@ -150,7 +150,7 @@ class Peer(Addressee):
                     raise RpcUsageError(no_function(function, self.name))
                 named = None
                 values.insert(0, function)
-                if kind is MethodType and not self._home.gradients.as_torch:
+                if type(function) is MethodType and not self._home.gradients.as_torch:
                     warn_of_copy(function, self.name, depth + 1)
         remaining = None if deadline is None else deadline - now
         once = None if one_try is None else one_try.once

@@ -166,7 +166,7 @@ def encode(
 
 
 def _in_general(
-    values: list[Any], out: Outgoing, route: Route | None, tape: Recorder | None
+    values: list[object], out: Outgoing, route: Route | None, tape: Recorder | None
 ) -> tuple[Values, Sequence[AnyBuffer]]:
     """What a message says of any values, and its buffers; what there is to undo stands in `out`."""
     said = encode_values(values, out)
