@@ -7,7 +7,7 @@ leaves the calls alone that have come by then.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...errors import RpcUsageError, UnknownObject
 from ...locks import Lock
@@ -84,7 +84,7 @@ class Objects:
             self.by_name[name] = served
         return served
 
-    def find(self, name: str, method: str, caller: str, *, tell: bool) -> Any:
+    def find(self, name: str, method: str, caller: str, *, tell: bool) -> object:
         """The object of that name, for a call of a method of it. tell: whether the caller may hear which there are.
 
         Raises UnknownObject.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
 
 from ...callbacks import block_observer
 from ..calls.current import ServedCall
@@ -116,7 +116,7 @@ class ThreadCredits:
             return not self._stopped
 
 
-def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
+def serve_generator(sender: ItemSender, call: ServedCall, generator: Iterator[object], credit: int, room: Room) -> None:
     """In a pool thread: send what a generator yields, until it ends or nobody listens."""
     credits = call.credits = ThreadCredits(credit, room)
     if call.cancelled:  # before there was anything that `Service.cancel` could stop
@@ -134,7 +134,9 @@ def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit
             generator.close()
 
 
-async def serve_async_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
+async def serve_async_generator(
+    sender: ItemSender, call: ServedCall, generator: AsyncIterator[object], credit: int, room: Room
+) -> None:
     """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
     credits = call.credits = AsyncCredits(credit, room)
     try:

@@ -168,10 +168,10 @@ class Resolver:
                     when_done(value, partial(self._found_value, name, call))
             case ObjectMethod(of, name):
                 call.function = f"{of}.{name}"
-                value = self._objects.find(of, name, self._caller_name, tell=self._permits is None)
+                served = self._objects.find(of, name, self._caller_name, tell=self._permits is None)
                 if not is_public(name):
                     raise RpcUsageError(f"{name:.130} of the object {of!r} is private: an object serves public methods")
-                self._call(name, call, value, of)
+                self._call(name, call, served, of)
             case Fetch(worker, number, key):
                 call.function = "to_here"
                 self._engine.counters.served_users += 1  # nothing is run for it, so nobody else counts it

@@ -20,6 +20,7 @@ from typing import Any
 from torch import is_grad_enabled, set_grad_enabled
 
 from ... import foreign
+from ..._typing import Coro, T
 from ...callbacks import Again
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
@@ -319,7 +320,7 @@ class Runner:
             # and is used again while it is still in the caches.
             # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
             context = copy_context()
-            result = [context.run(handler.function, *args, **kwargs)]
+            result: list[Any] = [context.run(handler.function, *args, **kwargs)]
             args.clear()
             kwargs.clear()
             if handler.wrapper:
@@ -473,7 +474,7 @@ class Runner:
             if within is not None:
                 current_autograd.reset(within)
 
-    def _create_task(self, call: ServedCall, coroutine: Any) -> None:
+    def _create_task(self, call: ServedCall, coroutine: Coro[object]) -> None:
         if call.cancelled:
             coroutine.close()
             return
@@ -487,7 +488,12 @@ class Runner:
                 current_autograd.reset(within)
 
     def _serve_coroutine(
-        self, call: ServedCall, function: object, args: list[object], kwargs: dict[str, object], existing: object = None
+        self,
+        call: ServedCall,
+        function: object,
+        args: list[object],
+        kwargs: dict[str, object],
+        existing: Coro[object] | None = None,
     ) -> None:
         """Run what the function gives as a task. Nothing of it exists before the task begins: where a loop ends before
         that, no coroutine is left that was never awaited. existing: one that a function has given already.
@@ -500,7 +506,7 @@ class Runner:
             self._tasks.add(task)
             call.on_cancel = partial(self._cancel_task, task, coroutine, existing)
 
-    def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, existing: Any) -> None:
+    def _cancel_task(self, task: asyncio.Task[None], coroutine: Coro[None], existing: Coro[object] | None) -> None:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # nothing of it has run, so nothing of it will
             self._tasks.discard(task)
             if existing is not None:
@@ -563,7 +569,7 @@ def _function_of(call: ServedCall) -> Callable[..., object]:
     return call.handler.function
 
 
-def _itself(coroutine: object) -> Any:
+def _itself(coroutine: T) -> T:
     """A function for a coroutine that another function has given."""
     return coroutine
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,7 +19,17 @@ from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Call, Function, Goodbye, read_call, read_cancel, read_credit, read_goodbye, write
+from ...protocol.messages import (
+    Call,
+    Function,
+    Goodbye,
+    Recorded,
+    read_call,
+    read_cancel,
+    read_credit,
+    read_goodbye,
+    write,
+)
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
@@ -78,7 +88,7 @@ class PeerForService(answers.PeerForAnswers, Protocol):
     def unsent(self) -> int:
         """How many messages wait to be sent to that worker."""
 
-    def track(self, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
+    def track(self, said: Recorded, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that worker, placed in the autograd graph as the message says."""
 
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from ...channels.landing import Arrival
 from ...protocol.frames import CALL, CHANNEL, PARCEL, RELEASE, Frame
 from ...protocol.messages import Call, Function, read_call
 from ...protocol.reference_messages import all_lent
@@ -45,7 +46,7 @@ class Found(NamedTuple):
     mode: Mode
     value: object
     attribute: object
-    arrival: Any
+    arrival: Arrival | None
 
 
 class ServiceForStanding(Protocol):

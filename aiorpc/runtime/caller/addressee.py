@@ -29,7 +29,7 @@ from ...locks import RLock
 from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Cancel, Goodbye, read_goodbye, write
+from ...protocol.messages import Cancel, Goodbye, Recorded, read_goodbye, write
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
@@ -362,7 +362,7 @@ class Addressee:
         assert self.record is not None, "an answer came over a connection, so the peer is known"
         return self._home.references.load(passed, self.record.id, left)
 
-    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
+    def track(self, said: Recorded, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from this peer, placed in the autograd graph. said: what the message says of them.
 
         See `Gradients.receive`.

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from ..._typing import Function
 from ..calls.declared import Declaration
@@ -55,7 +54,7 @@ class KnownFunctions(dict[object, FunctionEntry]):
         self._peer = peer
         self._numbers = itertools.count()
 
-    def __missing__(self, function: Any) -> FunctionEntry:
+    def __missing__(self, function: Function) -> FunctionEntry:
         name = find_name(function, self._peer.same_main)
         if name is not None:
             entry = FunctionEntry(name, next(self._numbers))

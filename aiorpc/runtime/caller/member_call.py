@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...channels.landing import Arrival
 from ...errors import RpcError
@@ -24,7 +24,7 @@ class PeerForMember(Protocol):
 class CallOfGroup(Protocol):
     """The call of the whole group (`GroupCall`)."""
 
-    def _take(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take(self, place: int, value: object, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
         Raises nothing, but for what a signal handler does; the outcome is taken then.

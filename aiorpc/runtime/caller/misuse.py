@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import MethodType
 
 import torch
 
@@ -19,12 +19,14 @@ OF_VERBS = frozenset(("timeout", "retries", "backoff", "idempotent", "args", "kw
 OF_GROUPS = OF_VERBS | {"quorum"}
 
 
-def check_keywords(function: Any, kwargs: Mapping[str, object], worker: str, verb: str = "peer") -> None:
+def check_keywords(function: object, kwargs: Mapping[str, object], worker: str, verb: str = "peer") -> None:
     """Raise RpcUsageError for a keyword that was meant for aiorpc, if the function does not take it.
 
     Nothing is said about functions that do not tell which arguments they take, and about methods of references.
     verb: what makes the handle that the call is made through.
     """
+    if not callable(function):
+        return
     try:
         parameters = signature(function, follow_wrapped=False).parameters
     except (TypeError, ValueError):
@@ -92,7 +94,7 @@ def no_function(value: object, worker: str, verb: str = "call") -> str:
     )
 
 
-def warn_of_copy(method: Any, worker: str, depth: int) -> None:
+def warn_of_copy(method: MethodType, worker: str, depth: int) -> None:
     """Say, once for each line of a program, that a bound method travels with a copy of its object.
 
     depth: how many stack frames up that line is.

@@ -26,7 +26,7 @@ from ...logs import logger
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Values, read_error, read_values
+from ...protocol.messages import Recorded, Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference, ReferenceId
 from ...protocol.states import PeerState
 from ...sites import describe_site
@@ -90,7 +90,7 @@ class PeerForOwed(Protocol):
     ) -> Sequence[object]:
         """Handles of the references in a message from the peer. left: the same, without those that were taken."""
 
-    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
+    def track(self, said: Recorded, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
 
 

@@ -71,7 +71,7 @@ class Peer(Addressee):
         later: bool = False,
         depth: int = 2,
         one_try: Try | None = None,
-        keeps: Any = None,
+        keeps: object = None,
     ) -> CallFuture:
         """Send one call and return its Future at once. Any thread.
 
@@ -150,7 +150,7 @@ class Peer(Addressee):
                     raise RpcUsageError(no_function(function, self.name))
                 named = None
                 values.insert(0, function)
-                if kind is MethodType and not self._home.gradients.as_torch:
+                if type(function) is MethodType and not self._home.gradients.as_torch:
                     warn_of_copy(function, self.name, depth + 1)
         remaining = None if deadline is None else deadline - now
         once = None if one_try is None else one_try.once
@@ -245,7 +245,7 @@ class Peer(Addressee):
     def _for_other_main(
         self,
         entry: FunctionEntry,
-        function: Any,
+        function: object,
         head: tuple[object, ...],
         values: list[Any],
         tape: Tape | None,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ... import foreign
 from ...callbacks import Again, Executor, current_autograd
@@ -172,7 +172,7 @@ class Retries:
             future.close()
 
 
-class RetriedFuture(Unawaited, Future[Any]):
+class RetriedFuture(Unawaited, Future[object]):
     """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`.
 
     reached: the peers that earlier tries were sent to, each as often as that was, and that may know of them. A try that

@@ -49,7 +49,7 @@ class RewordedFuture(Unawaited, Future[Any]):
             self.cancel()
             raise
 
-    def _value_of(self, call: Future[object]) -> Any:
+    def _value_of(self, call: Future[object]) -> object:
         """What this has for the value of the call, which has settled."""
         return call._value
 

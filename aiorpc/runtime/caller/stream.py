@@ -257,7 +257,7 @@ def open_stream(
     2.
     """
     window = peer.engine.options.stream_window
-    stream: Stream[Any] = Stream(peer, window, timeout)
+    stream: Stream[object] = Stream(peer, window, timeout)
     end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
     try:
         stream._start(end)

@@ -278,7 +278,7 @@ class Registry(Generic[N]):
         if lifetime is None or lifetime is self._ended:
             self._ended = None
 
-    def host(self, worker: Any) -> Any:
+    def host(self, worker: object) -> Any:
         """Make that the hosted worker if there is none, and return None; else return the one that there is."""
         with self._lock:
             if self.hosted is None:

@@ -29,6 +29,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 import msgspec
 from torch import Tensor
 
+from ..._typing import T
 from ...errors import ProtocolError
 from ...protocol.messages import Values
 
@@ -164,7 +165,7 @@ class Declaration:
             raise self._refusal(f"argument {self._shown(position)}: {text}") from None
         return read
 
-    def _unpack(self, decoder: msgspec.msgpack.Decoder[Any], value: Any, position: int) -> Any:
+    def _unpack(self, decoder: msgspec.msgpack.Decoder[T], value: Any, position: int) -> T:
         try:
             return decoder.decode(value)
         except msgspec.MsgspecError as error:  # it names types, lengths and places, and no values
@@ -211,7 +212,7 @@ def _slot(function: str, name: str, annotation: object) -> _Slot:
     return _Slot(name, whole, None, tensor, bool(references), optional)
 
 
-def _kind(function: str, name: str, annotation: object) -> Any:
+def _kind(function: str, name: str, annotation: object) -> object:
     """The class that an annotation is about, for one that is not a union. TypeError if it is not read here."""
     inner = annotation
     while get_origin(inner) is Annotated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 from ... import errors, foreign
@@ -127,7 +128,7 @@ def _pack_fields(error: BaseException) -> bytes | None:
 
 def _set_fields(error: BaseException, packed: bytes | None) -> None:
     """Set those fields that the error has, to what is of their type; whatever else was sent is nothing."""
-    said: Any = None
+    said: object = None
     with contextlib.suppress(ProtocolError, ValueError):
         (said,) = unpack(packed) if packed is not None else (None,)
     if type(said) is not dict:
@@ -145,7 +146,7 @@ def _names(value: tuple[str, ...]) -> list[str]:
     return [_valid(each) for each in value[:_MOST_NAMES]]
 
 
-def _are_names(value: Any, kind: type[Any]) -> bool:
+def _are_names(value: object, kind: type[Iterable[object]]) -> bool:
     """Whether that is a tuple, or a list, of texts."""
     return type(value) is kind and all(type(each) is str for each in value)
 

@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch._library.custom_ops import CustomOpDef
 
+from ..._typing import Function
 from ...errors import RpcUsageError
 from ...protocol.codec import find_main
 from ...protocol.main_module import is_main, unite
@@ -47,7 +48,7 @@ _RESOURCE = "_aiorpc_resource"
 _BY_RIGHT = "_aiorpc_by_right"
 _OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
 _WILD = re.compile(r"[*?\[]")
-_Missing: Any = type("_Missing", (), {})  # stands where there may be None
+_Missing = type("_Missing", (), {})  # stands where there may be None
 
 
 class Mode(Enum):
@@ -95,7 +96,7 @@ def async_execution(fn: G) -> G:
     Raised here: RpcUsageError for an ``async def``, which needs no mark, for a generator function, and for what is no
     function.
     """
-    target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    target: object = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     if not callable(target):
         raise RpcUsageError(f"async_execution decorates a function that returns a Future, not {target!r:.80}")
     match _kind_of(_without_partials(target)):
@@ -202,7 +203,7 @@ def is_intrinsic(function: object) -> bool:
     return _is_marked(function, _MARKS)
 
 
-def is_declared(function: object) -> bool:
+def is_declared(function: Function) -> bool:
     """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
     return _is_marked(function, (*_MARKS, _BY_RIGHT))
 
@@ -245,7 +246,7 @@ def classify(function: Callable[..., object], name: str) -> Handler:
     return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), declared, wrapper)
 
 
-def _declared(function: Any) -> Declaration | None:
+def _declared(function: Function) -> Declaration | None:
     marked = function.__func__ if type(function) is MethodType else function
     return declaration_of(marked) if is_declared(marked) else None
 
@@ -323,8 +324,8 @@ def normal(name: str) -> str:
     return f"__main__:{qualname}" if colon and is_main(module) else name
 
 
-def _lookup(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+def _lookup(module: str, qualname: str) -> object:
+    found: object = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found
@@ -383,7 +384,7 @@ def find_place(name: str, *, ask: bool) -> NamedPlace | None:
     """
     module, _, qualname = name.partition(":")
     first, *others = qualname.split(".")
-    found = _Missing
+    found: object = _Missing
     for each in MAIN_NAMES if module in MAIN_NAMES else (module,):
         space = sys.modules.get(each)
         if found is _Missing and space is not None:
@@ -407,7 +408,7 @@ def leads_astray(name: str) -> bool:
     return any(place is not None and not isinstance(place.found, type) for place in places)
 
 
-def _in_class(kind: type, name: str) -> Any:
+def _in_class(kind: type, name: str) -> object:
     return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), _Missing)
 
 

@@ -36,7 +36,7 @@ ReferenceLoader = Callable[[Sequence[PassedReference]], Sequence[object]]
 #: Gives the tensors of a message their place in the autograd graph, which the message says. Returns the tensors, and a
 #: function that does the same for those that are taken apart inside of the pickle, given the number of the tensor among
 #: these.
-GradientLoader = Callable[[Any, Sequence[Tensor]], tuple[Sequence[Tensor], Past | None]]
+GradientLoader = Callable[[Recorded, Sequence[Tensor]], tuple[Sequence[Tensor], Past | None]]
 
 
 class Results(tuple[Any, ...]):
@@ -166,7 +166,7 @@ def encode(
 
 
 def _in_general(
-    values: list[Any], out: Outgoing, route: Route | None, tape: Recorder | None
+    values: list[object], out: Outgoing, route: Route | None, tape: Recorder | None
 ) -> tuple[Values, Sequence[AnyBuffer]]:
     """What a message says of any values, and its buffers; what there is to undo stands in `out`."""
     said = encode_values(values, out)

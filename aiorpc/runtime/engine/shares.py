@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
+from ..._typing import T
 from ...locks import Lock
 from .pool import ThreadPool
 
@@ -46,7 +47,7 @@ class Share:
         self.waiting: deque[_Job] = deque()
         self._pool = pool
 
-    def submit(self, run: Callable[[Any], None], call: Any, refuse: Callable[[Any, BaseException], object]) -> None:
+    def submit(self, run: Callable[[T], None], call: T, refuse: Callable[[T, BaseException], object]) -> None:
         """Have ``run(call)`` run in the pool, behind the jobs that this caller has submitted before.
 
         refuse: is called with it and the error if there is no thread when it is its turn later. Raises what

@@ -97,7 +97,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         # Without its frames, which hold what was to be sent, and this call.
         self._take(place, None, foreign.with_traceback(error, None))
 
-    def _take(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take(self, place: int, value: object, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
         Raises nothing, but for what a signal handler does; the outcome is taken then.
@@ -115,11 +115,12 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
             self._take_the_rest(place, value, error)
             raise
 
-    def _take_the_rest(self, place: int, value: Any, error: BaseException | None) -> None:
+    def _take_the_rest(self, place: int, value: object, error: BaseException | None) -> None:
         """Do what an interrupted `take` has left to do: nobody else will."""
         came = self._came
         if _OVER not in came:
-            came.setdefault(place, Outcome(self._names[place], value, error, error is None or came_from_afar(error)))
+            answered = error is None or came_from_afar(error)
+            came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
         if _OVER in came or len(came) >= len(self._names) or self._decided():
             self._end()
         self._wake()

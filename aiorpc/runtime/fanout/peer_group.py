@@ -175,7 +175,7 @@ class PeerGroup:
         kwargs: Kwargs | None = None,
         timeout: float = -1.0,
         quorum: Quorum | None = None,
-    ) -> Outcomes[Any]:
+    ) -> Outcomes[object]:
         """`rpc_async`, and block for the outcomes. Not on the worker's loop: WouldBlockLoop, with nothing sent."""
         self._home.engine.refuse_on_loop("group.rpc_sync()", "await group.call(...)")
         if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
@@ -196,15 +196,15 @@ class PeerGroup:
         kwargs: Kwargs | None,
         options: GroupOptions,
         site: CallSite,
-    ) -> GroupCall[Any]:
+    ) -> GroupCall[object]:
         peers = self._members.now()
         quorum = count_of(options.quorum, len(peers))
         home, retry = self._home, options.retry
         sending = Sending(home, peers, function, args, kwargs, options.timeout, wait=retry.wait, site=site)
         sending.prepare()
-        call: GroupCall[Any] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
+        call: GroupCall[object] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
 
-        def try_again(place: int, _: GroupCall[Any]) -> Future[Any]:
+        def try_again(place: int, _: GroupCall[object]) -> Future[object]:
             to = peers[place].name
             return home.retries.call(to, function, tuple(args), kwargs or {}, options.timeout, retry, site)
 
@@ -346,7 +346,7 @@ class PeerGroup:
         kwargs: Kwargs,
         timeout: float,
         depth: int = 3,
-    ) -> RRefGroup[Any]:
+    ) -> RRefGroup[object]:
         self._refuse_retries("remote")
         made, create = [], self._home.references.create
         for peer in self._members.now():  # no comprehension: until Python 3.12 that is a frame more

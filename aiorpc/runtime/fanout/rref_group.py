@@ -53,7 +53,7 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
     def rpc_sync(self, timeout: float = -1.0) -> GroupProxy[Outcomes[Any]]:
         """A proxy whose methods block for the `Outcomes`; not on the worker's loop. timeout: as of `rpc_async`."""
 
-        def call(name: str, args: Args, kwargs: Kwargs, site: CallSite) -> Outcomes[Any]:
+        def call(name: str, args: Args, kwargs: Kwargs, site: CallSite) -> Outcomes[object]:
             self._home.engine.refuse_on_loop(f"refs.rpc_sync().{name}()", f"await refs.rpc_async().{name}()")
             return wait_alone(self._call(name, args, kwargs, timeout, site))
 
@@ -62,7 +62,7 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
     def remote(self, timeout: float = -1.0) -> GroupProxy[RRefGroup[Any]]:
         """A proxy whose methods return an `RRefGroup` of their results at once. timeout: as of `rpc_async`."""
 
-        def call(name: str, args: Args, kwargs: Kwargs, _: CallSite) -> RRefGroup[Any]:
+        def call(name: str, args: Args, kwargs: Kwargs, _: CallSite) -> RRefGroup[object]:
             made = [getattr(ref.remote(self._seconds(timeout)), name)(*args, **kwargs) for ref in self._refs]
             return RRefGroup(self._home, [*zip(self._names, made, strict=True)], self._options)
 
@@ -73,14 +73,14 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
         self._home.engine.refuse_on_loop("refs.to_here()", "await refs")
         return wait_alone(self._fetch(self._seconds(timeout), call_site(sys._getframe(1))))
 
-    def __await__(self) -> Generator[Any, None, Outcomes[T]]:
+    def __await__(self) -> Generator[object, None, Outcomes[T]]:
         """The same as `to_here`, without blocking."""
         return self._fetch(self._options.timeout, call_site(sys._getframe(1))).__await__()
 
     def _seconds(self, timeout: float) -> float:
         return self._home.engine.timeout(timeout, self._options.timeout)
 
-    def _call(self, name: str, args: Args, kwargs: Kwargs, timeout: float, site: CallSite) -> GroupCall[Any]:
+    def _call(self, name: str, args: Args, kwargs: Kwargs, timeout: float, site: CallSite) -> GroupCall[object]:
         peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
         methods = [Method(*ref._name(), name) for ref in self._refs]
         seconds, keeps = self._seconds(timeout), self._refs
@@ -95,7 +95,7 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
     def _fetch(self, seconds: float, site: CallSite) -> GroupCall[Any]:
         by_id = self._home.peers.by_id
 
-        def send(place: int, _: GroupCall[Any]) -> Future[Any]:
+        def send(place: int, _: GroupCall[object]) -> Future[object]:
             ref = self._refs[place]
             fetch, one_try = Fetch(*ref._name()), Try(site, None)
             return ref._asked(by_id(ref._owner).call(fetch, (), None, seconds, one_try=one_try, keeps=ref))
@@ -110,8 +110,8 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
 
     def _send_all(
         self,
-        call: GroupCall[Any],
-        send: Callable[[int, GroupCall[Any]], Future[Any] | MemberCall],
+        call: GroupCall[object],
+        send: Callable[[int, GroupCall[object]], Future[object] | MemberCall],
         flush: Callable[[], None] = nothing,
     ) -> None:
         """To all whose reference can be used: the others have their outcome at once."""

@@ -27,7 +27,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -47,7 +47,7 @@ from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
 
 Tensor = torch.Tensor
-_infer_type: Any = torch._C._jit_try_infer_type
+_infer_type = torch._C._jit_try_infer_type
 _new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
 # Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none. So are
 # the passes of a context that have ended.
@@ -94,7 +94,7 @@ class _Received(torch.autograd.Function):
         return held.pop()
 
     @staticmethod
-    def backward(ctx: Any, *grads: object) -> Any:
+    def backward(ctx: object, *grads: object) -> NoReturn:
         raise RpcUsageError(
             "this tensor came from another worker, where its graph goes on: in place of loss.backward() use "
             "aiorpc.autograd.backward(context_id, [loss])"
@@ -211,7 +211,7 @@ class AutogradContext:
         for place in places:
             self.sent.pop(SentName(number, place), None)
 
-    def receive(self, sender: int, name: SentName, behind: Any, tensor: Tensor) -> Tensor:
+    def receive(self, sender: int, name: SentName, behind: Sequence[int] | None, tensor: Tensor) -> Tensor:
         """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
             with torch.inference_mode(False), torch.enable_grad():
@@ -321,7 +321,11 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
 
 
 def _receive_apart(
-    context: AutogradContext, sender: int, apart: dict[int, tuple[SentName, Any]], number: int, tensor: Tensor
+    context: AutogradContext,
+    sender: int,
+    apart: dict[int, tuple[SentName, Sequence[int] | None]],
+    number: int,
+    tensor: Tensor,
 ) -> Tensor:
     try:
         return context.receive(sender, *apart[number], tensor)
@@ -419,7 +423,7 @@ class Gradients:
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
         # The last call by which a worker was told of a context's end, unanswered.
-        self.farewells: dict[int, Future[Any]] = {}
+        self.farewells: dict[int, Future[bytes]] = {}
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
         self.trailing: Trailing = Trailing(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)
@@ -585,7 +589,7 @@ class Gradients:
             return context
 
     def receive(
-        self, peer: PeerForContexts, said: Any, tensors: Sequence[Tensor]
+        self, peer: PeerForContexts, said: Sequence[Any], tensors: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
 
@@ -608,7 +612,7 @@ class Gradients:
                     count += len(names) // (3 * _NAMES_IN_ONE)
             self.kept.keep(context, peer, count)
             sender, tracked = peer.record.id, list(tensors)
-            apart: dict[int, tuple[SentName, Any]] = {}
+            apart: dict[int, tuple[SentName, Sequence[int] | None]] = {}
             for place, past in zip(places, behind, strict=True):
                 if place < len(tracked):
                     name: SentName = _new(SentName, (number, place))

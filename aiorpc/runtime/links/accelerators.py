@@ -137,7 +137,7 @@ class Accelerators:
         """A landing on the current streams, for a message that may bring tensors from a host to devices here."""
         return None if self.accelerator is None else Landing(self.accelerator)
 
-    def arrival(self, value: Any = None) -> Arrival | None:
+    def arrival(self, value: object = None) -> Arrival | None:
         """What users of a value wait for that this thread has just made: all its current streams have been given.
 
         The tensors in it, in containers and in modules, are kept for the streams that they are used on.
@@ -321,7 +321,7 @@ class Accelerators:
             self._watch.close_in_child()
 
 
-def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors in a value, in containers of it, in modules."""
     if isinstance(value, torch.Tensor):
         yield value

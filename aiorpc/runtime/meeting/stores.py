@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
@@ -155,21 +155,26 @@ def serve(host: str, port: int) -> tuple[Store, int]:
         port = int(listener.getsockname()[1])
         near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         limit = timedelta(seconds=LONGEST_ATTEMPT)
-        return _tcp_store(near, port, None, True, limit, False, False, master_listen_fd=listener.detach()), port
+        return _tcp_store(near, port, limit, serves=True, listener=listener.detach()), port
 
 
-def _tcp_store(*args: Any, **options: Any) -> TCPStore:
+def _tcp_store(
+    host: str, port: int, limit: timedelta, *, serves: bool = False, shared: bool = False, listener: int | None = None
+) -> TCPStore:
     """torch's store, served without libuv where torch was built without that, as Debian's is.
+
+    serves: whether this process serves it. shared: with others that it serves on the port. listener: the descriptor of
+    the socket for that, None for one that torch makes.
 
     The class asks for libuv unless it is told not to. USE_LIBUV, of which its error speaks, is read elsewhere in torch.
     """
+    make = partial(TCPStore, host, port, None, serves, limit, False, shared, master_listen_fd=listener)
     try:
-        return TCPStore(*args, **options)
+        return make()
     except RuntimeError as error:  # before anything else, so a descriptor was not taken yet
         if "without libuv" not in str(error):
             raise
-        options["use_libuv"] = False
-        return TCPStore(*args, **options)
+        return make(use_libuv=False)
 
 
 def _is_taken(port: int) -> bool:
@@ -190,7 +195,7 @@ def _host_tcp(place: MeetingPlace, patience: Patience) -> Store:
             _check_leads_here(place, patience)
         descriptor = listener.detach() if listener else None
     # A store that torch already serves in this process on that port (for a process group) is shared.
-    make = partial(_tcp_store, host, place.port, None, True, limit, False, True, master_listen_fd=descriptor)
+    make = partial(_tcp_store, host, place.port, limit, serves=True, shared=True, listener=descriptor)
     return bounded(make, patience.attempt())
 
 
@@ -248,7 +253,7 @@ def _reach(place: MeetingPlace, seconds: float) -> Reached:
         raise RendezvousError(f"cannot meet at {place}: {other}")
 
     def make() -> Reached:
-        store = _tcp_store(address, place.port, None, False, timedelta(seconds=max(1.0, limit.attempt())), False)
+        store = _tcp_store(address, place.port, timedelta(seconds=max(1.0, limit.attempt())))
         prefixed = PrefixStore("aiorpc", store)
         if not listens(place):  # it is just ending, and torch logs whatever fails
             raise ConnectionRefusedError(f"nobody listens at {place} any more")

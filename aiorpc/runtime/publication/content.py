@@ -124,7 +124,7 @@ def _encode(value: object, reader: _AnyReader, route: Route | None, *, other_mai
     return body, buffers
 
 
-def choose(bodies: Sequence[object], main: str, engine: Engine) -> Any:
+def choose(bodies: Sequence[object], main: str, engine: Engine) -> object:
     """What a message says of a value, in the form for this worker; one form stands for both.
 
     main: the main module of who has published it.
@@ -133,7 +133,7 @@ def choose(bodies: Sequence[object], main: str, engine: Engine) -> Any:
 
 
 def put_together(
-    body: Any,
+    body: object,
     data: Buffer,
     spans: Sequence[Sequence[int]],
     engine: Engine,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ..._typing import Function
 from ...errors import NotAllowed, PeerLeft, PeerLost, RendezvousError, RpcError
@@ -231,6 +231,6 @@ class Names:
         if refusal is not None:
             raise refusal
 
-    async def _ask(self, record: WorkerRecord, function: Function, said: bytes) -> Any:
+    async def _ask(self, record: WorkerRecord, function: Function, said: bytes) -> object:
         limit = self._engine.bounds.vouch
         return await self._home.peers.of(record).call(function, (said,), None, limit, system=True)

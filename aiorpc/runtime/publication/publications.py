@@ -164,8 +164,8 @@ class Publications:
         self._begin(future, begin)
         return future
 
-    def _future(self, subject: str) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _future(self, subject: str) -> Future[T]:
+        future: Future[T] = Future()
         future._subject = subject
         engine = self._engine
         future._loop, future._home_thread, future._executor = engine.loop, engine.thread, engine.pool
@@ -305,7 +305,7 @@ class Publications:
 
     async def _say(
         self, record: WorkerRecord, function: Function, message: Claim | Unpublished, goes_on: Callable[[], bool]
-    ) -> Any:
+    ) -> object:
         """Say something to a worker until it has heard it, as one that is overloaded runs no calls. Its answer.
 
         None if it is gone, or this worker is, or if there is nothing to say any more (goes_on).

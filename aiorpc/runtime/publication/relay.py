@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -195,7 +195,7 @@ class Relay(Shelf):
             if stored.filled < size:  # behind the pieces: the source keeps the version no longer for this worker
                 self._publications.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
 
-    async def _within(self, patience: float, future: Future[object], source: WorkerRecord) -> Any:
+    async def _within(self, patience: float, future: Future[object], source: WorkerRecord) -> object:
         """A piece. RpcTimeout after so many seconds; 0 for no limit."""
         try:
             async with asyncio.timeout(patience or None):

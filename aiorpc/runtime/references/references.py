@@ -26,13 +26,14 @@ from typing import Any, Protocol
 from weakref import ref
 
 from ... import foreign
-from ..._typing import T
+from ..._typing import Function, T
 from ...callbacks import Repeatable
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, WorkerClosed
 from ...futures import Future
 from ...locks import Lock
 from ...protocol import codec
 from ...protocol.frames import Kind
+from ...protocol.messages import Method, ObjectMethod
 from ...protocol.packing import pack
 from ...protocol.reference_messages import (
     LENT,
@@ -111,7 +112,7 @@ class _ValueFuture(Future[object]):
     def cancel(self, msg: object = None) -> bool:
         return False
 
-    def _outcome(self) -> Any:
+    def _outcome(self) -> object:
         copied = None if self._error is None else foreign.copy_of(self._error)
         if copied is None:
             return super()._outcome()
@@ -192,7 +193,7 @@ class References:
         """The workers that this one knows."""
         return self.home.peers
 
-    def own(self, value: Any, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]:
+    def own(self, value: object, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
         future = self._new_value()
         future._arrival = self._accelerators.arrival(value)
@@ -219,14 +220,14 @@ class References:
 
     def create(
         self,
-        peer: Any,
-        function: Any,
+        peer: PeerForRRef,
+        function: Function | Method | ObjectMethod,
         args: Sequence[object],
         kwargs: dict[str, object] | None,
         timeout: float,
         *,
         depth: int,
-        keeps: Any = None,
+        keeps: object = None,
     ) -> RRef[object]:
         """An RRef of the result of a call on `peer`; returns at once. keeps: as of `Peer.call`.
 
@@ -443,7 +444,7 @@ class References:
             freed = self._carry_out(outputs)
         self._release(freed)
 
-    def settle_created(self, call: ServedCall, result: Any, error: BaseException | None = None) -> None:
+    def settle_created(self, call: ServedCall, result: object, error: BaseException | None = None) -> None:
         """The call creates a reference: its value is this, or this error for its users. Any thread."""
         future = self._values.get(call.creates) if call.creates is not None else None
         if future is not None:

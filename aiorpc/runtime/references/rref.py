@@ -15,7 +15,7 @@ from ...errors import RpcError, RpcUsageError
 from ...futures import Future
 from ...protocol import codec
 from ...protocol.identity import WorkerInfo
-from ...protocol.messages import Fetch, Method
+from ...protocol.messages import Fetch, Method, ObjectMethod
 from ...protocol.reference_messages import LENT, ReferenceId
 from ...sites import call_site, describe_site
 from ..calls.current import registry
@@ -37,7 +37,7 @@ class PeerForRRef(Protocol):
 
     def call(
         self,
-        function: Function | Method | Fetch,
+        function: Function | Method | ObjectMethod | Fetch,
         args: Sequence[object],
         kwargs: Kwargs | None,
         timeout: float,
@@ -86,7 +86,7 @@ class HomeForRRef(Protocol):
         *,
         depth: int,
         keeps: object,
-    ) -> BlockingIterator[Any]:
+    ) -> BlockingIterator[object]:
         """The items of a method of a value (`caller.stream.open_stream`)."""
 
 
@@ -105,27 +105,27 @@ class ReferencesForRRef(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def own(self, value: object, handle: RRef[Any]) -> tuple[ReferenceId, ReferenceId]: ...
+    def own(self, value: object, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]: ...
 
-    def count(self, handle: RRef[Any]) -> None: ...
+    def count(self, handle: RRef[object]) -> None: ...
 
     def create(
         self,
-        peer: Any,
-        function: object,
+        peer: PeerForRRef,
+        function: Function | Method | ObjectMethod,
         args: Sequence[object],
         kwargs: Kwargs | None,
         timeout: float,
         *,
         depth: int,
         keeps: object = None,
-    ) -> RRef[Any]: ...
+    ) -> RRef[object]: ...
 
-    def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int: ...
+    def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int: ...
 
     def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]: ...
 
-    def end_waits(self, rref: ReferenceId, creation: Future[Any]) -> None: ...
+    def end_waits(self, rref: ReferenceId, creation: Future[object]) -> None: ...
 
     def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None: ...
 
@@ -167,7 +167,7 @@ class RRef(Generic[T_co]):
         self._owner = owner
         self._confirmed = owner == references.engine.id
         self._broken: str | None = None
-        self._creation: Future[Any] | None = None
+        self._creation: Future[object] | None = None
         self._creating: CreationForRRef | None = None  # of that call; it outlives this handle
         self._site = call_site(frame) if frame is not None else None
         self._references = references  # the last one: until then its end is told by the references alone
@@ -219,7 +219,7 @@ class RRef(Generic[T_co]):
         self._references.engine.refuse_on_loop("rref.to_here()", "await rref")
         return wait_alone(self._fetch(timeout, 3))
 
-    def __await__(self) -> Generator[Any, None, T_co]:
+    def __await__(self) -> Generator[object, None, T_co]:
         """The same value as `to_here`, without blocking."""
         return self._fetch(-1.0, 3).__await__()
 
@@ -231,14 +231,14 @@ class RRef(Generic[T_co]):
         seconds = self._references.engine.timeout(timeout)
         return self._asked(peer.call(Fetch(*self._rref), (), None, seconds, depth=depth, keeps=self))
 
-    def _asked(self, call: Future[Any]) -> Future[Any]:
+    def _asked(self, call: Future[T]) -> Future[T]:
         """A call of the value was made, and its creation may have failed as it was made. Returns it."""
         creation = self._creation
         if self._creating is not None and creation is not None and creation.done():
             self._references.end_waits(self._rref, creation)
         return call
 
-    def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[Any]:
+    def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[object]:
         """Call a method of the value on its owner; for the runtime's own."""
         if self._creating is not None:
             self._ask()
@@ -354,7 +354,7 @@ class RRef(Generic[T_co]):
             references.drop_later(self._rref, self._fork)
 
 
-def _raise_own(creation: Future[Any]) -> None:
+def _raise_own(creation: Future[object]) -> None:
     """Raise the error of a Future, if it has one, as one of whoever raises it. The Future's own stays with the handle,
     which the frames it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
     """
@@ -385,7 +385,7 @@ class RemoteMethods(Generic[R]):
 
     __slots__ = ("_rref", "_timeout", "_verb")
 
-    def __init__(self, rref: RRef[Any], verb: str, timeout: float) -> None:
+    def __init__(self, rref: RRef[object], verb: str, timeout: float) -> None:
         self._rref = rref
         self._verb = verb
         self._timeout = timeout
