@@ -60,7 +60,7 @@ def _depth_of_user() -> int:
 def refused(name: str, hint: str) -> Callable[..., NoReturn]:
     """A method of torch.nn.Module that a RemoteModule does not have. hint: what the error ends with."""
 
-    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise RemoteModuleError(f"Method ``{name}`` not supported for RemoteModule{hint}")
 
     return refuse
@@ -97,8 +97,8 @@ class RemoteModule(Module):
         self,
         remote_device: str,
         module_cls: Callable[..., Module],
-        args: tuple[Any, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] | None = None,
+        kwargs: dict[str, object] | None = None,
     ) -> None:
         registry.get().engine.refuse_on_loop("RemoteModule(...)", "await RemoteModule.create(...)")
         super().__init__()
@@ -110,8 +110,8 @@ class RemoteModule(Module):
         cls,
         remote_device: str,
         module_cls: Callable[..., Module],
-        args: tuple[Any, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] | None = None,
+        kwargs: dict[str, object] | None = None,
     ) -> Self:
         """The same as the constructor, without blocking; a subclass' ``__init__`` is not run.
 
@@ -146,7 +146,7 @@ class RemoteModule(Module):
         return node
 
     def _make(
-        self, module_cls: Callable[..., Module], args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None
+        self, module_cls: Callable[..., Module], args: tuple[object, ...] | None, kwargs: dict[str, object] | None
     ) -> Future[RRef[Module]]:
         if isinstance(module_cls, Module) or not callable(module_cls):
             kind = type(module_cls).__qualname__
@@ -162,7 +162,7 @@ class RemoteModule(Module):
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """`forward`; on the worker's loop `forward_async`: ``y = await module(x)``."""
         node = self._node()
         if node.engine.on_loop:
@@ -241,7 +241,7 @@ class RemoteModule(Module):
         return self.train_async(False)
 
     def state_dict(  # type: ignore[override]  # torch types it to give back its `destination`
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self, *, destination: dict[str, object] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """The module's state, tensors copied to this worker, into the host's memory. Blocks.
 
@@ -258,11 +258,11 @@ class RemoteModule(Module):
             metadata.update((f"{prefix}{name}".strip("."), each) for name, each in _metadata_of(state).items())
         return destination
 
-    def state_dict_async(self) -> Future[dict[str, Any]]:
+    def state_dict_async(self) -> Future[dict[str, object]]:
         """`state_dict` as a Future."""
         return self._ask(state_of)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """Load a state that `state_dict` made. Blocks; returns the missing and the unexpected keys, as torch does.
 
         assign: put the tensors in place of the parameters; RRefs of those then refer to what the module uses no more.
@@ -272,23 +272,23 @@ class RemoteModule(Module):
         return self.load_state_dict_async(state_dict, strict, assign).wait()
 
     def load_state_dict_async(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Future[Any]:
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> Future[object]:
         """`load_state_dict` as a Future."""
         return self._ask(load_state, _each_tensor(state_dict, Tensor.detach), strict, assign)
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, object],
         prefix: str,
-        local_metadata: Mapping[str, Any],
+        local_metadata: Mapping[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
         """A local module that this one is a part of loads its state: our part of it goes to the owner."""
-        state: dict[str, Any] = OrderedDict(
+        state: dict[str, object] = OrderedDict(
             (name.removeprefix(prefix), value) for name, value in state_dict.items() if name.startswith(prefix)
         )
         versions = {name: value for name, value in local_metadata.items() if name != _ASSIGN}
@@ -320,14 +320,14 @@ class RemoteModule(Module):
             )
         return super().__reduce_ex__(protocol)
 
-    def _take_apart(self) -> dict[str, Any]:
+    def _take_apart(self) -> dict[str, object]:
         """What travels of it without pickle (`protocol.trees`)."""
         plain = Module().__dict__
         own = {name: value for name, value in self.__dict__.items() if name not in plain}
         return {**own, "training": self.training}
 
     @classmethod
-    def _put_together(cls, parts: dict[str, Any]) -> Self:
+    def _put_together(cls, parts: dict[str, object]) -> Self:
         """What `_take_apart` was asked of. Raises for parts of other types, and for names that are methods."""
         sorts: dict[str, Any] = {"on": (str, int), "device": str, "module_rref": RRef, "training": bool}
         for name, sort in sorts.items():
@@ -343,7 +343,7 @@ class RemoteModule(Module):
         node.engine.lifetime.check_open()
         return node
 
-    def _ask(self, function: Callable[..., Any], *args: object) -> Future[Any]:
+    def _ask(self, function: Callable[..., object], *args: object) -> Future[Any]:
         """Call a handler of this module on the owner, outside of any autograd context."""
         node, rref = self._node(), self.module_rref
         rref._check()
@@ -487,7 +487,7 @@ def state_of(module_rref: RRef[Module]) -> dict[str, Any]:
     return _each_tensor(state, lambda tensor: tensor.to("cpu", copy=True))
 
 
-def load_state(module_rref: RRef[Module], state: dict[str, Any], strict: bool, assign: bool) -> Any:
+def load_state(module_rref: RRef[Module], state: dict[str, Any], strict: bool, assign: bool) -> object:
     """Handler: take that state."""
     if assign:  # what was received may lie in memory that is shared
         state = _each_tensor(state, torch.clone)

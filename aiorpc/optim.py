@@ -75,14 +75,14 @@ class DistributedOptimizer:
     remote_optimizers: list[RRef[Any]]
 
     def __init__(
-        self, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+        self, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[object]], *args: object, **kwargs: object
     ) -> None:
         registry.get().engine.refuse_on_loop("DistributedOptimizer(...)", "await DistributedOptimizer.create(...)")
         self.remote_optimizers = _make(optimizer_class, params_rref, args, kwargs).wait()
 
     @classmethod
     async def create(
-        cls, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: object, **kwargs: object
+        cls, optimizer_class: Callable[..., object], params_rref: Sequence[RRef[Any]], *args: object, **kwargs: object
     ) -> Self:
         """The same as the constructor, without blocking. If cancelled, what owners have made is dropped."""
         made = cls.__new__(cls)
@@ -196,7 +196,7 @@ class DistributedOptimizer:
             got = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise RpcUsageError(f"a state for each owner is needed, by name: {', '.join(owners)}; got {got or 'none'}")
 
-        def arguments(name: str) -> tuple[Any, ...]:
+        def arguments(name: str) -> tuple[object, ...]:
             return (state_dict[name],)
 
         node = _node_of(self.remote_optimizers)
@@ -212,7 +212,7 @@ class DistributedOptimizer:
 # --- where the optimizer is used --------------------------------------------------------------------------------------
 
 
-def _node_of(rrefs: Sequence[RRef[Any]]) -> Node:
+def _node_of(rrefs: Sequence[RRef[object]]) -> Node:
     node: Node = node_of(rrefs[0])
     node.engine.lifetime.check_open()
     return node
@@ -220,10 +220,10 @@ def _node_of(rrefs: Sequence[RRef[Any]]) -> Node:
 
 def _make(
     optimizer_class: object,
-    params_rref: Sequence[RRef[Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Future[list[RRef[Any]]]:
+    params_rref: Sequence[RRef[object]],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Future[list[RRef[object]]]:
     """RRefs of new optimizers, one on each owner."""
     if not callable(optimizer_class):
         kind = type(optimizer_class).__qualname__
@@ -233,11 +233,11 @@ def _make(
         )
     node = registry.get()
     node.engine.lifetime.check_open()
-    by_owner: dict[int, list[RRef[Any]]] = {}
+    by_owner: dict[int, list[RRef[object]]] = {}
     for rref in _checked(params_rref):
         rref._check()
         by_owner.setdefault(rref._owner, []).append(rref)
-    gathered: _Gathered[list[RRef[Any]]] = _Gathered(
+    gathered: _Gathered[list[RRef[object]]] = _Gathered(
         node, "making a DistributedOptimizer", lambda made: list(made.values())
     )
     for owner, rrefs in by_owner.items():
@@ -251,7 +251,7 @@ def _make(
     return gathered.begin()
 
 
-def _checked(params_rref: Sequence[RRef[Any]]) -> list[RRef[Any]]:
+def _checked(params_rref: Sequence[RRef[object]]) -> list[RRef[object]]:
     if isinstance(params_rref, RRef | Tensor) or not isinstance(params_rref, Iterable):
         raise RpcUsageError(f"params_rref is a list of RRefs of parameters, not one {type(params_rref).__name__}")
     rrefs = list(params_rref)
@@ -268,9 +268,9 @@ def _checked(params_rref: Sequence[RRef[Any]]) -> list[RRef[Any]]:
 
 def _on_owners(
     node: Node,
-    rrefs: Sequence[RRef[Any]],
+    rrefs: Sequence[RRef[object]],
     method: str,
-    arguments: Callable[[str], tuple[Any, ...]],
+    arguments: Callable[[str], tuple[object, ...]],
     finish: Callable[[dict[str, Any]], T],
     what: str,
     here: Callable[[Any], Future[Any]] | None = None,
@@ -325,7 +325,7 @@ class _Gathered(Future[T]):
         self._calls: dict[str, Future[Any]] = {}
         self._left: dict[str, None] = {}  # that have not answered; to take one out of it is atomic
 
-    def add(self, worker: str, start: Callable[[], Future[Any]]) -> None:
+    def add(self, worker: str, start: Callable[[], Future[object]]) -> None:
         """One more call, that `begin` will make."""
         self._starts[worker] = start
 
@@ -345,7 +345,7 @@ class _Gathered(Future[T]):
             call._when_settled(Again(self._answered, name))
         return self
 
-    def _answered(self, name: str, call: Future[Any]) -> None:
+    def _answered(self, name: str, call: Future[object]) -> None:
         """It runs again where a signal handler has raised in it: so it counts names, and not its calls."""
         error = call.exception()
         if error is not None:
@@ -466,10 +466,10 @@ class LocalOptimizer(Closing):
 
     def __init__(
         self,
-        optimizer_class: Callable[..., Any],
+        optimizer_class: Callable[..., object],
         parameters: Sequence[Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> None:
         self._parameters = list(parameters)
         self.optim: Any = optimizer_class(self._parameters, *args, **kwargs)
@@ -529,10 +529,10 @@ class LocalOptimizer(Closing):
 
 
 def new_optimizer(
-    optimizer_class: Callable[..., Any],
+    optimizer_class: Callable[..., object],
     params_rref: Sequence[RRef[Any]],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
 ) -> RRef[LocalOptimizer]:
     """Handler: an optimizer of these parameters of this worker. NotAllowed if the caller may not make one."""
     rights = permits()

@@ -88,7 +88,7 @@ class _Fetching(NamedTuple):
     get: GetFuture
     items: Sequence[Taken]
     left: dict[int, int]
-    fetched: dict[Kept, Any]
+    fetched: dict[Kept, object]
 
 
 class Client:
@@ -121,7 +121,7 @@ class Client:
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
-    def put(self, item: Any, copy: bool, timeout: float) -> PutFuture:
+    def put(self, item: object, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put`."""
         put = PutFuture(self, self._packed(item, copy))
         put._site = call_site(sys._getframe(2))
@@ -133,7 +133,7 @@ class Client:
         self.node.engine.lifetime.check_begin()
         return GetFuture(self, count, many, partial(self._begin, timeout))
 
-    def put_nowait(self, item: Any, copy: bool, timeout: float) -> PutFuture:
+    def put_nowait(self, item: object, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put_nowait`. timeout: seconds for the owner, which answers at once unless it is stopped."""
         put = PutFuture(self, self._packed(item, copy))
         put._site = call_site(sys._getframe(2))
@@ -145,7 +145,7 @@ class Client:
         self.node.engine.lifetime.check_begin()
         return GetFuture(self, 1, False, partial(self._get_now, timeout))
 
-    def ask(self, method: str, *args: Any, timeout: float | None = None, depth: int = 2) -> Future[Any]:
+    def ask(self, method: str, *args: object, timeout: float | None = None, depth: int = 2) -> Future[object]:
         """A call of a method of the queue. timeout: seconds, None for the worker's own. depth: how many stack frames up
         the user's code is."""
         seconds = self.node.engine.default_timeout if timeout is None else timeout
@@ -174,7 +174,7 @@ class Client:
 
         return self._calls.join(secrets.randbits(62) + 1, timeout, call_site(sys._getframe(2)), late)
 
-    def _packed(self, item: Any, copy: bool) -> Item:
+    def _packed(self, item: object, copy: bool) -> Item:
         self.node.engine.lifetime.check_begin()
         try:
             owner, keep = self.node.peers.find(self._owner), self.node.memory.keep
@@ -262,7 +262,7 @@ class Client:
         reference = self.node.references.refer_to(KeptItems(items))
         return [Kept(reference, place) for place in range(len(items))]
 
-    def _on_there(self, answer: Any, error: BaseException | None) -> None:
+    def _on_there(self, answer: object, error: BaseException | None) -> None:
         if error is not None or type(answer) is not int or answer:  # as if they had been put
             self._on_put(answer, error)
             return
@@ -307,7 +307,7 @@ class Client:
         else:
             self._send_now(put)
 
-    def _on_there_now(self, put: PutFuture, answer: Any, error: BaseException | None) -> None:
+    def _on_there_now(self, put: PutFuture, answer: object, error: BaseException | None) -> None:
         self._asking.discard(put)
         if error is not None or type(answer) is not int or answer:
             self._on_put_now(put, answer, error)
@@ -318,7 +318,7 @@ class Client:
         self._refer_to([put])
         self._calls.call("put_items", False, put.number, to_wire([put.item]), partial(self._on_put_now, put))
 
-    def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
+    def _on_put_now(self, future: PutFuture, put: object, error: BaseException | None) -> None:
         if error is None and (type(put) is not int or not -2 <= put <= 1):
             error = ProtocolError(f"{self.describe()} does not say whether it has taken an item")
         elif error is None and put == 0:
@@ -338,7 +338,7 @@ class Client:
         self._get_number = self._next_number()
         self._calls.call("take_items", True, self._get_number, (min(wanted, MOST), *self._apart()), self._on_got)
 
-    def _on_got(self, got: Any, error: BaseException | None) -> None:
+    def _on_got(self, got: object, error: BaseException | None) -> None:
         self._get_number = 0
         items, error = self._items(got, error)
         if error is not None:
@@ -366,7 +366,7 @@ class Client:
         lost = self.node.group.lost
         return [*lost][-MOST:] if lost else []
 
-    def _on_got_now(self, get: GetFuture, got: Any, error: BaseException | None) -> None:
+    def _on_got_now(self, get: GetFuture, got: object, error: BaseException | None) -> None:
         items, error = self._items(got, error)
         if error is None and not items:
             error = QueueEmpty(f"{self.describe()} is empty")
@@ -375,7 +375,7 @@ class Client:
         else:
             self._fetch(get, items)
 
-    def _items(self, got: Any, error: BaseException | None) -> tuple[list[Taken], BaseException | None]:
+    def _items(self, got: object, error: BaseException | None) -> tuple[list[Taken], BaseException | None]:
         """The items of an answer, or why there are none."""
         if error is not None:
             return [], error
@@ -417,7 +417,7 @@ class Client:
             self._calls.fetch(worker, to_named(wanted), partial(self._arrived, fetching, worker, wanted))
 
     def _arrived(
-        self, fetching: _Fetching, worker: int, wanted: list[Kept], answer: Any, error: BaseException | None
+        self, fetching: _Fetching, worker: int, wanted: list[Kept], answer: object, error: BaseException | None
     ) -> None:
         get, items, left, fetched = fetching
         left[worker] -= 1
@@ -438,11 +438,11 @@ class Client:
         if not left:
             self._give(get, items, fetched)
 
-    def _give(self, get: GetFuture, items: Sequence[Taken], fetched: dict[Kept, Any]) -> None:
+    def _give(self, get: GetFuture, items: Sequence[Taken], fetched: dict[Kept, object]) -> None:
         if get.done():  # nobody waits any more
             self.put_back(items)
             return
-        values: list[Any] = []
+        values: list[object] = []
         there: list[Taken] = []
         withheld: list[Taken] = []
         failure: BaseException | None = None
@@ -450,7 +450,7 @@ class Client:
         finished = 0
         for taken in items:
             item = taken.item
-            found: Any = fetched[item] if isinstance(item, Kept) else item
+            found: object = fetched[item] if isinstance(item, Kept) else item
             try:
                 if isinstance(found, BaseException):
                     if isinstance(found, _PASSING):

@@ -29,9 +29,9 @@ class KeptItem:
 
     __slots__ = ("packed", "size", "value")
 
-    def __init__(self, packed: torch.Tensor | None, value: Any = None, size: int = KEPT_BYTES) -> None:
+    def __init__(self, packed: torch.Tensor | None, value: object = None, size: int = KEPT_BYTES) -> None:
         self.packed: torch.Tensor | None = packed
-        self.value: Any = value
+        self.value: object = value
         self.size: int = size
 
 
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
     producer: the name of the worker that has it, as the owner of the queue has told; at the owner itself nothing.
     """
 
-    reference: RRef[Any]
+    reference: RRef[object]
     place: int
     producer: str = ""
 
@@ -70,11 +70,11 @@ class Taken(NamedTuple):
     item: Item
 
 
-def to_wire(items: Iterable[Item]) -> list[Any]:
+def to_wire(items: Iterable[Item]) -> list[object]:
     """References and items as values of a message. None of them is a `KeptItem`."""
     references: dict[int, int] = {}  # by identity: what a message names twice it would count twice
-    first: list[Any] = []
-    then: list[Any] = []
+    first: list[object] = []
+    then: list[object] = []
     for item in items:
         if type(item) is Kept:
             index = references.setdefault(id(item.reference), len(first))
@@ -85,7 +85,7 @@ def to_wire(items: Iterable[Item]) -> list[Any]:
     return first + then
 
 
-def from_wire(values: Sequence[Any], names: dict[Any, Any] | None = None) -> list[Item]:
+def from_wire(values: Sequence[Any], names: dict[object, object] | None = None) -> list[Item]:
     """What `to_wire` was given, and whatever else another worker makes of it. ValueError for what cannot be.
 
     names: of the owners of the references, by their ids; None where nobody needs them.
@@ -124,7 +124,7 @@ def to_named(items: Iterable[Kept]) -> list[int]:
     return named
 
 
-def kept_of(references: References, named: Sequence[Any]) -> list[KeptItem]:
+def kept_of(references: References, named: Sequence[object]) -> list[KeptItem]:
     """The items that `to_named` was given, here at the worker that has them. references: of this worker.
 
     ValueError for what cannot name an item; RpcError if the value is not here any more.

@@ -60,7 +60,7 @@ __all__ = [
     "shutdown",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 # What is still referred to when the group leaves is no error, unless somebody wants it to be.
 _ignore_rref_leak = True
@@ -101,7 +101,7 @@ def _require_initialized(func: F) -> F:
     """A decorator: the function raises RuntimeError if RPC was not initialized."""
 
     @functools.wraps(func)
-    def wrapper(*args: object, **kwargs: object) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         if not _is_current_rpc_agent_set():
             raise NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
         return func(*args, **kwargs)
@@ -136,13 +136,13 @@ def _find(node: Node, to: str | int | WorkerInfo) -> Peer:
     return node.peers.find(to)
 
 
-def _start(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
+def _start(to: Any, func: Any, args: Any, kwargs: object, timeout: float) -> Future[object]:
     node = registry.get()
     sent = _callable(func, args, kwargs)
     return _find(node, to).call(sent[0], sent[1] or (), sent[2], node.engine.timeout(timeout), depth=3)
 
 
-def _callable(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def _callable(func: object, args: object, kwargs: Any) -> tuple[Any, Any, Any]:
     """What is sent in place of a script function, or while the program has a pickler of its own."""
     if not callable(func):
         raise TypeError("function should be callable.")
@@ -162,10 +162,10 @@ def _callable(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Sequence[object] | None = None,
+    kwargs: dict[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> Any:
+) -> object:
     """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised."""
     registry.get().engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
     return wait_alone(_start(to, func, args, kwargs, timeout))
@@ -173,11 +173,11 @@ def rpc_sync(
 
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    func: Callable[..., object],
+    args: Sequence[object] | None = None,
+    kwargs: dict[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> Future[Any]:
+) -> Future[object]:
     """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await."""
     future = _start(to, func, args, kwargs, timeout)
     collected = getattr(_thread_local_var, "future_list", None)
@@ -188,11 +188,11 @@ def rpc_async(
 
 def remote(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    func: Callable[..., object],
+    args: Sequence[object] | None = None,
+    kwargs: dict[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> PyRRef[Any]:
+) -> PyRRef[object]:
     """An RRef of the result of ``func(*args, **kwargs)`` on a worker; returns at once, the result stays there."""
     node = registry.get()
     func, args, kwargs = _callable(func, args, kwargs)
@@ -227,14 +227,14 @@ def _use_rpc_pickler(rpc_pickler: object) -> Iterator[None]:
 def method_factory(method_name: str, docstring: str) -> Callable[..., object]:
     """A method that calls the one of that name on an RRef."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> object:
         return getattr(self, method_name)(*args, **kwargs)
 
     method.__doc__ = docstring
     return method
 
 
-new_method: Callable[..., Any] = method_factory("to_here", PyRRef.to_here.__doc__ or "")
+new_method: Callable[..., object] = method_factory("to_here", PyRRef.to_here.__doc__ or "")
 
 
 # --- meeting ----------------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def _to_bytes(obj: object, node: Node | None) -> bytes:
         return packed
 
 
-def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> Any:
+def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> object:
     """What a worker gave. NotAllowed for more than plain values where one of these workers may not have all run here.
 
     The leader has handed it on, so the rights of one of them say nothing of another.
