@@ -416,7 +416,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         serve: Allow,
     ) -> None:
         if serve is not None:
-            self.allow = serve
+            object.__setattr__(self, "allow", serve)  # by `self.allow =` checkers would take it for a field of its own
         for name, group in (("limits", limits), ("network", network), ("security", security)):
             if group is not None:
                 self._take(name, group)

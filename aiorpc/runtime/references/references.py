@@ -281,7 +281,7 @@ class References:
         Their own time may be longer, or without a limit, and the owner may never answer. Any thread.
         """
         error, peer = creation._error, getattr(creation, "peer", None)
-        if peer is not None and isinstance(error, RpcError) and not came_from_afar(error):
+        if peer is not None and error is not None and issubclass(type(error), RpcError) and not came_from_afar(error):
             peer.owed.fail_calls_of(rref, error)
 
     def load(
