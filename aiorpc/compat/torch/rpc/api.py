@@ -394,7 +394,7 @@ def _all_gather(
         packed = _to_bytes(obj, node)
         if own == leader:
             if 0 < calls < time.monotonic() - begun:
-                raise RpcTimeout(f"worker {own!r} timed out in _all_gather after {calls:.2f} seconds: so long it wrote")
+                raise RpcTimeout(f"{own!r} timed out in _all_gather after {calls:.2f} seconds, writing its object")
             with _all_gather_dict_lock:
                 states.add(sequence_id, own, packed)
         else:
