@@ -40,6 +40,7 @@ from ....runtime.caller.peer import Peer
 from ....runtime.calls.current import current_call
 from ....runtime.calls.declared import pack
 from ....runtime.calls.functions import intrinsic
+from ....runtime.group.events import Listener
 from ....runtime.node import Node, registry
 from .. import script
 from .agent import process
@@ -117,7 +118,8 @@ def _init_rpc_states(agent: Any) -> None:
         _set_and_start_rpc_agent(agent)
     node = _node_of(agent)
     if node is not None:
-        node.engine.call_on_loop(lambda: node.engine.tasks.spawn(_forget_who_is_gone(node)))
+        news = node.news.listen()  # from here on, whenever the loop comes to the task
+        node.engine.call_on_loop(lambda: node.engine.tasks.spawn(_forget_who_is_gone(node, news)))
 
 
 @_require_initialized
@@ -332,9 +334,9 @@ def _has_begun(sequence_id: str) -> bool:
     return False
 
 
-async def _forget_who_is_gone(node: Node) -> None:
+async def _forget_who_is_gone(node: Node, news: Listener) -> None:
     """Let go of what members have said of gatherings that have not begun here, as soon as they are gone."""
-    async for _ in node.news.listen():
+    async for _ in news:
         with _all_gather_dict_lock:
             _arrivals.forget(node.group.has_gone)
 
