@@ -563,7 +563,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         taken: list[_Registered] = []
         users: list[UserCallback] = []
         try:
-            while True:  # not `while callbacks`: docs/inside/design.md, section 9, says why
+            while True:  # not `while callbacks`: docs/inside/decisions/interrupts.md says why
                 if not callbacks:
                     break
                 taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost

@@ -27,7 +27,7 @@ PAGES = (
     "reference/statistics",
     "reference/rights",
     "inside/index",
-    "inside/design",
+    "inside/architecture",
 )
 WIDTHS = {"wide": 1400, "narrow": 420}
 HEIGHT = 1800

@@ -1,10 +1,9 @@
-"""What the documents have of the code: made from it, between two markers, and compared with it by a test.
+"""The documents that are made from the code, and their comparison with it.
 
-    python -m tests.documents           says whether the documents are as the code is
-    python -m tests.documents --write   makes those parts anew
+    python -m tests.documents           says whether the documents match the code
+    python -m tests.documents --write   writes them again
 
-That is section 7 of docs/inside/design.md, from the tables of states, and all of docs/inside/wire.md, from the classes
-of messages.
+docs/inside/states.md is made from the tables of states, docs/inside/wire.md from the classes of messages.
 """
 
 from __future__ import annotations
@@ -21,10 +20,17 @@ from aiorpc.protocol import states
 from tests import wire
 
 COMMAND = "python -m tests.documents --write"
-DESIGN = Path(__file__).resolve().parent.parent / "docs" / "inside" / "design.md"
-WIRE = DESIGN.with_name("wire.md")
+INSIDE = Path(__file__).resolve().parent.parent / "docs" / "inside"
+STATES = INSIDE / "states.md"
+WIRE = INSIDE / "wire.md"
 WIDTH = 120
-BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
+INTRODUCTION = (
+    "Each table lists the states of one object, and the events that lead from one state to the next. The code changes "
+    "the state by the table alone: `peer.state = PEER.next(peer.state, event)`. An event that a state does not have "
+    "raises IllegalTransition, which is a fault in aiorpc: input from other workers is checked before it becomes an "
+    "event. A served call is the exception. It runs no such line, because each call would pay for it; a test compares "
+    "what happens to calls with the table."
+)
 
 AnyTable = states.Table[Any, Any]
 # In the order of the document.
@@ -79,52 +85,50 @@ def grid(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def section(table: AnyTable) -> str:
-    """What the document says about one table."""
+    """The part of the document about one table."""
     meanings = grid(("state", "what holds"), [(state.name, table.meanings[state]) for state in table.states])
-    title = f"### {table.name[0].upper()}{table.name[1:]}"
+    title = f"## {table.name[0].upper()}{table.name[1:]}"
     about = textwrap.wrap(table.about, WIDTH, break_on_hyphens=False)
     parts = ([title], about, diagram(table), meanings, rows(table))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def renewed(text: str, tables: Sequence[AnyTable] = TABLES) -> str:
-    """The document with the part between the markers made anew. ValueError if it does not have each marker once."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{DESIGN.name} must have {BEGIN} and, behind it, {END}, each of them once")
-    before, rest = text.split(BEGIN)
-    head = f"Made from `aiorpc/protocol/states/` by `{COMMAND}`."
-    return before + "\n\n".join((BEGIN, head, *map(section, tables), END)) + rest.split(END)[1]
+def states_document(tables: Sequence[AnyTable] = TABLES) -> str:
+    """All of states.md."""
+    head = f"Made from `aiorpc/protocol/states/` by `{COMMAND}`; do not edit it."
+    introduction = textwrap.fill(INTRODUCTION, WIDTH, break_on_hyphens=False)
+    return "\n\n".join(("# States", head, introduction, *map(section, tables))) + "\n"
 
 
 def differences(text: str, tables: Sequence[AnyTable] = TABLES) -> str:
-    """What a document has otherwise than the tables, and what to do about it; empty if nothing."""
-    lines = list(difflib.unified_diff(text.splitlines(), renewed(text, tables).splitlines(), "text", "tables", n=1))
-    if not lines:
-        return ""
-    found = "\n".join(lines)
-    return f"{DESIGN.name} differs from the tables of states; `{COMMAND}` makes its part anew:\n{found}"
+    """How states.md differs from the tables, and the command that mends it; empty if it does not."""
+    return compared(STATES, text, states_document(tables), "the tables of states")
 
 
 def wire_differences(text: str) -> str:
-    """What wire.md has otherwise than the classes of messages, and what to do about it; empty if nothing."""
-    lines = list(difflib.unified_diff(text.splitlines(), wire.whole().splitlines(), "text", "classes", n=1))
+    """How wire.md differs from the classes of messages, and the command that mends it; empty if it does not."""
+    return compared(WIRE, text, wire.whole(), "the classes of messages")
+
+
+def compared(path: Path, text: str, made: str, source: str) -> str:
+    """The lines in which a document differs from what is made of its source; empty if there are none."""
+    lines = list(difflib.unified_diff(text.splitlines(), made.splitlines(), "document", "code", n=1))
     if not lines:
         return ""
     found = "\n".join(lines)
-    return f"{WIRE.name} differs from the classes of messages; `{COMMAND}` makes it anew:\n{found}"
+    return f"{path.name} differs from {source}; `{COMMAND}` makes it anew:\n{found}"
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compares the documents with the code they are made from.")
-    parser.add_argument("--write", action="store_true", help="make the parts anew that differ")
-    text = DESIGN.read_text(encoding="utf-8")
+    parser.add_argument("--write", action="store_true", help="write the documents again")
     if parser.parse_args().write:
-        DESIGN.write_text(renewed(text), encoding="utf-8")
+        STATES.write_text(states_document(), encoding="utf-8")
         WIRE.write_text(wire.whole(), encoding="utf-8")
         return 0
-    found = differences(text) + wire_differences(WIRE.read_text(encoding="utf-8"))
-    print(found or "the documents are as the code is", file=sys.stderr if found else sys.stdout)
+    found = differences(STATES.read_text(encoding="utf-8")) + wire_differences(WIRE.read_text(encoding="utf-8"))
+    print(found or "the documents match the code", file=sys.stderr if found else sys.stdout)
     return 1 if found else 0
 
 

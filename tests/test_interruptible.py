@@ -1,8 +1,8 @@
 """No lock stays locked if a signal handler raises in a loop.
 
-On Python 3.13 an exception that comes at the jump back of some loops passes by the `with` around them (section 9 of
-docs/inside/design.md). Which jumps these are is in the tables that the interpreter compiles; one without such gaps
-has nothing to find.
+On Python 3.13 an exception that comes at the jump back of some loops passes by the `with` around them
+(docs/inside/decisions/interrupts.md). Which jumps these are is in the tables that the interpreter compiles; a release
+without such gaps has nothing to find.
 """
 
 from __future__ import annotations

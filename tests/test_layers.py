@@ -95,7 +95,7 @@ def judge_room(module: str, target: str) -> str | None:
         return None
     for each in (room, other):
         if each not in FLOOR:
-            return f"aiorpc.runtime.{each} has no floor: give it one in tests/test_layers.py and docs/inside/design.md"
+            return f"aiorpc.runtime.{each} has no floor: give it one in ROOMS and in docs/inside/architecture.md"
     return f"the room {room} imports {target} from a room above it" if FLOOR[other] < FLOOR[room] else None
 
 
@@ -134,7 +134,7 @@ def _reached(module: str, arrows: Mapping[str, set[str]]) -> set[str]:
 def judge(part: str, target: str) -> str | None:
     """Why ``part`` of the package may not import ``target`` (a dotted module name); None if it may."""
     if part not in LEVEL:
-        return f"aiorpc.{part} has no layer: give it one in tests/test_layers.py and in docs/inside/design.md"
+        return f"aiorpc.{part} has no layer: give it one in LAYERS and in docs/inside/architecture.md"
     if part == NO_IO and (name := next((n for n in FORBIDDEN_IN_CORE if is_under(target, n)), None)):
         return f"the protocol core does no I/O and must not import {name}"
     if not is_under(target, PACKAGE):

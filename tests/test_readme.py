@@ -1,4 +1,4 @@
-"""README and design are true: their programs run and print what they say; names and tables are the code's.
+"""The README and the architecture are true: programs run and print what the README says; names and arrows exist.
 
 The README is short besides, and its figures are some of those in docs/inside/figures.md.
 """
@@ -17,7 +17,9 @@ from tests.examples.programs import run_program, torchrun
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIGURES = (ROOT / "docs" / "inside" / "figures.md").read_text(encoding="utf-8")
-DESIGN = (ROOT / "docs" / "inside" / "design.md").read_text(encoding="utf-8")
+INSIDE = ROOT / "docs" / "inside"
+ARCHITECTURE = (INSIDE / "architecture.md").read_text(encoding="utf-8")
+WRITTEN = ("index", "architecture", "counting", "cuda", "glossary", "contributing")
 PACKAGE = ROOT / "aiorpc"
 RUNTIME = PACKAGE / "runtime"
 LIMIT = 60.0  # seconds for what takes about four
@@ -61,25 +63,55 @@ def figures(text: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in rows}
 
 
-def test_tests_that_the_design_cites_exist() -> None:
-    """Each `tests/file.py::name` in the design and in its list of corners is a test."""
-    cited = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", DESIGN)
-    assert len(cited) > 30
+def test_the_inside_is_short() -> None:
+    """What a new maintainer reads has at most 900 lines, the glossary 40 rows, and a decision 60 lines."""
+    texts = {name: (INSIDE / f"{name}.md").read_text(encoding="utf-8") for name in WRITTEN}
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 900
+    rows = re.findall(r"^\| (?!word |---)", texts["glossary"], re.MULTILINE)
+    assert 20 < len(rows) <= 40
+    pages = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in INSIDE.glob("decisions/*.md")}
+    assert {name: lines for name, lines in pages.items() if lines > 60} == {}
+
+
+def test_the_index_of_decisions_has_each_page() -> None:
+    """Its table and its contents name every page of the folder."""
+    index = (INSIDE / "decisions" / "index.md").read_text(encoding="utf-8")
+    pages = {path.stem for path in INSIDE.glob("decisions/*.md")} - {"index"}
+    assert pages
+    assert set(re.findall(r"\]\((\w+)\.md\)", index)) == pages
+    assert set(index.partition("```{toctree}")[2].split()) >= pages
+
+
+def test_files_and_tests_that_the_inside_cites_exist() -> None:
+    """Each path of the repository in the pages is a file or a folder, and each `tests/file.py::name` is a test."""
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in [*INSIDE.glob("*.md"), *INSIDE.glob("decisions/*.md")]
+    )
+    cited = re.findall(r"`((?:tests|bench|docs|aiorpc)/[\w/.-]*)(?:::(\w+))?`", text)
+    assert len(cited) > 20
     missing = [
         f"{path}::{name}"
         for path, name in cited
-        if not (ROOT / path).is_file() or (name and f"def {name}(" not in (ROOT / path).read_text("utf-8"))
+        if not (ROOT / path).exists() or (name and f"def {name}(" not in (ROOT / path).read_text("utf-8"))
     ]
     assert missing == []
 
 
-def test_functions_that_the_design_names_exist() -> None:
-    """Each `Class.member` and `module.name` of the package in the design is in its source."""
+def test_files_of_the_package_that_the_architecture_names_exist() -> None:
+    """Each path of a module of the package in the architecture is a file there or in the runtime."""
+    named = re.findall(r"`((?:\w+/)*\w+\.py)`", ARCHITECTURE)
+    named = [path for path in named if not path.startswith("tests/")]
+    assert len(named) > 15
+    assert [path for path in named if not any((root / path).is_file() for root in (PACKAGE, RUNTIME))] == []
+
+
+def test_functions_that_the_architecture_names_exist() -> None:
+    """Each `Class.member` and `module.name` of the package in the architecture is in its source."""
     known = {f"{owner}.{name}" for path in PACKAGE.rglob("*.py") for owner, name in members(path)}
     owners = {each.partition(".")[0] for each in known}
-    named = {each for each in re.findall(r"`(\w+\.\w+)[`(]", DESIGN) if each.partition(".")[0] in owners}
+    named = {each for each in re.findall(r"`(\w+\.\w+)[`(]", ARCHITECTURE) if each.partition(".")[0] in owners}
     named = {each for each in named if not each.endswith((".py", ".md"))}
-    assert len(named) > 40
+    assert "Engine.call_on_loop" in named
     assert named - known == set()
 
 
@@ -107,36 +139,33 @@ def defined(node: ast.AST) -> Iterator[str]:
                 yield target.attr
 
 
-def test_the_design_has_every_module() -> None:
-    """Each module of the runtime has its row in the design's table of files, and each room one in that of rooms."""
-    section = DESIGN.partition("\n## 3. ")[2].partition("\n## ")[0]
-    files = re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)
-    modules = {str(path.relative_to(RUNTIME)) for path in RUNTIME.rglob("*.py") if path.name != "__init__.py"}
-    assert (set(files), len(files)) == (modules, len(modules))
-    rooms = re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE)
-    assert set(rooms) == {path.parent.name for path in RUNTIME.glob("*/__init__.py")}
+def test_the_architecture_has_every_package() -> None:
+    """Each package of the runtime has its row in the table."""
+    section = ARCHITECTURE.partition("\n## Packages of the runtime")[2].partition("\n## ")[0]
+    packages = re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE)
+    assert sorted(packages) == sorted(path.parent.name for path in RUNTIME.glob("*/__init__.py"))
 
 
-def test_the_drawing_of_the_rooms_is_true() -> None:
-    """A room imports those that its arrows lead to, and no other; each arrow is there because of an import."""
-    drawing = DESIGN.partition("```mermaid")[2].partition("```")[0]
+def test_the_drawing_of_the_packages_is_true() -> None:
+    """A package imports only where its arrows lead; each arrow stands for an import."""
+    drawing = ARCHITECTURE.partition("```mermaid")[2].partition("```")[0]
     arrows = set(re.findall(r"^ *(\w+) --> (\w+)$", drawing, re.MULTILINE))
-    rooms = {path.parent.name for path in RUNTIME.glob("*/__init__.py")}
-    between = {(source, target) for source, target in arrows if {source, target} <= {*rooms, "root"}}
+    packages = {path.parent.name for path in RUNTIME.glob("*/__init__.py")}
+    between = {(source, target) for source, target in arrows if {source, target} <= {*packages, "root"}}
     used = {
-        (room, target)
-        for room in {*rooms, "root"}
-        for path in (RUNTIME if room == "root" else RUNTIME / room).glob("*.py")
-        for target in imported_rooms(path, inside=room != "root") & rooms
-        if target != room
+        (package, target)
+        for package in {*packages, "root"}
+        for path in (RUNTIME if package == "root" else RUNTIME / package).glob("*.py")
+        for target in imported_packages(path, inside=package != "root") & packages
+        if target != package
     }
-    assert len(between) > len(rooms)
+    assert len(between) > len(packages)
     assert used - reachable(between) == set()
     assert between - used == set()
 
 
-def imported_rooms(path: Path, *, inside: bool) -> set[str]:
-    """The packages and modules beside its own that a module of the runtime names. inside: it is in a room."""
+def imported_packages(path: Path, *, inside: bool) -> set[str]:
+    """The other packages and modules that a module of the runtime names. inside: the module is in a package."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1 + inside]
     return {name for node in found for name in ([node.module.partition(".")[0]] if node.module else names_of(node))}
@@ -148,7 +177,7 @@ def names_of(node: ast.ImportFrom) -> list[str]:
 
 
 def reachable(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Where one comes from where, along arrows."""
+    """The pairs of which an arrow, or several in a row, lead from one to the other."""
     found = set(arrows)
     while more := {(a, d) for a, b in found for c, d in arrows if b == c} - found:
         found |= more

@@ -13,7 +13,7 @@ there and back, and so do their gradients. The forward pass is timed alone as we
 
 With two GPUs or more each shard has its own; with one GPU both are on it, in two processes; without any both are on the
 CPU and only the first way is run. Results and gradients of both ways are compared with those of the model in one
-process before anything is timed. It was run on one GPU, not yet on two; figures are in docs/inside/cuda.md.
+process before anything is timed. It was run on one GPU, not yet on two; docs/inside/measurements.md has figures.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ proof from being played back as the other's. The opener sends no call before it 
 are msgpack of plain values; nothing is unpickled before the other side's proof was checked.
 
 What a proof gives away. Whoever gets one, and the two HELLOs, can try secrets by himself as fast as he can compute. So
-a secret of people goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`); section 6
-of docs/inside/design.md says who can get one, and why nothing ends that. TLS hides the proofs from whoever reads along.
+a secret of people goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`).
+docs/inside/decisions/secret.md says who can get one, and why nothing ends that. TLS hides the proofs from readers.
 
 Each says with its proof how much it takes (`max_incoming_bytes`), so that the other one sends no message that would end
 the connection.

@@ -8,7 +8,7 @@ PATH = Path(__file__).resolve().parent.parent / "_static" / "architecture.svg"
 WIDTH, HEIGHT = 760, 470
 # Legible on white and on black: the lines and letters are of a middle grey-blue, and areas are nearly transparent.
 INK, ACCENT, FILL = "#71889f", "#2f7fb8", "#2f7fb81c"
-ROOMS = (
+PACKAGES = (
     (60, ("api, sync, Worker", "the verbs")),
     (130, ("fanout · publication · queues", "several workers, versions, items")),
     (200, ("caller", "calls made here")),
@@ -31,7 +31,7 @@ def text(x: float, y: float, words: str, *, size: int = 13, bold: bool = False, 
 
 
 def box(x: float, y: float, lines: tuple[str, str]) -> list[str]:
-    """A room with its name and what it is for."""
+    """A package with its name and its purpose."""
     shape = f'<rect x="{x}" y="{y}" width="230" height="54" rx="6" fill="{FILL}" stroke="{INK}"/>'
     return [shape, text(x + 115, y + 23, lines[0], bold=True), text(x + 115, y + 42, lines[1], size=12)]
 
@@ -52,8 +52,8 @@ def drawing() -> str:
         text(135, 38, "worker a: calls", size=15, bold=True),
         text(625, 38, "worker b: serves", size=15, bold=True),
     ]
-    for x, rooms in ((20, ROOMS), (510, SERVED)):
-        for y, lines in rooms:
+    for x, packages in ((20, PACKAGES), (510, SERVED)):
+        for y, lines in packages:
             parts += box(x, y, lines)
     for y in (114, 184, 254, 324):
         parts += [arrow(135, y, 135, y + 14), arrow(625, y + 14, 625, y + 1)]

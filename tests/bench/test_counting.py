@@ -170,13 +170,13 @@ def test_counts_are_the_same_in_two_rounds(rows: dict[str, Row]) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_design_says_how_many_messages_a_step_takes(rows: dict[str, Row]) -> None:
+def test_the_measurements_say_how_many_messages_a_step_takes(rows: dict[str, Row]) -> None:
     """As many as were counted."""
     one, two, chain = (
         f"{rows[f'{each.quantity}: messages, {each.note}'].aiorpc[0]:.0f}"
         for each in map(counting.choose, ("training", "two_layers", "chain"))
     )
-    text = " ".join((ROOT / "docs/inside/design.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/inside/measurements.md").read_text(encoding="utf-8").split())
     assert (
         f"a step with one remote layer takes {one} messages, one with two layers, of which one is remote, takes {two}"
         in text

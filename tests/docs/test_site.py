@@ -129,7 +129,9 @@ def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
     assert [str(page) for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
     assert (out / "searchindex.js").is_file()
     listed = (out / "llms.txt").read_text(encoding="utf-8")
-    assert all(f"({page})" in listed for page in ("start/groups.html", "reference/errors.html", "inside/design.html"))
+    assert all(
+        f"({page})" in listed for page in ("start/groups.html", "reference/errors.html", "inside/architecture.html")
+    )
     whole = (out / "llms-full.txt").read_text(encoding="utf-8")
     assert all(part in whole for part in ("# Options", "### aiorpc.call\n\nRun "))
     assert "{eval-rst}" not in whole

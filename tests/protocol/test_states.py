@@ -29,7 +29,7 @@ from aiorpc.protocol.states import (
     WorkerState,
     from_each,
 )
-from tests.documents import BEGIN, DESIGN, END, TABLES, AnyTable, differences, renewed
+from tests.documents import STATES, TABLES, AnyTable, differences, states_document
 from tests.observed import observe
 from tests.protocol.test_handshake import one
 
@@ -167,8 +167,8 @@ def test_a_worker_that_leaves_refuses_verbs_before_its_parts_end() -> None:
 
 
 def test_the_document_is_as_the_tables_are() -> None:
-    """Section 7 of docs/inside/design.md has what the tables have; the message says how to make it anew."""
-    found = differences(DESIGN.read_text(encoding="utf-8"))
+    """docs/inside/states.md has what the tables have; the message names the command that makes it anew."""
+    found = differences(STATES.read_text(encoding="utf-8"))
     assert not found, found
 
 
@@ -204,28 +204,19 @@ def made(table: AnyTable, rows: tuple[Transition[Enum, Enum], ...]) -> list[AnyT
 @by_name
 def test_a_changed_table_differs_from_the_document(table: AnyTable) -> None:
     """Remove a row, change where it leads or what it says: the comparison sees each of these, and names the command."""
-    text = DESIGN.read_text(encoding="utf-8")
+    text = STATES.read_text(encoding="utf-8")
     mutants = [tuple(mutant if each is table else each for each in TABLES) for mutant in changed(table)]
     assert len(mutants) >= len(table.transitions)
-    assert all(renewed(text, tables) != text for tables in mutants)
+    assert all(states_document(tables) != text for tables in mutants)
     assert "python -m tests.documents --write" in differences(text, mutants[0])
 
 
-def test_a_changed_document_differs_and_is_made_anew() -> None:
-    """A word that somebody changed between the markers is found, and goes; what stands outside stays."""
-    text = DESIGN.read_text(encoding="utf-8")
+def test_a_changed_document_differs() -> None:
+    """A word that was changed by hand is found."""
+    text = STATES.read_text(encoding="utf-8")
     edited = text.replace("| IDLE | There is no connection", "| IDLE | There may be a connection")
     assert edited != text
     assert "There may be a connection" in differences(edited)
-    assert renewed(edited) == text
-    assert renewed(f"before {BEGIN} old {END} after", ()).startswith("before <!--")
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, END + BEGIN, BEGIN + BEGIN + END])
-def test_a_document_without_its_markers_is_refused(text: str) -> None:
-    """Nothing is written where the place for it is not clear."""
-    with pytest.raises(ValueError, match="each of them once"):
-        renewed(text)
 
 
 # --- the code ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Whoever has a state keeps it in an attribute and changes it in one way only:
 
     peer.state = PEER.next(peer.state, PeerEvent.CONNECTED)
 
-The tables of this package say what may happen in a life; section 7 of docs/inside/design.md is made from them.
+The tables of this package say what may happen in a life; docs/inside/states.md is made from them.
 """
 
 from __future__ import annotations
