@@ -116,7 +116,6 @@ class ReferenceTable:
         self._most = most
         self._said: dict[int, int] = {}  # how many forks of values here each worker has named
         self._next = 0
-        self._child: ReferenceId | None = None  # the id of the fork that is made next, if it is known
         self._keys = keys or unguessable()
         self._forks: dict[ReferenceId, _Fork] = {}  # held here, by fork
         self._owned: dict[ReferenceId, _Owned] = {}  # owned here, by rref
@@ -169,26 +168,20 @@ class ReferenceTable:
         """
         return self._abandon(rref, fork, reason, coming=not answered)
 
-    def name_child(self) -> ReferenceId:
-        """The id of the fork that the next `encode` makes, for who has to know beforehand what to `unsend`."""
-        self._child = self._new_id()
-        return self._child
-
     def encode(
         self, rref: ReferenceId, fork: ReferenceId, to: int, position: int | None = None
     ) -> tuple[PassedReference, Outputs]:
         """What to put into a frame for worker `to` so that it gets a fork of its own; `fork` stays counted meanwhile.
 
         position: which of the values it is, if it is one by itself. A frame that is not sent needs `unsend` for each of
-        its children, also where this was interrupted. Raises RpcUsageError, and changes nothing, when this fork is not
-        held here or is broken.
+        its children. Raises RpcUsageError, and changes nothing, when this fork is not held here or is broken.
         """
         held = self._forks.get(fork)
         if held is None or held.rref != rref or held.dropped:
             raise RpcUsageError(f"reference {rref} has no live fork {fork} here")
         if held.state is _State.BROKEN:
             raise RpcUsageError(f"a broken reference cannot be passed on: {held.reason}")
-        child, self._child = self._child or self._new_id(), None
+        child = self._new_id()
         if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
             self._keep_for(held, child, to)
         passed: PassedReference = _new(PassedReference, (rref, held.owner, child, position))
@@ -226,10 +219,6 @@ class ReferenceTable:
             self._send(owner, Add(rref, fork))
         return self._finish()
 
-    def has(self, fork: ReferenceId) -> bool:
-        """Whether that fork is ours."""
-        return fork in self._forks
-
     def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
         """The last handle of this fork died here. The owner is told as soon as that is safe. Idempotent."""
         held = self._forks.get(fork)
@@ -255,7 +244,6 @@ class ReferenceTable:
         if owned is None or owned.value is _Value.NEVER:
             raise RpcUsageError(f"reference {rref} does not exist on this worker")
         held = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)
-        # All at once, with no call between: whoever is interrupted before has changed nothing.
         owned.forks[fork] = self.worker_id
         self._owned[rref] = owned
         self._forks[fork] = held

@@ -6,10 +6,9 @@ module keeps the values, tells the table what happens, and carries out what it s
 Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
    order in which the table has decided on them.
-2. `RRef.__del__` may run anywhere, inside of any lock and of the garbage collector. So it takes no lock: it appends to
-   a deque and wakes the loop (`drop_later`), which looks by itself now and then where handles die often (`_look`).
-   What a signal handler raises in it is lost, and so is what it was to do. So each death is noted once more, in
-   `_died`, by a call of C alone; and a handle is watched (`_Watched`) from the step on in which the table counts it.
+2. A handle may die anywhere, inside of any lock and of the garbage collector. So the callback of its weak reference
+   (`_on_death`) takes no lock: it appends to a deque and wakes the loop, which looks by itself now and then where
+   handles die often (`_look`).
 3. A value is dropped outside of the lock, because its destructor is code of the user.
 """
 
@@ -121,7 +120,7 @@ class _ValueFuture(Future[object]):
 
 
 class _Watched(ref["RRef[object]"]):
-    """A handle, as the references know it. It is told of its death. rref, fork: its own, once the table counts it."""
+    """A weak reference to a handle that the table counts. rref, fork: the ids of the handle, also after its death."""
 
     __slots__ = ("fork", "rref")
 
@@ -177,10 +176,9 @@ class References:
         self._early: dict[int, set[ReferenceId]] = {}
         self._unknown: set[int] = set()
         self._handles: dict[ReferenceId, _Watched] = {}
-        self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._died: deque[_Watched] = deque()
         self._pausing = False  # whether `flush` will be called, after a pause
-        self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
+        self._flush_soon = Soon(self.engine.call_on_loop, self._flush_died)
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
         self._last_woken = 0.0
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
@@ -198,13 +196,16 @@ class References:
         future = self._new_value()
         future._arrival = self._accelerators.arrival(value)
         future._settle(value)
-        watched = _Watched(handle, self._died.append)
         with self._lock:
-            rref, fork = self._table.own()  # and no call behind it until the handle is watched: see the module
+            rref, fork = self._table.own()
             self._values[rref] = future
-            watched.rref, watched.fork = rref, fork
-            self._handles[fork] = watched
+            self._watch(handle, rref, fork)
         return rref, fork
+
+    def _watch(self, handle: RRef[object], rref: ReferenceId, fork: ReferenceId) -> None:
+        """The table counts that handle from now on, until it dies. Under the lock."""
+        watched = self._handles[fork] = _Watched(handle, self._on_death)
+        watched.rref, watched.fork = rref, fork
 
     def refer_to(self, value: T) -> RRef[T]:
         """A handle of a new reference to a value of this worker. Any thread."""
@@ -236,27 +237,19 @@ class References:
         owner = self.home.peers.id_of(peer)
         self._tell_first()
         handle = self.handle_class.__new__(self.handle_class)
-        watched = _Watched(handle, self._died.append)
-        fork: ReferenceId | None = None
-        call: Future[object] | None = None
+        with self._lock:
+            rref, fork = self._table.create(owner)
+            self._watch(handle, rref, fork)
+        handle._bind(self, rref, fork, owner, sys._getframe(depth))
+        handle._confirmed = False
         try:
-            with self._lock:
-                rref, fork = self._table.create(owner)  # as in `own`
-                watched.rref, watched.fork = rref, fork
-                self._handles[fork] = watched
-            handle._bind(self, rref, fork, owner, sys._getframe(depth))
-            handle._confirmed = False
             call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
-            handle._creation = call
-            handle._creating = creating = Creation(self, rref, fork)
-            call._when_settled(creating)
         except BaseException:
-            if call is not None:  # a signal handler has raised it: nobody will get the handle
-                call._when_settled(Creation(self, watched.rref, watched.fork))  # once more, maybe
-                call.cancel()
-            elif fork is not None:
-                self._run(self._table.create_failed_to_send, watched.rref, fork)
+            self._run(self._table.create_failed_to_send, rref, fork)
             raise
+        handle._creation = call
+        handle._creating = creating = Creation(self, rref, fork)
+        call._when_settled(creating)
         return handle
 
     def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object], asked: bool) -> None:
@@ -289,7 +282,7 @@ class References:
     ) -> list[RRef[Any]]:
         """Handles of the references in a message from `sender`.
 
-        left: the same; each that is taken is taken out of it. So who is interrupted knows which ones have to be taken.
+        left: the same; each that is taken leaves it.
         """
         left = [*passed] if left is None else left
         self._tell_first()
@@ -301,19 +294,9 @@ class References:
                 continue
             handle = self.handle_class.__new__(self.handle_class)
             handle._bind(self, each.rref, each.fork, each.owner)
-            watched = _Watched(handle, self._died.append)
-            watched.rref, watched.fork = each.rref, each.fork
             with self._lock:
-                try:
-                    outputs = self._table.decode(each, sender)  # as in `own`
-                except ProtocolError:
-                    raise
-                except BaseException:  # a signal handler has raised it
-                    if self._table.has(each.fork):
-                        del left[0]
-                        self._dropped.append((each.rref, each.fork))
-                    raise
-                self._handles[watched.fork] = watched
+                outputs = self._table.decode(each, sender)
+                self._watch(handle, each.rref, each.fork)
                 del left[0]
                 freed = self._carry_out(outputs)
             self._release(freed)
@@ -341,17 +324,15 @@ class References:
 
     def count(self, handle: RRef[object]) -> None:
         """A handle that was lent is counted from now on. Any thread. RpcUsageError if its value is gone."""
-        watched = _Watched(handle, self._died.append)
         with self._lock:
             if handle._fork == LENT:
                 lent, rref = handle._lent, handle._rref
                 if lent is None or self._values.get(rref) is lent:
-                    _, fork = self._table.own(rref)  # as in `own`
+                    _, fork = self._table.own(rref)
                 else:  # all who were counted have let it go
                     handle._rref, fork = self._table.own()
                     self._values[handle._rref] = lent
-                watched.rref, watched.fork = handle._rref, fork
-                self._handles[fork] = watched
+                self._watch(handle, handle._rref, fork)
                 handle._fork = fork
 
     def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int:
@@ -374,13 +355,12 @@ class References:
             out.references.append(lent)
             return len(out.references) - 1
         with self._lock:
-            child = self._table.name_child()
-            out.on_unsent.append(partial(self._run, self._table.unsend, child))  # first: also for who is interrupted
             try:
                 passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)
             except RpcUsageError:
                 handle._check()
                 raise
+            out.on_unsent.append(partial(self._run, self._table.unsend, passed.fork))
             freed = self._carry_out(outputs)
         self._release(freed)
         out.references.append(passed)
@@ -488,16 +468,21 @@ class References:
         unknown, self._unknown = self._unknown, set()
         self._run(self._table.unknown, unknown)
 
-    def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None:
-        """A handle died, anywhere: tell the table from the loop."""
+    def end(self, handle: RRef[object]) -> None:
+        """That handle holds its value no longer, although the program may still have it. Any thread."""
+        self._handles.pop(handle._fork, None)
+        self._run(self._table.drop, handle._rref, handle._fork)
+
+    def _on_death(self, watched: _Watched) -> None:
+        """A handle has died, anywhere: the loop tells the table."""
         if self.closed:
             return
-        self._dropped.append((rref, fork))
+        self._died.append(watched)
         if not self._pausing and not self._looking.near:
             self._flush_soon()
 
-    def _flush_dropped(self) -> None:
-        """A handle has died, and whoever let go of it has woken the loop."""
+    def _flush_died(self) -> None:
+        """A handle has died, and the thread that let go of it has woken the loop."""
         self.flush()
         now = time.monotonic()
         self._last_woken, before = now, self._last_woken
@@ -505,7 +490,7 @@ class References:
             self._looking.begin()
 
     def _look(self) -> float | None:
-        if not (self._dropped or self._died or self._unsaid):
+        if not (self._died or self._unsaid):
             return None
         self.flush()
         return _FLUSH_PAUSE
@@ -523,32 +508,27 @@ class References:
             unsaid, self._unsaid = self._unsaid, set()
         for peer in unsaid:
             peer.flush()
-        self._tell_dropped()
-        while self._died:
-            watched = self._died.popleft()
-            fork: ReferenceId | None = getattr(watched, "fork", None)  # none if the table had not counted it yet
-            if fork is not None and self._handles.pop(fork, None) is not None:  # or before its end was told
-                self._run(self._table.drop, watched.rref, fork)
+        self._tell_died()
 
     def _tell_first(self) -> None:
         """Tell of the handles that have died before there are new ones, so that their owners do not count both, which
         may be more than they take of one worker. What is sent leaves with the next message. Any thread.
         """
-        if not self._dropped or self.closed:
+        if not self._died or self.closed:
             return
-        self._tell_dropped(later=True)
+        self._tell_died(later=True)
         if self._unsaid and not self._pausing and not self._looking.near:
             self._flush_soon()
 
-    def _tell_dropped(self, *, later: bool = False) -> None:
+    def _tell_died(self, *, later: bool = False) -> None:
         while True:
             try:
-                rref, dropped = self._dropped.popleft()
+                watched = self._died.popleft()
             except IndexError:  # another thread may have taken the last one
                 return
+            self._handles.pop(watched.fork, None)
             with self._lock:
-                freed = self._carry_out(self._table.drop(rref, dropped), later=later)
-            self._handles.pop(dropped, None)  # behind that: who is interrupted before finds it among those that died
+                freed = self._carry_out(self._table.drop(watched.rref, watched.fork), later=later)
             self._release(freed)
 
     def _run(self, event: Callable[..., Outputs], *args: object) -> None:
@@ -637,7 +617,6 @@ class References:
         self._looking.close()
         for value in values:
             value._settle(None, WorkerClosed(self._shut_down()))
-        self._dropped.clear()
         self._handles.clear()
         self._died.clear()
 

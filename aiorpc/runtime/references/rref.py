@@ -127,15 +127,6 @@ class ReferencesForRRef(Protocol):
 
     def end_waits(self, rref: ReferenceId, creation: Future[object]) -> None: ...
 
-    def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None: ...
-
-
-class _NodeForRRef(Protocol):
-    """A running worker, whose references these are."""
-
-    @property
-    def references(self) -> ReferencesForRRef: ...
-
 
 class RRef(Generic[T_co]):
     """A reference to a value that lives on one worker, its owner. The owner keeps the value while any RRef is alive.
@@ -148,7 +139,7 @@ class RRef(Generic[T_co]):
 
     def __init__(self, value: T_co, type_hint: object = None) -> None:
         """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
-        references = cast(_NodeForRRef, registry.get()).references
+        references: ReferencesForRRef = cast(Any, registry.get()).references
         rref, fork = references.own(value, self)
         self._bind(references, rref, fork, references.engine.id, sys._getframe(1))
 
@@ -170,7 +161,7 @@ class RRef(Generic[T_co]):
         self._creation: Future[object] | None = None
         self._creating: CreationForRRef | None = None  # of that call; it outlives this handle
         self._site = call_site(frame) if frame is not None else None
-        self._references = references  # the last one: until then its end is told by the references alone
+        self._references = references
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
@@ -347,11 +338,6 @@ class RRef(Generic[T_co]):
     def __repr__(self) -> str:
         made = f", made at {describe_site(self._site)}" if self._site is not None else ""
         return f"<{self} owned by {self._references.peers.describe(self._owner)}{made}>"
-
-    def __del__(self) -> None:
-        references = self.__dict__.get("_references")
-        if references is not None and self._fork != LENT:
-            references.drop_later(self._rref, self._fork)
 
 
 def _raise_own(creation: Future[object]) -> None:
