@@ -59,21 +59,6 @@ class Many(torch.nn.Module):
         return Both(x * factor, {"deep": deep, "training": self.training})
 
 
-class Scaled(torch.nn.Module):
-    """Its first version had a tenth of what it has now."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
-        if (local_metadata.get("version") or 1) < 2:
-            state_dict = {**state_dict, prefix + "scale": state_dict[prefix + "scale"] * 10}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-
-
 class Places(torch.nn.Module):
     """Says on which devices its arguments are."""
 
@@ -370,14 +355,6 @@ async def test_inputs_go_to_the_device_of_the_module(apart: list[Worker]) -> Non
     await run(apart[0], script)
 
 
-def test_moving_keeps_the_structure() -> None:
-    """Lists, tuples, named tuples and dicts; other things are left as they are."""
-    thing = object()
-    got = nn.moved([Both(torch.ones(1), (torch.ones(1), thing)), {"a": torch.ones(1), 1: "b"}], torch.device("meta"))
-    assert type(got) is list and type(got[0]) is Both and type(got[0].rest) is tuple and got[0].rest[1] is thing
-    assert got[0].total.is_meta and got[0].rest[0].is_meta and got[1]["a"].is_meta and got[1][1] == "b"
-
-
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -499,20 +476,6 @@ async def test_a_part_of_a_local_module(apart: list[Worker]) -> None:
         with pytest.raises(RuntimeError, match="size mismatch"):
             hybrid.load_state_dict({**reference, "part.0.bias": torch.ones(1)})
         assert "'worker1', device='cpu'" in repr(hybrid)
-
-    await run(apart[0], script)
-
-
-async def test_a_part_of_a_local_module_knows_the_version_of_its_state(apart: list[Worker]) -> None:
-    """What a module does to a state of an older version of itself is not done to one of now."""
-
-    def script() -> None:
-        hybrid = Hybrid(RemoteModule("worker1", Scaled))
-        for version, wanted in ((2, 1.0), (1, 10.0), (None, 10.0)):
-            state = Hybrid(Scaled()).state_dict()
-            state._metadata["part"]["version"] = version  # type: ignore[attr-defined]  # torch's own attribute
-            hybrid.load_state_dict(state)
-            assert hybrid.state_dict()["part.scale"].tolist() == [wanted]
 
     await run(apart[0], script)
 

@@ -44,7 +44,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import foreign
-from ..callbacks import Again
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
@@ -58,7 +57,6 @@ from .resent import Entry
 from .wire import MORE, NOT_CLOSED, SAID, Gradients, Wire, pack_names, to_wire, unpack_table
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
 # Seconds to tell other workers that a pass has failed.
 _ABORT_PATIENCE = 10.0
 
@@ -113,7 +111,7 @@ class _Table:
 
 
 class Done(Future[None]):
-    """Of a pass: who cancels it ends the pass. of: the pass, which is not kept by whoever keeps this."""
+    """The outcome of a pass; to cancel it ends the pass. of: the pass, which lives no longer because of this."""
 
     of: weakref.ref[Pass]
 
@@ -178,9 +176,7 @@ class Pass:
         for name in plans.pop(self._node.engine.id, ()):
             edges[name] = context.sent[name]
         self._plans = plans
-        entries: dict[SentName, Entry] = {}
-        for name, edge in edges.items():
-            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
+        entries = {name: Entry(edge, context.reach.of(edge.node)) for name, edge in edges.items()}
         part.take(dict(zip(names, self._gradients, strict=True)), self._arrival)
         part.held = {}
         last = self._last
@@ -202,7 +198,7 @@ class Pass:
         said = (self._context.id, self._number, *said)
         call = ask(self._node, worker_id, function, *said, until=self._until)
         self._calls.add(call)
-        call._when_settled(Again(self._answered, worker_id))
+        call._when_settled(partial(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -214,7 +210,7 @@ class Pass:
             found |= behind
         plans: dict[int, list[SentName]] = {}
         for worker_id, message, place in found:
-            plans.setdefault(worker_id, []).append(_new(SentName, (message, place)))
+            plans.setdefault(worker_id, []).append(SentName(message, place))
         return plans
 
     def _gather_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
@@ -246,7 +242,6 @@ class Pass:
     # --- what follows from the answers --------------------------------------------------------------------------------
 
     def _answered(self, worker_id: int, call: Future[Wire | bytes]) -> None:
-        """It runs again where a signal handler has raised in it, in a thread that reads answers of others as well."""
         error = call.exception()
         if error is not None:
             self._fail(self._worded(worker_id, error))
@@ -269,10 +264,7 @@ class Pass:
 
     def _use(self, worker_id: int, call: Future[Wire | bytes]) -> None:
         """Not on a loop: a worker says what came out of its part; a lone result comes by itself."""
-        try:
-            self._calls.remove(call)
-        except KeyError:  # the second time
-            return
+        self._calls.remove(call)
         answer = call.value()
         packed, *gradients = answer if type(answer) is Wire else (answer,)
         said = SAID.get(packed) if type(packed) is bytes and not gradients else None
@@ -393,6 +385,6 @@ class Pass:
                 gate.wait()
         finally:
             self._driven = False
-            for job in self._jobs:  # interrupted: somebody else has to
+            for job in self._jobs:  # the wait was interrupted
                 self._node.engine.pool.submit(self._guarded, job)
         self.done.wait()

@@ -16,7 +16,6 @@ import enum
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from .reference_messages import (
@@ -47,8 +46,6 @@ from .reference_messages import (
     fork_of_creator,
     unguessable,
 )
-
-_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
 
 
 class _State(enum.Enum):
@@ -184,8 +181,7 @@ class ReferenceTable:
         child = self._new_id()
         if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
             self._keep_for(held, child, to)
-        passed: PassedReference = _new(PassedReference, (rref, held.owner, child, position))
-        return passed, self._finish()
+        return PassedReference(rref, held.owner, child, position), self._finish()
 
     def unsend(self, child: ReferenceId) -> Outputs:
         """The frame that carried `child` was never sent. Idempotent."""

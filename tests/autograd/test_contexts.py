@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +18,12 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker, autograd
-from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
 from aiorpc.errors import PeerLeft, ProtocolError, SerializationError, WouldBlockLoop
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.gradients import contexts
 from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener_of
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
@@ -34,7 +31,6 @@ from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, outside, step, vector, weight_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
-from tests.transport.ends import interrupted, meanwhile
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
@@ -506,19 +502,6 @@ async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> No
         assert calls_unsent(connection) == 0
 
 
-async def test_a_second_farewell_takes_the_first_along(workers: list[Worker]) -> None:
-    """If nothing was sent in between: it waits for an answer to that one, and not in vain."""
-    first, second = workers[0], workers[1]
-    first._node.engine.bounds = Bounds(trailing_pause=60.0, leave_context=LIMIT)
-    async with asyncio.timeout(LIMIT):
-        async with autograd.context():
-            await first.call("worker1", parts.layer, vector())
-            async with autograd.context():
-                await first.call("worker1", parts.layer, vector())
-            assert len(second._node.gradients) == 2
-    await until(lambda: not len(second._node.gradients))
-
-
 @pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_queued_bytes", "max_call_rate"])
 async def test_the_end_is_told_whatever_else_there_is(limit: str) -> None:
     """No limit of users' calls refuses it, at the opener or where it is told, nor the end of a pass that failed."""
@@ -621,25 +604,6 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
     await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-
-
-async def test_an_interrupted_end_releases_it_too(workers: list[Worker]) -> None:
-    """Wherever a signal handler raises as a context is left: the other workers are told all the same."""
-
-    def script(at: int) -> str | None:
-        context = autograd.context()
-        context.__enter__()
-        aiorpc.rpc_sync("worker1", parts.via, args=(vector(), "worker2"))
-        place = interrupted(partial(context.__exit__, *[None] * 3), at, contexts_module.__file__ or "", signals=True)
-        if context._id:  # it had not begun
-            context.__exit__(None, None, None)
-        return place
-
-    at = 0
-    while await asyncio.to_thread(script, at) is not None:
-        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-        at += 1
-    assert at > 10, "it was not interrupted"
 
 
 async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:
@@ -836,42 +800,6 @@ async def test_leaving_while_the_first_call_is_under_way() -> None:
                 call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
             await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=30)
             await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-
-
-async def test_leaving_while_another_thread_is_about_to_call(workers: list[Worker]) -> None:
-    """Its call belongs to the context only if the worker that it goes to is told that this has ended."""
-    gradients, peer = workers[0]._node.gradients, workers[0]._node.peers.find("worker1")
-
-    def happened(at: int) -> bool:
-        context = gradients.open()
-        tapes: list[Any] = []
-        told: set[Any] = set()
-
-        def leave(_: str = "") -> None:
-            told.update(gradients.leave(context.id))
-
-        def call() -> None:
-            tapes.append(gradients.calls(context.id, peer, None))
-
-        found = meanwhile(call, at, leave, contexts.__file__, signals=True)
-        leave()
-        assert tapes == [None] or peer in told
-        return found
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 1
-
-
-async def test_a_worker_that_comes_as_the_others_are_told(workers: list[Worker]) -> None:
-    """Who leaves a context looks through its workers, and a thread that has found the context adds one to them."""
-    gradients, peers = workers[0]._node.gradients, workers[0]._node.peers
-    context = gradients.open()
-    context.known.add(peers.find("worker1"))
-    told: list[Any] = []
-    for peer in gradients.leave(context.id):
-        context.known.add(peers.find("worker2"))
-        told.append(peer)
-    assert told == [peers.find("worker1")]
 
 
 async def _outcome(call: Any) -> Any:

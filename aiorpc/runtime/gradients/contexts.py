@@ -48,7 +48,6 @@ from .trailing import Trailing
 
 Tensor = torch.Tensor
 _infer_type = torch._C._jit_try_infer_type
-_new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
 # Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none. So are
 # the passes of a context that have ended.
 _REMEMBERED = 4096
@@ -184,7 +183,7 @@ class AutogradContext:
         number = next(self._numbers)
         behind = []
         for place in places:
-            edge = self.sent[_new(SentName, (number, place))] = _edge_of(tensors[place])
+            edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
             found = self.behind(edge)
             behind.append(None if found is None else list(itertools.chain.from_iterable(found)))
         self.receivers[number] = to
@@ -219,10 +218,11 @@ class AutogradContext:
         received: Tensor = _make_received(self._anchor, [tensor])
         # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
         # gradient comes either.
-        edge = _new(GradientEdge, (received.grad_fn, 0, None))
-        edge.node.tensor = weakref.ref(received)  # see `is_watched`
+        node: Any = received.grad_fn
+        node.tensor = weakref.ref(received)  # see `is_watched`
+        edge = GradientEdge(node, 0, None)
         others = None if behind is None else frozenset(_named(behind) if behind else ())
-        self.received[edge.node] = _new(ReceivedTensor, (sender, name, edge, others))
+        self.received[node] = ReceivedTensor(sender, name, edge, others)
         return received
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -393,8 +393,8 @@ class Tape:
         on_unsent.append(partial(self._context.unsend, *sent[:2]))
         if self._counts is not None:
             self._counts.keep(self._context, self._to, len(sent[1]))
-        recorded: Recorded = _new(Recorded, (self._context.id, *sent))
-        return recorded
+        number, places, behind = sent
+        return Recorded(self._context.id, number, places, [*behind])
 
 
 class LeafSink(Protocol):
@@ -424,7 +424,7 @@ class Gradients:
         self.most_behind = MOST_BEHIND
         # The last call by which a worker was told of a context's end, unanswered.
         self.farewells: dict[int, Future[bytes]] = {}
-        self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
+        self.doubted: set[int] = set()  # contexts whose openers are asked whether they have ended
         self.trailing: Trailing = Trailing(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
@@ -615,7 +615,7 @@ class Gradients:
             apart: dict[int, tuple[SentName, Sequence[int] | None]] = {}
             for place, past in zip(places, behind, strict=True):
                 if place < len(tracked):
-                    name: SentName = _new(SentName, (number, place))
+                    name = SentName(number, place)
                     tracked[place] = context.receive(sender, name, past, tracked[place])
                 else:
                     apart[place - len(tracked)] = SentName(number, place), past

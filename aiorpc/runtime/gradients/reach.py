@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, Node
 from ...locks import Lock
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what Leaf(...) and GradientEdge(...) do, without their calls into Python
 
 
 class SentName(NamedTuple):
@@ -102,9 +101,8 @@ def _described(tensor: Any) -> str:
 def _leaf_of(node: Any) -> Leaf:
     """What an ``AccumulateGrad`` node stands for."""
     # An edge without what `get_gradient_edge` adds to keep such a node alive: it has the node itself.
-    edge = _new(GradientEdge, (node, 0, None))
-    leaf: Leaf = _new(Leaf, (node.variable, edge, _registered(node.register_prehook), _registered(node.register_hook)))
-    return leaf
+    edge = GradientEdge(node, 0, None)
+    return Leaf(node.variable, edge, _registered(node.register_prehook), _registered(node.register_hook))
 
 
 def _registered(register: Callable[[Callable[..., None]], Any]) -> Hooks:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from ... import foreign
@@ -59,7 +59,7 @@ from ..engine.engine import Engine
 from ..engine.looking import Looking
 from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
-from .rref import HomeForRRef, PeerForRRef, PeersForReferences, RRef
+from .rref import PeerForRRef, PeersForReferences, RRef, WorkerForReferences
 
 # When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
 # by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
@@ -72,17 +72,6 @@ _OFTEN = 0.002
 #: A value that nobody holds any more, and why there is none if it was never created.
 _Freed = tuple[Future[object], str]
 _NO_CREATOR = "its creator is gone or gave up"
-
-_new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
-
-
-class Home(HomeForRRef, Protocol):
-    """What the references of a worker, and its handles, need of it."""
-
-    engine: Engine
-
-    @property
-    def peers(self) -> PeersForReferences: ...
 
 
 @dataclass(frozen=True)
@@ -153,7 +142,7 @@ class References:
 
     def __init__(
         self,
-        home: Home,
+        worker: WorkerForReferences,
         accelerators: Accelerators,
         handle_class: type[RRef[Any]] = RRef,
         *,
@@ -163,13 +152,13 @@ class References:
 
         members: the ids that workers of this group can have; None where others may join.
         """
-        self.engine: Engine = home.engine
+        self.engine: Engine = worker.engine
         self.handle_class = handle_class
-        self.home = home
+        self.worker = worker
         self._accelerators = accelerators
-        self._most = home.engine.options.max_references
+        self._most = worker.engine.options.max_references
         self._members = members
-        self._table = ReferenceTable(home.engine.id, members=members, most=self._most)
+        self._table = ReferenceTable(worker.engine.id, members=members, most=self._most)
         self._lock = Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
         # Those of `_values` that were asked for by their creators, by these: the table does not know them yet.
@@ -189,7 +178,7 @@ class References:
     @property
     def peers(self) -> PeersForReferences:
         """The workers that this one knows."""
-        return self.home.peers
+        return self.worker.peers
 
     def own(self, value: object, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
@@ -234,7 +223,7 @@ class References:
 
         Raises SerializationError, with nothing sent.
         """
-        owner = self.home.peers.id_of(peer)
+        owner = self.worker.peers.id_of(peer)
         self._tell_first()
         handle = self.handle_class.__new__(self.handle_class)
         with self._lock:
@@ -344,15 +333,14 @@ class References:
         sender = getattr(out.target, "engine", None)
         if sender is not self.engine:  # the receiver would not take a fork that the sender has not named
             raise self._not_to_be_sent(sender)
-        to = self.home.peers.id_of(out.target)
+        to = self.worker.peers.id_of(out.target)
         if handle._creating is not None:
             handle._ask()  # from now on the receiver may use it
         if handle._fork == LENT:
             self.count(handle)
         if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:
             out.lent.append(handle)
-            lent: PassedReference = _new(PassedReference, (handle._rref, to, LENT, position))
-            out.references.append(lent)
+            out.references.append(PassedReference(handle._rref, to, LENT, position))
             return len(out.references) - 1
         with self._lock:
             try:
@@ -381,7 +369,7 @@ class References:
         asker: the worker that wants it. If that is the creator of the reference, the value cannot have been freed, as
         the creator holds a reference: the creation is still on its way, overtaken because its arguments are long.
         """
-        rref: ReferenceId = _new(ReferenceId, (worker, number, key))
+        rref = ReferenceId(worker, number, key)
         with self._lock:
             future = self._values.get(rref)
             if future is None:
@@ -544,7 +532,7 @@ class References:
         freed = []
         for output in outputs:
             if isinstance(output, Send):
-                peer = self.home.peers.by_id(output.to)
+                peer = self.worker.peers.by_id(output.to)
                 later = later or self._pausing or self._flush_soon.asked
                 peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=later)
                 if later:
@@ -596,12 +584,12 @@ class References:
             value = self._values.get(record.rref)
             kind = type(value._value).__qualname__ if value is not None and value.done() else "?"
             site = describe_site(handle._site) if handle is not None and handle._site is not None else "?"
-            holder = "" if record.holder == self.engine.id else f", held by {self.home.peers.describe(record.holder)}"
+            holder = "" if record.holder == self.engine.id else f", held by {self.worker.peers.describe(record.holder)}"
             found.append(
                 LeakedReference(
                     f"{record.rref}{holder}",
                     record.role.value,
-                    self.home.peers.describe(record.owner),
+                    self.worker.peers.describe(record.owner),
                     kind,
                     site,
                 )

@@ -23,7 +23,6 @@ from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
 
 R = TypeVar("R")
-_new: Any = tuple.__new__  # what Method(...) does, without its call into Python
 
 
 class PeerForRRef(Protocol):
@@ -73,8 +72,14 @@ class CreationForRRef(Protocol):
     asked: bool
 
 
-class HomeForRRef(Protocol):
-    """The worker that holds a handle (`Node`)."""
+class WorkerForReferences(Protocol):
+    """The worker that holds the handles (`Node`)."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def peers(self) -> PeersForReferences: ...
 
     def open_stream(
         self,
@@ -100,7 +105,7 @@ class ReferencesForRRef(Protocol):
     def peers(self) -> PeersForReferences: ...
 
     @property
-    def home(self) -> HomeForRRef: ...
+    def worker(self) -> WorkerForReferences: ...
 
     @property
     def closed(self) -> bool: ...
@@ -406,12 +411,12 @@ def _invoke(proxy: RemoteMethods[R], name: str, depth: int, /, *args: object, **
         rref._check()
     else:  # it fails as a call by name does, for whoever waits for it
         rref._ask()
-    method: Method = _new(Method, (*rref._name(), name))
+    method = Method(*rref._name(), name)
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
         return references.create(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "stream":
-        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
+        return references.worker.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
     future = rref._asked(peer.call(method, args, kwargs, seconds, depth=depth, keeps=rref))
