@@ -7,15 +7,14 @@ Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
    order in which the table has decided on them.
 2. A handle may die anywhere, inside of any lock and of the garbage collector. So the callback of its weak reference
-   (`_on_death`) takes no lock: it appends to a deque and wakes the loop, which looks by itself now and then where
-   handles die often (`_look`).
+   (`_on_death`) takes no lock: it appends to a deque and wakes the loop, which looks by itself as long as it finds
+   something (`_look`).
 3. A value is dropped outside of the lock, because its destructor is code of the user.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +25,6 @@ from weakref import ref
 
 from ... import foreign
 from ..._typing import Function, T
-from ...callbacks import Repeatable
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, WorkerClosed
 from ...futures import Future
 from ...locks import Lock
@@ -57,17 +55,13 @@ from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from ..engine.looking import Looking
-from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
 from .rref import PeerForRRef, PeersForReferences, RRef, WorkerForReferences
 
-# When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
-# by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
-# for held what is about to be told.
+# When a call with references arrives, or handles die, the messages of the table wait for so many seconds and then leave
+# together. Each by itself would wake up the loops of both workers in the midst of that call, or of the next one of the
+# thread that has let go of a handle. No longer: a group that leaves would take for held what is about to be told.
 _FLUSH_PAUSE = 0.001
-# Where handles die again within so many seconds, the loop looks after such pauses, and is not woken: it would take the
-# interpreter from the thread that has let go of the handle, as a rule in the midst of its next call.
-_OFTEN = 0.002
 
 #: A value that nobody holds any more, and why there is none if it was never created.
 _Freed = tuple[Future[object], str]
@@ -117,26 +111,6 @@ class _Watched(ref["RRef[object]"]):
     fork: ReferenceId
 
 
-class Creation(Repeatable):
-    """What waits for the answer to a call that creates a reference, which may come after the handle has gone.
-
-    asked: whether somebody has used the handle, and so hears of an error by that. Whoever sets it looks at the Future
-    of the call afterwards, and it is read once that has settled: so at least one of the two sees the other.
-    """
-
-    __slots__ = ("_fork", "_references", "_rref", "asked")
-
-    def __init__(self, references: References, rref: ReferenceId, fork: ReferenceId) -> None:
-        self._references = references
-        self._rref = rref
-        self._fork = fork
-        self.asked: bool = False
-
-    def __call__(self, future: Future[object]) -> None:
-        """The answer has come."""
-        self._references._on_created(self._rref, self._fork, future, self.asked)
-
-
 class References:
     """All references of one worker."""
 
@@ -166,11 +140,8 @@ class References:
         self._unknown: set[int] = set()
         self._handles: dict[ReferenceId, _Watched] = {}
         self._died: deque[_Watched] = deque()
-        self._pausing = False  # whether `flush` will be called, after a pause
-        self._flush_soon = Soon(self.engine.call_on_loop, self._flush_died)
-        self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
-        self._last_woken = 0.0
-        self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
+        self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)
+        self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with the next `flush`
         self.closed: bool = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
@@ -196,11 +167,11 @@ class References:
         watched = self._handles[fork] = _Watched(handle, self._on_death)
         watched.rref, watched.fork = rref, fork
 
-    def refer_to(self, value: T) -> RRef[T]:
-        """A handle of a new reference to a value of this worker. Any thread."""
+    def refer_to(self, value: T, depth: int = 1) -> RRef[T]:
+        """A handle of a new reference to a value of this worker. depth: of the frame that makes it. Any thread."""
         handle: RRef[T] = self.handle_class.__new__(self.handle_class)
         rref, fork = self.own(value, handle)
-        handle._bind(self, rref, fork, self.engine.id, sys._getframe(1))
+        handle._bind(self, rref, fork, self.engine.id, sys._getframe(depth))
         return handle
 
     def handles(self) -> dict[ReferenceId, RRef[object]]:
@@ -237,17 +208,15 @@ class References:
             self._run(self._table.create_failed_to_send, rref, fork)
             raise
         handle._creation = call
-        handle._creating = creating = Creation(self, rref, fork)
-        call._when_settled(creating)
+        call._when_settled(partial(self._on_created, rref, fork))
         return handle
 
-    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object], asked: bool) -> None:
+    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object]) -> None:
+        """The call that creates a value has its answer, maybe after the death of its handle."""
         error = future._error
         if error is None:
             self._run(self._table.created, rref, fork)
             return
-        if asked:  # else it is logged, unless somebody uses the handle by and by
-            future._mark_seen()
         if came_from_afar(error):
             # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
             self._run(self._table.created, rref, fork)
@@ -334,8 +303,7 @@ class References:
         if sender is not self.engine:  # the receiver would not take a fork that the sender has not named
             raise self._not_to_be_sent(sender)
         to = self.worker.peers.id_of(out.target)
-        if handle._creating is not None:
-            handle._ask()  # from now on the receiver may use it
+        handle._ask()  # from now on the receiver may use it
         if handle._fork == LENT:
             self.count(handle)
         if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:
@@ -463,19 +431,9 @@ class References:
 
     def _on_death(self, watched: _Watched) -> None:
         """A handle has died, anywhere: the loop tells the table."""
-        if self.closed:
-            return
-        self._died.append(watched)
-        if not self._pausing and not self._looking.near:
-            self._flush_soon()
-
-    def _flush_died(self) -> None:
-        """A handle has died, and the thread that let go of it has woken the loop."""
-        self.flush()
-        now = time.monotonic()
-        self._last_woken, before = now, self._last_woken
-        if now - before < _OFTEN:
-            self._looking.begin()
+        if not self.closed:
+            self._died.append(watched)
+            self._looking.ask()
 
     def _look(self) -> float | None:
         if not (self._died or self._unsaid):
@@ -485,14 +443,12 @@ class References:
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
         """A call with these references has arrived: messages about them leave together a little later. On the loop."""
-        if not self._pausing and not self._flush_soon.asked and not all_lent(passed):
-            self._pausing = True
-            self.engine.loop.call_later(_FLUSH_PAUSE, self.flush)
+        if not all_lent(passed):
+            self._looking.begin()
 
     def flush(self) -> None:
         """Tell the table which handles have died, and send the messages that were kept. On the loop."""
         with self._lock:
-            self._pausing = False
             unsaid, self._unsaid = self._unsaid, set()
         for peer in unsaid:
             peer.flush()
@@ -505,8 +461,6 @@ class References:
         if not self._died or self.closed:
             return
         self._tell_died(later=True)
-        if self._unsaid and not self._pausing and not self._looking.near:
-            self._flush_soon()
 
     def _tell_died(self, *, later: bool = False) -> None:
         while True:
@@ -533,10 +487,11 @@ class References:
         for output in outputs:
             if isinstance(output, Send):
                 peer = self.worker.peers.by_id(output.to)
-                later = later or self._pausing or self._flush_soon.asked
+                later = later or self._looking.near
                 peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=later)
                 if later:
                     self._unsaid.add(peer)
+                    self._looking.ask()
             elif isinstance(output, Free):
                 value = self._values.pop(output.rref, None)
                 if value is not None:

@@ -63,15 +63,6 @@ class PeersForReferences(Protocol):
     def describe(self, worker_id: int) -> str: ...
 
 
-class CreationForRRef(Protocol):
-    """How it goes with the call that creates the value (`Creation`).
-
-    asked: whether somebody has used the handle, and so hears of an error of the creation.
-    """
-
-    asked: bool
-
-
 class WorkerForReferences(Protocol):
     """The worker that holds the handles (`Node`)."""
 
@@ -163,8 +154,7 @@ class RRef(Generic[T_co]):
         self._owner = owner
         self._confirmed = owner == references.engine.id
         self._broken: str | None = None
-        self._creation: Future[object] | None = None
-        self._creating: CreationForRRef | None = None  # of that call; it outlives this handle
+        self._creation: Future[object] | None = None  # the call that creates the value, if this handle came of it
         self._site = call_site(frame) if frame is not None else None
         self._references = references
 
@@ -228,16 +218,14 @@ class RRef(Generic[T_co]):
         return self._asked(peer.call(Fetch(*self._rref), (), None, seconds, depth=depth, keeps=self))
 
     def _asked(self, call: Future[T]) -> Future[T]:
-        """A call of the value was made, and its creation may have failed as it was made. Returns it."""
-        creation = self._creation
-        if self._creating is not None and creation is not None and creation.done():
-            self._references.end_waits(self._rref, creation)
+        """A call of the value was made, and its creation may have failed as it was made. Returns the call."""
+        if self._creation is not None and self._creation.done():
+            self._references.end_waits(self._rref, self._creation)
         return call
 
     def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[object]:
         """Call a method of the value on its owner; for the runtime's own."""
-        if self._creating is not None:
-            self._ask()
+        self._ask()
         peer = self._references.peers.by_id(self._owner)
         return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, keeps=self))
 
@@ -248,26 +236,20 @@ class RRef(Generic[T_co]):
         return self._rref
 
     def _value_future(self) -> Future[T_co]:
-        if self._creating is not None:
-            self._ask()
+        self._ask()
         return self._lent or self._references.value(*self._rref)
 
     def _ask(self) -> None:
-        """Somebody uses it, and so hears of an error of its creation by that: it is not logged. For one made here."""
-        creating, creation = self._creating, self._creation
-        if creating is not None and creation is not None:
-            creating.asked = True
-            creation._mark_seen()  # where the error has come before it was said that somebody asks
+        """The program uses the value, and so hears of an error of its creation by that: the error is not logged."""
+        if self._creation is not None:
+            self._creation._mark_seen()
 
     def _check(self) -> None:
         if self._references.closed and self.is_owner():
             return  # what is asked next says so, whether or not the answer to the creating call came before
-        creating = self._creating
-        if creating is not None:
-            creating.asked = True
-            creation = self._creation
-            if creation is not None and creation.done():
-                _raise_own(creation)  # what the construction raised
+        self._ask()
+        if self._creation is not None and self._creation.done():
+            _raise_own(self._creation)
         if self._broken is not None:
             owner = self._references.peers.by_id(self._owner)
             gone = owner.gone or owner.parting
@@ -356,14 +338,6 @@ def _raise_own(creation: Future[object]) -> None:
         return
     creation._mark_seen()
     raise foreign.with_traceback(copied, None)
-
-
-def rref_of(references: ReferencesForRRef, value: T, frame: FrameType) -> RRef[T]:
-    """A handle of a value of that worker, whichever is current. frame: of who makes it."""
-    made: RRef[T] = RRef.__new__(RRef)
-    rref, fork = references.own(value, made)
-    made._bind(references, rref, fork, references.engine.id, frame)
-    return made
 
 
 class RemoteMethods(Generic[R]):
