@@ -84,9 +84,8 @@ class Unobserved:
         self.seen: bool = False
 
     def __del__(self) -> None:
-        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen
-        # nothing at all if a signal handler has raised before it was made.
-        if not getattr(self, "seen", True) and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
+        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged.
+        if not self.seen and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
             more = spates.line(self.what)
             if more is not None:
                 logger.error("%s failed and nobody looked: %s%s", self.what, foreign.said(self.error), more)

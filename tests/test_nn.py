@@ -111,11 +111,6 @@ def devices_of(module: RRef[torch.nn.Module]) -> list[str]:
     return [str(parameter.device) for parameter in module.local_value().parameters()]
 
 
-def add_hook(module: RRef[torch.nn.Module]) -> None:
-    """A hook on the owner."""
-    module.local_value().register_forward_hook(lambda module, args, output: output + 100)
-
-
 def shapeless() -> torch.nn.Module:
     """Parameters and buffers of two of its parts get their shapes from the first input."""
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(2)).double()
@@ -158,17 +153,6 @@ async def test_arguments_and_results_of_any_kind(apart: list[Worker]) -> None:
             module(torch.ones(2), factor=torch.ones(1), fail=True)
         with pytest.raises(TypeError, match="factor"):
             module(torch.ones(2))
-
-    await run(apart[0], script)
-
-
-async def test_hooks_on_the_owner_run(apart: list[Worker]) -> None:
-    """A forward is a call of the module there."""
-
-    def script() -> None:
-        module = RemoteModule("worker1", torch.nn.Identity)
-        aiorpc.rpc_sync("worker1", add_hook, (module.get_module_rref(),))
-        assert module(torch.ones(1)).tolist() == [101.0]
 
     await run(apart[0], script)
 
@@ -536,18 +520,6 @@ async def test_other_workers_use_it(apart: list[Worker], user: Any, to: str) -> 
         *described, got = aiorpc.rpc_sync(to, user, (RemoteModule("rank:2", net, (1,)), inputs(0)))
         assert described == ["RemoteModule", None, 2, "cpu"]
         torch.testing.assert_close(got, expected)
-
-    await run(apart[0], script)
-
-
-async def test_subclasses(apart: list[Worker]) -> None:
-    """Made by their constructor, by create, and out of an RRef."""
-
-    def script() -> None:
-        module = Named("worker1", torch.nn.Identity)
-        again = Named.init_from_module_rref("worker1", module.get_module_rref())
-        assert type(again) is Named
-        assert module.twice(torch.ones(1)).tolist() == again.twice(torch.ones(1)).tolist() == [1.0]
 
     await run(apart[0], script)
 

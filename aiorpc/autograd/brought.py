@@ -10,7 +10,7 @@ import torch
 from ..errors import NotAllowed
 from ..locks import Lock
 from ..runtime.gradients.contexts import AutogradContext
-from ..runtime.gradients.kept import KeptForOthers, PeerForContexts
+from ..runtime.gradients.kept import KeptForOthers, PeerForContexts, name_of
 from ..runtime.gradients.reach import SentName
 from ..runtime.node import Node
 from .wire import bytes_of, from_wire
@@ -50,9 +50,8 @@ def brought_by(
 
 
 def _not_its_own(node: Node, context: AutogradContext, peer: PeerForContexts, which: str) -> NotAllowed:
-    name = "?" if peer.record is None else peer.record.name
     return NotAllowed(
-        f"worker {name!r} has given worker {node.engine.name!r} a gradient {which}, in a backward pass of autograd "
+        f"{name_of(peer)} has given worker {node.engine.name!r} a gradient {which}, in a backward pass of autograd "
         f"context {context.id}; nothing of it was used"
     )
 

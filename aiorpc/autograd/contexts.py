@@ -1,9 +1,9 @@
 """Autograd contexts: opening and leaving them, and the verbs of one.
 
-Leaving a context tells every worker that took part, with the next message to it or a little later (`Trailing`). Their
-answers are not waited for: what is asked of a worker later comes there behind what it was told. Contexts of which a
-worker has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for
-a few seconds at most. A worker that does not answer forgets the context when it learns that we are gone.
+Leaving a context tells every worker that took part, with the next message to it or a little later (`Piggybacked`), and
+does not wait for the answers: what is asked of a worker later comes there behind the news. Contexts of which a worker
+has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for a few
+seconds at most. A worker that does not answer forgets the context when it learns that its opener is gone.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Farewell:
             call = last[worker_id] = _call(peer, forget, self._id, piggybacked)
             call._when_settled(partial(self._answered, worker_id))
             if piggybacked:
-                self._node.gradients.trailing.add(peer)
+                self._node.gradients.piggybacked.add(peer)
             if before is not None:
                 earlier.append(before)
         return earlier

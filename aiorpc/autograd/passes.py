@@ -54,7 +54,7 @@ from ..runtime.node import Node
 from .brought import brought_by
 from .parts import LONGEST_REASON, Closing, Part, abort, arrival_of, ask, gather, go_on, part_of, plan
 from .resent import Entry
-from .wire import MORE, NOT_CLOSED, SAID, Gradients, Wire, pack_names, to_wire, unpack_table
+from .wire import MORE, NOT_CLOSED, Gradients, Wire, pack_names, to_wire, unpack_table
 
 Tensor = torch.Tensor
 # Seconds to tell other workers that a pass has failed.
@@ -267,13 +267,11 @@ class Pass:
         self._calls.remove(call)
         answer = call.value()
         packed, *gradients = answer if type(answer) is Wire else (answer,)
-        said = SAID.get(packed) if type(packed) is bytes and not gradients else None
-        if said is None:
-            peer = self._node.peers.by_id(worker_id)
-            brought = brought_by(self._node, self._context, peer, packed, gradients)
+        brought = brought_by(self._node, self._context, self._node.peers.by_id(worker_id), packed, gradients)
+        said = brought.said
+        if gradients or brought.gradients:
             self._part.take_brought(brought)
             self._part.advance()
-            said = brought.said
         with self._lock:
             self._open[worker_id] -= 1
             if said != MORE:

@@ -215,10 +215,6 @@ def unpack_reference(packed: object) -> ReferenceId:
     return ReferenceId(*_read(_read_reference, packed))
 
 
-#: What an answer without gradients says, by what it has packed: most are read so.
-SAID = {_encode(Given([], said)): said for said in (LAST, MORE, NOT_CLOSED)}
-
-
 def _read(read: Any, packed: object) -> Any:
     if type(packed) is not bytes:
         raise ProtocolError("what is said of gradients stands in bytes")

@@ -8,7 +8,6 @@ import gc
 import re
 import threading
 import weakref
-from collections import Counter
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -31,37 +30,8 @@ from tests.unlooked import unlooked_at
 
 double = torch.float64
 NOTHING = to_wire({})  # no gradients
-MOST = 3000  # instructions: more than any of this takes
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("retain", [False, True])
-async def test_the_graph_is_gone_as_far_as_a_pass_has_come(workers: list[Worker], retain: bool) -> None:
-    """What nodes have saved is let go when they have run, as in one process, and not when the context ends."""
-    length, x = 5, vector()
-    saved: list[weakref.ref[Saved]] = []
-
-    def pack(tensor: Tensor) -> Saved:
-        kept = Saved(tensor.detach())
-        saved.append(weakref.ref(kept))
-        return kept
-
-    async with autograd.context() as ctx:
-        y = x
-        for _ in range(length):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-                z = y.sin()
-            y = await workers[0].call("worker1", parts.layer_async, z)
-        await ctx.backward([y.sum()], retain_graph=retain)
-        assert [each() is not None for each in saved] == [retain] * length
-        if retain:
-            await ctx.backward([y.sum()])
-        y = x
-        for _ in range(length):
-            y = step(y.sin(), weight_of(workers[1], 0))
-        (of_x,) = expected(y.sum(), [x])
-        torch.testing.assert_close(ctx.gradients()[x], of_x * (2 if retain else 1), rtol=0, atol=1e-12)
 
 
 class Saved:
@@ -207,23 +177,6 @@ async def test_a_tensor_passed_on_through_workers(workers: list[Worker]) -> None
         check(gradients_of(workers[2], ctx), [(w, of_w)])
 
 
-async def test_a_parameter_used_by_many_calls(workers: list[Worker]) -> None:
-    """Its gradients add up, of calls at the same time and of calls that follow each other."""
-    xs, w = [vector(seed) for seed in range(8)], weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        ys = await asyncio.gather(*(workers[0].call("worker1", parts.layer, x) for x in xs))
-        y = torch.stack(list(ys)).sum(0)
-        for _ in range(3):
-            y = await workers[0].call("worker1", parts.layer, y)
-        await ctx.backward([y.sum()])
-        y = torch.stack([step(x, w) for x in xs]).sum(0)
-        for _ in range(3):
-            y = step(y, w)
-        *of_xs, of_w = expected(y.sum(), [*xs, w])
-        check(gradients_of(workers[0], ctx), zip(xs, of_xs, strict=True))
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
 def _with_reference(reference: Any, x: Tensor) -> Tensor:
     return step(x, reference.to_here())
 
@@ -319,17 +272,6 @@ async def test_one_of_several_results_is_used(workers: list[Worker]) -> None:
         check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
-async def test_nothing_here_gets_a_gradient(workers: list[Worker]) -> None:
-    """Arguments that require none are none of the graph's business."""
-    w = weight_of(workers[1], 0)
-    x = vector().detach()
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await ctx.backward([y.sum()])
-        check(ctx.gradients(), [])
-        check(gradients_of(workers[1], ctx), [(w, expected(step(x, w).sum(), [w])[0])])
-
-
 async def test_detached_and_no_grad(workers: list[Worker]) -> None:
     """What a handler detaches, or computes without gradients, ends the graph there."""
 
@@ -411,19 +353,6 @@ async def test_retained_graphs_and_repeated_passes(workers: list[Worker]) -> Non
         await ctx.backward([loss])  # the context goes on
 
 
-async def test_gradients_are_a_copy(workers: list[Worker]) -> None:
-    """What `gradients` gave does not change with the next pass."""
-    x = vector()
-    async with autograd.context() as ctx:
-        await ctx.backward([(2 * x).sum()])
-        before = ctx.gradients()
-        await ctx.backward([(2 * x).sum()])
-        torch.testing.assert_close(before[x], torch.full_like(x, 2).detach())
-        torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 4).detach())
-        before.clear()
-        assert len(ctx.gradients()) == 1
-
-
 async def test_passes_of_one_context_at_the_same_time(workers: list[Worker]) -> None:
     """Several passes over a retained graph run at once and add up."""
     x, w = vector(), weight_of(workers[1], 0)
@@ -489,28 +418,6 @@ async def test_in_place_changes_of_saved_tensors_are_found(workers: list[Worker]
         assert any("worker1" in note for note in caught.value.__notes__)
 
 
-async def test_a_sent_tensor_that_is_changed_afterwards(workers: list[Worker]) -> None:
-    """A tensor that was saved for its own past may not change after sending it either; one that was not, may."""
-    x = vector()
-    async with autograd.context() as ctx:
-        y = x.exp()  # saves its result
-        z = await workers[0].call("worker1", parts.layer, y)
-        with torch.no_grad():
-            y.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-            await ctx.backward([z.sum()])
-        assert any("worker0" in note for note in caught.value.__notes__)
-    w = weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = x * 2
-        z = await workers[0].call("worker1", parts.layer, y)
-        y.mul_(5)  # now another tensor with another past
-        await ctx.backward([z.sum() + y.sum()])
-        of_x, of_w = expected(step(x * 2, w).sum() + (10 * x).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
 def _in_place(x: Tensor) -> Tensor:
     x.mul_(2)
     x += parts.weight(0)[0]
@@ -570,22 +477,6 @@ async def test_sparse_gradients(workers: list[Worker], order: tuple[bool, bool])
         of_x, of_table = expected(loss, [x, leaf])
         torch.testing.assert_close(gradient, of_table, rtol=0, atol=1e-12)
         check(ctx.gradients(), [(x, of_x)])
-
-
-async def test_a_sparse_gradient_goes_to_another_worker(workers: list[Worker]) -> None:
-    """A table that was sent as a parameter gets its gradient from where it was used."""
-    table = torch.nn.Parameter(torch.randn(10, SIZE, dtype=double, generator=torch.Generator().manual_seed(1)))
-    indices = torch.tensor([7, 0, 7])
-
-    def look_up(indices: Tensor, table: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(indices, table, sparse=True).exp()
-
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", look_up, indices, table)
-        await ctx.backward([y.sum()])
-        (gradient,) = ctx.gradients().values()
-        wanted = expected(torch.nn.functional.embedding(indices, table).exp().sum(), [table])[0]
-        torch.testing.assert_close(gradient.to_dense(), wanted, rtol=0, atol=1e-12)
 
 
 def multiply(matrices: list[Tensor], other: Tensor) -> Tensor:
@@ -695,49 +586,6 @@ async def test_hooks_run_once_with_complete_gradients(workers: list[Worker]) -> 
         check(gradients_of(workers[0], ctx), [(x, of_x)])
 
 
-class Kept:
-    """A remote object that keeps what it received, for a later call."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
-        self.kept = torch.zeros(())
-
-    def first(self, x: Tensor) -> Tensor:
-        """Keep x."""
-        self.kept = x
-        x.register_hook(lambda _: self.seen.update(["received"]))
-        return self._sent("first", x * parts.weight(0)[0])
-
-    def second(self, x: Tensor) -> Tensor:
-        """Use what was kept."""
-        return self._sent("second", x * self.kept)
-
-    def _sent(self, name: str, y: Tensor) -> Tensor:
-        y.register_hook(lambda _: self.seen.update([name]))
-        return y
-
-    def counts(self) -> dict[str, int]:
-        """How often the hooks ran."""
-        return dict(self.seen)
-
-
-@pytest.mark.xfail(reason="the node of `second` runs in two runs of the engine: passes.py says when", strict=True)
-async def test_hooks_of_tensors_that_share_a_kept_graph(workers: list[Worker]) -> None:
-    """Two results of one worker, where the second's gradient leads to the first's: each one's hooks run once."""
-    x, w, v = vector(), weight_of(workers[1], 0), weight_of(workers[2], 0)
-    kept = workers[0].remote("worker1", Kept)
-    async with autograd.context() as ctx:
-        y = await kept.rpc_async().first(x)
-        z = await workers[0].call("worker2", parts.layer, y)
-        last = await kept.rpc_async().second(z)
-        await ctx.backward([last.sum()])
-        of_x, of_w, of_v = expected((step(x * w[0], v) * x).sum(), [x, w, v])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-        check(gradients_of(workers[2], ctx), [(v, of_v)])
-    assert await kept.rpc_async().counts() == {"received": 1, "first": 1, "second": 1}
-
-
 async def test_hooks_that_change_gradients(workers: list[Worker]) -> None:
     """A hook's result takes the gradient's place: on a leaf, on a sent tensor, and on a received one."""
     x, w = vector(), weight_of(workers[1], 1)
@@ -814,35 +662,6 @@ async def test_hooks_on_nodes_of_leaves(workers: list[Worker]) -> None:
     assert all(leaf.grad is None for leaf in leaves)
 
 
-async def test_hooks_on_nodes_of_leaves_run_without_gradients(workers: list[Worker]) -> None:
-    """As in torch's engine: a gradient that they make with a parameter has no graph, which would keep that alive."""
-    x, scale, modes = vector(), torch.ones(SIZE, dtype=double, requires_grad=True), list[bool]()
-    node = get_gradient_edge(x).node
-
-    def change(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        modes.append(torch.is_grad_enabled())
-        return tuple(gradient * scale for gradient in gradients)
-
-    node.register_prehook(change)
-    node.register_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await ctx.backward([y.sum()])
-        assert modes == [False, False] and not ctx.gradients()[x].requires_grad
-
-
-async def test_hooks_on_nodes_registered_after_the_first_pass(workers: list[Worker]) -> None:
-    """The node was looked at before; its hooks are those of now."""
-    x = vector()
-    node, seen = get_gradient_edge(x).node, []
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await ctx.backward([y.sum()], retain_graph=True)
-        node.register_hook(lambda _, gradients: seen.append(gradients))
-        await ctx.backward([y.sum()])
-    assert len(seen) == 1
-
-
 # --- interruptions ----------------------------------------------------------------------------------------------------
 
 
@@ -917,27 +736,6 @@ async def test_an_error_names_leaves_that_do_not_fit_any_more(workers: list[Work
     said = "".join(caught.value.__notes__)
     assert "on worker 'worker1'" in said
     assert re.search(rf"a leaf of {now} was of shape \(4, 4\), torch\.float64 on cpu in the forward pass: go ", said)
-
-
-async def test_a_leaf_that_changes_between_two_uses(workers: list[Worker]) -> None:
-    """It has two nodes then: both gradients count, and hooks on each see that of their own."""
-    x, w = vector(), weight_of(workers[1], 0)
-    v = w.detach().clone().requires_grad_()
-    seen: list[list[Tensor]] = [[], []]
-    async with autograd.context() as ctx:
-        before = await workers[0].call("worker1", _shift, x)
-        nodes = [get_gradient_edge(w).node]
-        _retype(w)
-        after = await workers[0].call("worker1", _shift, x.float())
-        nodes.append(get_gradient_edge(w).node)
-        for node, gradients in zip(nodes, seen, strict=True):
-            node.register_prehook(gradients.extend)
-        await ctx.backward([before.sum() + after.double().sum()])
-        of_double = expected(_shifted(x, v).sum(), [v])
-        v = v.detach().float().requires_grad_()
-        of_float = expected(_shifted(x.float(), v).sum(), [v])
-        torch.testing.assert_close(gradients_of(workers[1], ctx)[w], of_double[0] + of_float[0])
-    torch.testing.assert_close(seen, [of_double, of_float])
 
 
 async def test_nodes_run_outside_of_the_loop(workers: list[Worker]) -> None:
@@ -1101,17 +899,6 @@ async def test_a_gradient_that_a_node_keeps(workers: list[Worker]) -> None:
         assert _separate([ctx.gradients()[x], constant])
 
 
-async def test_no_gradient_comes_back(workers: list[Worker]) -> None:
-    """Where a node gives None there is no gradient, and nobody waits for one."""
-    x = vector()
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", _nothing, x * 2)
-        y = await workers[0].call("worker2", parts.layer, y)
-        await ctx.backward([y.sum()])
-        check(ctx.gradients(), [])
-        assert list(gradients_of(workers[2], ctx)) == [weight_of(workers[2], 0)]
-
-
 async def test_a_tensor_sent_twice(workers: list[Worker]) -> None:
     """Twice in one call, and in two calls: it is one tensor of the graph."""
     x, w = vector(), weight_of(workers[1], 0)
@@ -1126,22 +913,6 @@ async def test_a_tensor_sent_twice(workers: list[Worker]) -> None:
         await ctx.backward([z.sum()])
         y = x * 2
         of_x, of_w = expected((step(y, w) * y + x + step(y, w) * x + y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
-async def test_a_result_returned_twice(workers: list[Worker]) -> None:
-    """One tensor in two places of a result, and one that the worker keeps and returns again in a later call."""
-    x, w = vector(), weight_of(workers[1], 0)
-
-    def twice(x: Tensor) -> list[Tensor]:
-        y = step(x, parts.weight(0))
-        return [y, y, x]
-
-    async with autograd.context() as ctx:
-        a, b, c = await workers[0].call("worker1", twice, x)
-        await ctx.backward([(a * 2 + b * 3 + c).sum()])
-        of_x, of_w = expected((step(x, w) * 5 + x).sum(), [x, w])
         check(gradients_of(workers[0], ctx), [(x, of_x)])
         check(gradients_of(workers[1], ctx), [(w, of_w)])
 
@@ -1320,24 +1091,6 @@ async def test_a_failure_that_nobody_looked_at_is_logged(
     (line,) = lines()
     assert "the backward pass of autograd context" in line and "test_backward.py" in line and "LookupError" in line
     caplog.clear()
-
-
-async def test_exceptions_of_a_hook_reach_the_caller(workers: list[Worker]) -> None:
-    """The same for what hooks raise."""
-
-    def fail(gradient: Tensor) -> None:
-        raise ZeroDivisionError("in a hook")
-
-    def handler(x: Tensor) -> Tensor:
-        y = x * 2
-        y.register_hook(fail)
-        return y
-
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", handler, vector())
-        with pytest.raises(ZeroDivisionError, match="in a hook") as caught:
-            await ctx.backward([y.sum()])
-        assert any("worker1" in note for note in caught.value.__notes__)
 
 
 async def test_leaving_the_context_while_a_pass_runs(workers: list[Worker]) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,28 +274,6 @@ async def test_a_batch_of_calls_of_two_contexts(workers: list[Worker]) -> None:
     assert await batched.rpc_async().sizes_so_far() == [2]
 
 
-class _Relay:
-    """A batched method that calls another worker."""
-
-    @aiorpc.batched(max_size=2, max_wait=30.0)
-    async def forward(self, xs: Any) -> Any:
-        """One layer of worker 2."""
-        return await aiorpc.call("worker2", parts.layer, torch.stack(list(xs)))
-
-
-async def test_a_batched_handler_takes_the_context_along(workers: list[Worker]) -> None:
-    """What it calls for a batch of one context belongs to that."""
-    x, z, w = vector(1), vector(2), weight_of(workers[2], 0)
-    relay = workers[0].remote("worker1", _Relay)
-    async with autograd.context() as ctx:
-        u, v = await asyncio.gather(relay.rpc_async().forward(x), relay.rpc_async().forward(z))
-        assert u.requires_grad and v.requires_grad
-        await ctx.backward([(u * v).sum()])
-        of_x, of_z, of_w = expected((step(x, w) * step(z, w)).sum(), [x, z, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x), (z, of_z)])
-        check(gradients_of(workers[2], ctx), [(w, of_w)])
-
-
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
@@ -336,34 +313,6 @@ async def test_contexts_of_many_threads_do_not_mix(workers: list[Worker]) -> Non
             together.wait(20)
 
     await asyncio.gather(*(asyncio.to_thread(script, seed) for seed in range(1, 5)))
-
-
-async def test_a_context_does_not_stay_with_the_connection_it_opened(workers: list[Worker]) -> None:
-    """A worker whose first call was made in a context serves later calls in the context of their callers."""
-    first, second, third = workers
-
-    async def relay() -> Any:
-        return await aiorpc.call("worker2", parts.context_here)
-
-    async with autograd.context() as outer:
-        assert await first.call("worker1", parts.context_here) == outer
-        assert await asyncio.create_task(_from(second, "worker0", relay)) is None
-        assert await asyncio.create_task(_in_a_context_of(third, "worker0", relay)) != outer
-
-
-async def _from(worker: Worker, to: str, function: Any) -> Any:
-    """A call as if from elsewhere: in no context."""
-    current_node.set(worker._node)
-    current_autograd.set(None)
-    return await worker.call(to, function)
-
-
-async def _in_a_context_of(worker: Worker, to: str, function: Any) -> Any:
-    current_node.set(worker._node)
-    async with autograd.context() as ctx:
-        found = await worker.call(to, function)
-        assert found == ctx
-        return found
 
 
 async def test_nested_contexts(workers: list[Worker]) -> None:
@@ -411,20 +360,6 @@ async def test_a_tensor_of_another_context_ends_the_pass(workers: list[Worker]) 
             z = await workers[0].call("worker1", parts.layer, y)
             with pytest.raises(RpcUsageError):
                 await inner.backward([z.sum()])
-
-
-async def test_with_in_a_handler_thread(workers: list[Worker]) -> None:
-    """`with` works in handlers that run in threads."""
-
-    def handler(x: Tensor) -> Tensor:
-        with autograd.context() as context_id:
-            y = aiorpc.rpc_sync("worker2", parts.layer, args=(x.requires_grad_(),))
-            autograd.backward(context_id, [y.sum()])
-            return autograd.get_gradients(context_id)[x]
-
-    x, w = vector(), weight_of(workers[2], 0)
-    found = await workers[0].call("worker1", handler, x.detach().clone())
-    torch.testing.assert_close(found, expected(step(x, w).sum(), [x])[0], rtol=0, atol=1e-12)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -998,19 +933,6 @@ async def test_what_a_message_says_of_a_context_in_which_its_sender_takes_no_par
         assert not context.known and not context.received
 
 
-async def test_the_contexts_that_one_worker_leaves_are_no_reason_to_forget_those_of_others(
-    workers: list[Worker],
-) -> None:
-    """A late call opens none again, however many another worker says that it has left."""
-    async with autograd.context() as ctx:
-        await workers[0].call("worker1", parts.echo, None)
-    gradients = workers[1]._node.gradients
-    await until(lambda: gradients.find(ctx) is None)
-    for _ in range(5000):
-        gradients.leave(workers[2]._node.gradients.new_id())
-    assert gradients.called(ctx, workers[1]._node.peers.find("worker0")) is None
-
-
 async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:
     """As where a worker was called in it before its opener knew of that worker."""
     first = workers[0]._node.gradients.new_id()
@@ -1018,21 +940,3 @@ async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[
     assert len(workers[1]._node.gradients) == 1
     assert unpack_ids(await workers[2].call("worker1", forget, first)) == []
     await until(lambda: len(workers[1]._node.gradients) == 0)
-
-
-async def test_what_others_say_of_who_knows_a_context(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that a worker names are told of its end, too, and nobody whom it has invented."""
-    peers, gradients = workers[0]._node.peers, workers[1]._node.gradients
-    by_id, leave, called = peers.by_id, gradients.leave, list[int]()
-    invented = [SimpleNamespace(record=SimpleNamespace(id=number)) for number in (-5, 2, 77, 1 << 40)]
-
-    def find(number: int) -> Any:
-        called.append(number)
-        return by_id(number)
-
-    monkeypatch.setattr(peers, "by_id", find)
-    monkeypatch.setattr(gradients, "leave", lambda number: leave(number) and invented)
-    async with autograd.context():
-        await workers[0].call("worker1", parts.layer, vector())
-    await until(lambda: 2 in called)
-    assert {*called} <= {1, 2}

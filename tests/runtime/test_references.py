@@ -253,17 +253,6 @@ async def test_copies_of_a_proxy_copy_no_value(workers: list[Worker], verb: str)
         assert await other.get() == 5
 
 
-async def test_remote_by_keywords(workers: list[Worker]) -> None:
-    """torch's names of the first two; a function's own keywords may have these names; one too few is a TypeError."""
-    token = current_node.set(workers[0]._node)
-    assert await aiorpc.remote(to="worker1", func=_given, args=(1,)) == ((1,), {})
-    assert await aiorpc.remote("worker1", func=_given) == ((), {})
-    assert await aiorpc.remote("worker1", _given, to=1, func=2) == ((), {"to": 1, "func": 2})
-    with pytest.raises(TypeError, match="'func'"):
-        aiorpc.remote("worker1")  # type: ignore[call-overload]  # what is missing is the point
-    current_node.reset(token)
-
-
 async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: list[Worker]) -> None:
     """to_here gives a copy on users and the object itself on the owner; local_value is for the owner alone."""
     rref = workers[0].remote("worker1", Thing, 1)
@@ -287,14 +276,6 @@ async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     assert await rref.rpc_async().get() == 3
     current_node.reset(token)
     del thing
-
-
-async def test_a_reference_to_oneself_by_remote(workers: list[Worker]) -> None:
-    """The creator may be the owner."""
-    rref = workers[0].remote("worker0", Thing, 8)
-    assert (await rref).value == 8
-    assert rref.is_owner() and rref.local_value() is await rref
-    assert await workers[0].call("worker1", read_async, rref) == 8
 
 
 async def test_to_here_with_a_timeout(workers: list[Worker], gate: Gate) -> None:
@@ -382,13 +363,6 @@ async def test_references_as_results(workers: list[Worker]) -> None:
     assert own.is_owner() and (await own).value == 10
 
 
-async def test_references_of_references(workers: list[Worker]) -> None:
-    """A value may itself be a reference."""
-    outer = workers[0].remote("worker1", remote_of, "worker2", 4)
-    inner = await outer
-    assert inner.owner_name() == "worker2" and (await inner).value == 4
-
-
 async def test_passing_on_before_the_value_exists(workers: list[Worker], gate: Gate) -> None:
     """Users on all workers, the owner included, wait for it; the creator may have dropped it by then."""
     rref = workers[0].remote("worker1", slow_thing, 6)
@@ -398,16 +372,6 @@ async def test_passing_on_before_the_value_exists(workers: list[Worker], gate: G
     await until(lambda: workers[1]._node.references.counts().forks >= 1)
     gate.open.set()
     assert await asyncio.gather(*calls) == [6] * 6
-
-
-async def test_a_tensor_behind_a_reference(workers: list[Worker]) -> None:
-    """Values with tensors: fetched as copies, changed in place through the proxy."""
-    rref = workers[0].remote("worker1", torch.zeros, 3)
-    await rref.rpc_async().add_(2)
-    copy = await rref
-    assert copy.tolist() == [2.0, 2.0, 2.0]
-    copy.fill_(9)
-    assert (await rref).tolist() == [2.0, 2.0, 2.0]
 
 
 async def test_many_references_between_all_workers(workers: list[Worker]) -> None:
@@ -811,19 +775,6 @@ async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:
 
     assert await asyncio.gather(*(asyncio.to_thread(script, worker) for worker in apart)) == [sum(range(50))] * 3
     await until_no_references(apart)
-
-
-async def test_who_drops_references_and_makes_as_many_holds_no_more_than_before() -> None:
-    """Also in one turn of the loop: their owner hears of the end of the old ones first."""
-    async with cluster(2, options=RpcBackendOptions(max_references=20)) as workers:
-        made: list[RRef[Thing]] = []
-        for _ in range(3):
-            made.clear()
-            made += [workers[0].remote("worker1", Thing) for _ in range(20)]
-            await until(lambda: workers[0]._node.references.counts().pending == 0)
-        assert workers[1]._node.references.counts().owned == 20
-        made.clear()
-        await until_no_references(workers)
 
 
 async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Worker]) -> None:

@@ -42,9 +42,9 @@ from ...logs import logger
 from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
-from .kept import KeptForOthers, PeerForContexts
+from .kept import KeptForOthers, PeerForContexts, name_of
+from .piggybacked import Piggybacked
 from .reach import Reach, ReceivedTensor, SentName
-from .trailing import Trailing
 
 Tensor = torch.Tensor
 _infer_type = torch._C._jit_try_infer_type
@@ -57,16 +57,15 @@ MOST_BEHIND = 512
 _NAMES_IN_ONE = 8
 # Ids of contexts and of passes are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the
 # id of a worker and a number in 48 bits, here a random one. Where the worker's id takes more than 14 bits, as after
-# many joins of a free group, fewer are left for the number. A form is the bits that mark it, those of the number, and
-# those of the worker's id.
-_FORMS = ((0, 48, 14), (1 << 62, 40, 21), (3 << 61, 30, 31))
-_SECOND, _THIRD = _FORMS[1][0], _FORMS[2][0]
+# many joins of a free group, 31 are left for the number, and a bit in front marks that.
+_BITS, _BITS_OF_MARKED, _MARK = 48, 31, 1 << 62
 
 
 def _form_of(worker_id: int) -> tuple[int, int]:
     """The lowest id that a context of that worker can have, and how many bits of it are the number's."""
-    mark, bits, _ = next(form for form in _FORMS if not worker_id >> form[2])
-    return mark | worker_id << bits, bits
+    if worker_id << _BITS < _MARK:
+        return worker_id << _BITS, _BITS
+    return _MARK | worker_id << _BITS_OF_MARKED, _BITS_OF_MARKED
 
 
 def id_range(worker_id: int) -> tuple[int, int]:
@@ -77,11 +76,7 @@ def id_range(worker_id: int) -> tuple[int, int]:
 
 def opener_of(id: int) -> int:
     """The worker that the context, or the pass, of that id belongs to: see `id_range`. Of any integer."""
-    if id < _SECOND:
-        return id >> _FORMS[0][1]
-    if id < _THIRD:
-        return (id ^ _SECOND) >> _FORMS[1][1]
-    return (id ^ _THIRD) >> _FORMS[2][1]
+    return id >> _BITS if id < _MARK else (id ^ _MARK) >> _BITS_OF_MARKED
 
 
 class _Received(torch.autograd.Function):
@@ -133,7 +128,7 @@ class AutogradContext:
     ) -> None:
         self.id = id
         self.most_behind = most_behind
-        self.opener: int = id >> _FORMS[0][1] if id < _SECOND else opener_of(id)
+        self.opener: int = opener_of(id)
         self.sent: dict[SentName, GradientEdge] = {}
         self.receivers: dict[int, PeerForContexts] = {}  # of the messages in which they were sent, by number
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
@@ -425,7 +420,7 @@ class Gradients:
         # The last call by which a worker was told of a context's end, unanswered.
         self.farewells: dict[int, Future[bytes]] = {}
         self.doubted: set[int] = set()  # contexts whose openers are asked whether they have ended
-        self.trailing: Trailing = Trailing(engine)
+        self.piggybacked: Piggybacked = Piggybacked(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
@@ -531,14 +526,13 @@ class Gradients:
     def _say_untracked(self, to: PeerForContexts) -> None:
         """As torch does it, and torch says nothing: once for each worker."""
         self._on_untracked = None
-        name = "another worker" if to.record is None else f"worker {to.record.name!r}"
         logger.warning(
             "worker %r sends a Parameter to %s in an autograd context: as with torch.distributed.rpc it arrives there "
             "without its past, and gets no gradient of what is computed there. To have one, send a tensor that was "
             "computed from it (parameter * 1), or keep the module where its parameters are and call it there; to send "
             "values alone, send parameter.detach(). This is said once",
             self._engine.name,
-            name,
+            name_of(to),
         )
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
@@ -658,5 +652,5 @@ class Gradients:
 
     def close(self) -> None:
         """The worker closes: drop all contexts. On the loop."""
-        self.trailing.close()
+        self.piggybacked.close()
         self._contexts.clear()

@@ -52,7 +52,7 @@ class KeptForOthers:
             if count > 0 and pieces > most:
                 raise Overloaded(
                     f"worker {self._engine.name!r} has recorded {pieces - count} tensors and backward passes for "
-                    f"{_name_of(peer)} in autograd contexts that are open; {count} more are too many (max_references)"
+                    f"{name_of(peer)} in autograd contexts that are open; {count} more are too many (max_references)"
                 )
             self._pieces[peer] = pieces
             context.kept[peer] = context.kept.get(peer, 0) + count
@@ -67,7 +67,7 @@ class KeptForOthers:
             waiting = self._waiting.get(peer, 0)
             if waiting and waiting + size > most:
                 raise Overloaded(
-                    f"worker {self._engine.name!r} has {waiting} bytes of gradients of {_name_of(peer)} that wait for "
+                    f"worker {self._engine.name!r} has {waiting} bytes of gradients of {name_of(peer)} that wait for "
                     f"the rest of their backward passes; {size} more are too many (max_queued_bytes)"
                 )
             self._waiting[peer] = waiting + size
@@ -95,7 +95,7 @@ class KeptForOthers:
             if there > context.leaf_bytes and there + size > most:
                 raise Overloaded(
                     f"worker {self._engine.name!r} has {there} bytes of gradients in autograd contexts that "
-                    f"{_name_of(peer)} has brought; {size} more in one of several are too many (max_incoming_bytes)"
+                    f"{name_of(peer)} has brought; {size} more in one of several are too many (max_incoming_bytes)"
                 )
             self._leaf_bytes[peer] = there + size
             context.leaf_bytes += size
@@ -119,5 +119,6 @@ def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: 
         counts.pop(peer, None)
 
 
-def _name_of(peer: PeerForContexts) -> str:
+def name_of(peer: PeerForContexts) -> str:
+    """That worker, for messages."""
     return "another worker" if peer.record is None else f"worker {peer.record.name!r}"
