@@ -75,8 +75,8 @@ def _short(value: object) -> str:
 
 
 def to_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """The devices that are meant; DeviceMapError if one is not of `accelerator_kind`. Init refuses one that is there
-    twice.
+    """The devices that are meant; DeviceMapError for a device that is not of `accelerator_kind`. Init refuses
+    duplicates.
     """
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DeviceMapError(f"devices must be a list of devices, not {_short(devices)}")

@@ -104,7 +104,7 @@ class DistributedOptimizer:
         Raised here: RpcUsageError if no such context is open here; NoGradients, a kind of it, if no owner has a
         gradient for any parameter; what the optimizer raises on an owner, with a note that names it; PeerLost at once
         if an owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it is cancelled, some
-        owners may have stepped; one that waits for its turn then does not.
+        owners may have stepped; an owner that waits for its turn then does not.
         """
         node = _node_of(self.remote_optimizers)
         if isinstance(context_id, bool) or not isinstance(context_id, int):
@@ -131,9 +131,9 @@ class DistributedOptimizer:
         wish to step travels with the plan of the pass. Blocks until all have stepped, and returns a completed Future;
         on the worker's loop it does not block: ``await optimizer.backward_and_step(ctx, [loss])``. Any thread.
 
-        Between the two nobody can look at the gradients, clip them, or end the step where the pass has failed: when
+        Between the two no code can look at the gradients, clip them, or end the step where the pass has failed: when
         this raises, owners whose part was done by then have stepped, and others have not; so it is if it is cancelled,
-        and one that waits for its turn then does not step. An owner does not step if this pass gives a gradient to none
+        and an owner that waits for its turn then does not. An owner does not step if this pass gives a gradient to none
         of its parameters, also if they have gradients of an earlier one. Otherwise both are as they are alone: see
         `aiorpc.autograd.backward` and `step` for what they raise; errors name the owner in a note.
         """
@@ -483,7 +483,7 @@ class LocalOptimizer(Closing):
             raise
 
     def _finish(self, node: Node) -> None:
-        """Whoever uses the parameters next does so on other streams, which know nothing of this one."""
+        """Wait for the devices: the parameters are used next on other streams, which know nothing of this one."""
         driver = node.accelerators.accelerator
         if driver is None:
             return

@@ -1,4 +1,4 @@
-"""Where in the user's program something was made, and what is logged of a failure that nobody looked at."""
+"""Where in the user's program something was made, and the log of failures that the program did not look at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .logs import logger
 # which fail at once when their worker dies. Of so many things it is known how often that was, the latest ones.
 LINES, LINES_EVERY, _THINGS = 10, 60.0, 1024
 
-# Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
+# Where in the user's program a call was made: code and instruction. The line is computed only for a text.
 CallSite = tuple[CodeType, int]
 
 
@@ -45,7 +45,7 @@ def outside(package: str) -> FrameType:
 
 
 class Spates:
-    """Keeps what fails again and again from filling the log. Any thread, also one that collects garbage: no locks.
+    """Keeps what fails again and again from filling the log. Any thread, also in the garbage collector: no locks.
 
     Threads that ask at once may have one line more or less.
     """

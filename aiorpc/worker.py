@@ -390,7 +390,7 @@ class Worker:
         report = self._life.report()
         own = self._own_loop
         if report is not None:
-            if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which nobody has ended
+            if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which still runs
                 own.close()
             return report
         if own is not None and asyncio.get_running_loop() is not own.loop:

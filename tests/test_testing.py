@@ -35,6 +35,13 @@ async def test_workers_have_names_and_ids_in_order() -> None:
         assert all(worker.loop is asyncio.get_running_loop() for worker in workers)
 
 
+async def test_everybody_reaches_everybody() -> None:
+    """Calls work between all pairs, to oneself too."""
+    async with cluster(3) as workers:
+        calls = [worker.call(other.name, add, i) for i, worker in enumerate(workers) for other in workers]
+        assert await asyncio.gather(*calls) == [i + 1 for i in range(3) for _ in range(3)]
+
+
 async def test_options_for_all_or_for_each() -> None:
     """One set of options is used by all workers, a sequence gives each its own."""
     async with cluster(2, options=RpcBackendOptions(rpc_timeout=7.0)) as workers:

@@ -90,7 +90,7 @@ class context:
 
     def _open(self, node: Node) -> Context:
         node.engine.lifetime.check_open()
-        if self._id:  # nobody could leave the one before any more
+        if self._id:  # a second one would take the place of the first, which then could not be left
             raise RpcUsageError(
                 f"autograd context {self._id} of this `context()` is still open, and it holds one at a time: call "
                 "context() for each block"
@@ -208,8 +208,8 @@ class _Farewell:
 def forget(context_id: Id) -> bytes:
     """Handler: a context has ended. The ids of the workers that it is known to, as far as this one knows, packed.
 
-    The worker that has opened the context is believed. Another one that takes part says so to a worker that joined
-    after the end: then the opener is asked, so that no worker ends the contexts of others.
+    The worker that has opened the context is believed. Another worker that takes part may say so to one that
+    joined after the end: that asks the opener, so that no worker ends the contexts of others.
     """
     node, call = serving()
     opener, gradients = opener_of(context_id), node.gradients

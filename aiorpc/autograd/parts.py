@@ -14,8 +14,9 @@ its way until the part is over. PLAN is the first; each later one brings the gra
     any       an error, a lost worker, the end of a context  FAILED    is answered with the error
 
 Another worker has a say as far as its own tensors go. It gives gradients along the edges that were recorded with it:
-of tensors that this worker has sent to it. It asks for a part of the passes alone that it runs, whose ids have its own,
-and only if it takes part in the context (`AutogradContext.takes_part`). All this is looked at before anything is kept.
+of tensors that this worker has sent to it. It asks only for parts of passes that it runs itself, whose ids contain its
+own, and only if it takes part in the context (`AutogradContext.takes_part`). All this is checked before any of it is
+kept.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
 from ..runtime.node import Node, serving
 from .awaited import Awaited
 from .brought import BroughtGradients, Waiting, brought_by
-from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_what_changed, say_where, unshared
+from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_where, unshared
 from .resent import Entry, Resent
 from .wire import (
     LAST,
@@ -133,8 +134,8 @@ class Part:
         self._until: float | None = None
         self._closing: Closing | None = None
         self._running = False
-        self._ended = False  # somebody has found that nothing is left to do
-        self._ready_to_end = False  # and has done what comes last
+        self._ended = False  # a thread has found that nothing is left to do
+        self._ready_to_end = False  # and that thread has done what comes last
         self._sink: LeafSink | None = None  # that has taken gradients of leaves
         self._delivering = 0  # unanswered calls that bring gradients to others
         self._for_root: Given = {}  # that came out for the worker that runs the pass, and were not told yet
@@ -175,7 +176,7 @@ class Part:
                 self._arrivals.append(arrival)
 
     def question(self, worker_id: int) -> Future[Wire]:
-        """That worker runs the pass and asks: see the module. RpcError if it is another one that does."""
+        """A question of the worker that runs the pass: see the module. RpcError if another worker runs it."""
         asked: Future[Wire] = Future()
         asked._loop, asked._executor = self._node.engine.loop, self._node.engine.pool
         with self._lock:
@@ -236,7 +237,7 @@ class Part:
                 self._node.gradients.kept.keep(self._context, maker, -1)
 
     def advance(self) -> None:
-        """Run what is ready, here and now; whatever then is ready, too."""
+        """Run in this thread what is ready, and what becomes ready by that."""
         while not self.over:
             with self._lock:
                 awaited = self._awaited
@@ -310,11 +311,7 @@ class Part:
             if gradient is not None:
                 given.append((edge, gradient))
                 taken.add(memory_of(gradient))
-        try:
-            results = evaluate(given, targets, retain)
-        except BaseException as error:
-            say_what_changed(error, targets)
-            raise
+        results = evaluate(given, targets, retain)
         holders = references_to(results)
         deliveries: dict[int, Given] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
@@ -358,7 +355,7 @@ class Part:
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
         with self._lock:
-            if self._running:  # whoever runs comes here afterwards
+            if self._running:  # the thread that runs comes here afterwards
                 return ()
             sink, self._sink = self._sink, None
         if sink is None:
@@ -367,7 +364,7 @@ class Part:
         return sink.finish(self._context, failed)
 
     def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Given]) -> None:
-        """Some targets are done: their gradients go to whoever has sent them. spent: entries that lead to no others."""
+        """Some targets are done: their gradients go to the senders. spent: entries that lead to no other targets."""
         with self._lock:
             assert self._awaited is not None, "it runs"
             own = deliveries.pop(self._node.engine.id, None)
@@ -457,7 +454,7 @@ class Part:
             asked, last = self._question, self._ready_to_end
             if self._maker is not None and (asked is None or not (last or self._for_root)):
                 return
-            if self._ended and not last:  # whoever has found that comes here
+            if self._ended and not last:  # the thread that has found that comes here
                 return
             self._question = None
             gradients, self._for_root = self._for_root, {}
@@ -624,7 +621,7 @@ def _closing(node: Node, packed: bytes, until: float | None, asker: int) -> Clos
 @carries
 @async_execution
 def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Future[Wire]:
-    """Handler: gradients of entries of this worker, from the one that runs the pass, with its next question."""
+    """Handler: gradients of entries of this worker, from the worker that runs the pass, with its next question."""
     node, context, peer = _asked(context_id, number)
     brought = brought_by(node, context, peer, given, gradients)
     part = context.parts.get(number)
@@ -645,7 +642,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
 @intrinsic
 @carries
 def take(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> None:
-    """Handler: gradients of entries of this worker, from another one that has a part in the pass."""
+    """Handler: gradients of entries of this worker, from another worker with a part in the pass."""
     node, context, peer = _asked(context_id)
     brought = brought_by(node, context, peer, given, gradients)
     part = part_of(node, context, number, maker=peer)

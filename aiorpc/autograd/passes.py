@@ -18,8 +18,8 @@ Invariants
    gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
    A received tensor that was sent on as it came needs no engine for what comes back for it: that is added to what the
    graph has given, which so need not wait for it (`resent.py`).
-2. Entries that no root leads to are in no plan: nobody waits for a gradient that does not come.
-3. Whoever fails (an exception, a lost worker, the deadline) ends the pass on all workers, and so does who cancels it.
+2. Entries that no root leads to are in no plan: no worker waits for a gradient that does not come.
+3. A failure (an exception, a lost worker, the deadline) ends the pass on all workers, and so does cancelling it.
    What was accumulated by then stays in the context.
 4. The engine never runs on a loop: it runs in the thread that waits for the pass, and in those of the pool.
 
@@ -185,7 +185,7 @@ class Pass:
         self._open = dict.fromkeys(plans, 1)
         part.advance()
         held, part.held = part.held, None
-        if part.error is not None:  # failed, or cancelled; whoever ends it later sees the plans, and tells the others
+        if part.error is not None:  # failed, or cancelled; what ends it later finds the plans, and tells the others
             return
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
         for worker_id, wanted in plans.items():
@@ -314,7 +314,7 @@ class Pass:
             self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
 
     def _end(self, error: BaseException) -> bool:
-        """It has failed, and the others are told; False if it had ended before, but with this error."""
+        """It has failed: tell the others. False if it had ended before, with another outcome."""
         if not self.done._settle(None, error) and self.done._error is not error:
             return False
         self._open_gate()
@@ -323,10 +323,10 @@ class Pass:
         return True
 
     def give_up(self) -> None:
-        """It was cancelled: it ends here, and the others are told. Any thread, the loop's too."""
+        """It was cancelled: end it here, and tell the others. Any thread, the loop's too."""
         error = self.done.exception()
         assert error is not None, "it was cancelled"
-        # The part first: whoever is about to tell the others their plans looks at it after it has made them.
+        # The part first: the thread that is about to send the plans looks at the part after it has made them.
         self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
         self._part.let_go()
         self._abort(error)

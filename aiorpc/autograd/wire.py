@@ -159,7 +159,7 @@ def _put_together(form: Sparse, parts: Any) -> Tensor:
 
 
 def bytes_of(gradient: Tensor) -> int:
-    """The memory that a gradient takes; of one that was expanded, of what is there."""
+    """The memory that a gradient takes; an expanded gradient counts as long as its storage."""
     if gradient.layout is torch.strided:
         return min(gradient.nbytes, gradient.untyped_storage().nbytes())
     if gradient.layout is torch.sparse_coo:

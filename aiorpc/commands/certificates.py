@@ -134,7 +134,7 @@ def _authority(
         if certificate.public_key() != held.public_key():
             raise RpcUsageError(f"{certificate_path} and {key_path} are no authority: each is of another one")
         last = certificate.not_valid_after_utc
-        if last < end:  # behind that its certificates are good for nothing, whatever they say
+        if last < end:  # behind that its certificates are good for nothing
             left = (last - datetime.datetime.now(datetime.UTC)).days
             less = f"give --days {left} at most, or " if left > 0 else ""
             raise RpcUsageError(

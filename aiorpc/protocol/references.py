@@ -66,7 +66,7 @@ class _Value(enum.Enum):
 
 @dataclass(slots=True)
 class _Fork:
-    """A fork held here. counted: the owner knows it, so its end is told with DEL. parent: who awaits our CHILD_OK."""
+    """A fork held here. counted: the owner knows it, so DEL tells its end. parent: who awaits our CHILD_OK."""
 
     rref: ReferenceId
     fork: ReferenceId
@@ -216,7 +216,7 @@ class ReferenceTable:
         return self._finish()
 
     def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
-        """The last handle of this fork died here. The owner is told as soon as that is safe. Idempotent."""
+        """The last handle of this fork died here. DEL tells the owner as soon as that is safe. Idempotent."""
         held = self._forks.get(fork)
         if held is not None and held.rref == rref:
             held.dropped = True
@@ -248,8 +248,8 @@ class ReferenceTable:
     def on_create(self, rref: ReferenceId, fork: ReferenceId, sender: int) -> Outputs:
         """A call that creates `rref` arrived from `sender`: its fork counts, and early ADDs are answered.
 
-        To be called for every such call, also one that is refused (its value is then the error). If Free comes back,
-        the creator has given up and nobody else holds it: the call need not run. Raises ProtocolError, and changes
+        To be called for every such call, also for a refused one (its value is then the error). If Free comes back,
+        the creator has given up and no other worker holds it: the call need not run. Raises ProtocolError, and changes
         nothing, on impossible ids.
         """
         owned = self._owned.get(rref)
@@ -294,7 +294,7 @@ class ReferenceTable:
         return self._depart(worker_id, "has left")
 
     def unknown(self, worker_ids: Container[int]) -> Outputs:
-        """Nobody has these ids: what was to come from them never will. Unlike who has left, they may join later."""
+        """No worker has these ids: nothing will come from them. Unlike workers that left, they may join later."""
         for held in list(self._forks.values()):
             if held.owner in worker_ids:
                 self._break(held, _no_member(held.owner))
@@ -443,7 +443,7 @@ class ReferenceTable:
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
             self._send(sender, Never(rref))
         # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
-        # An id that was never named here is no fault of the sender: somebody else may have passed it on.
+        # An id that was never named here is no fault of the sender: another worker may have passed it on.
 
     # -- the owner's half -------------------------------------------------------------------------------------------
 
@@ -530,7 +530,7 @@ class ReferenceTable:
         self._owned[rref] = owned
 
     def _refuse(self, owned: _Owned, reason: str) -> None:
-        """The value will never come: everybody who has or wants a fork is told."""
+        """The value will never come: tell all workers that have or want a fork."""
         everyone = {**owned.forks, **owned.waiting}
         for fork, holder in everyone.items():
             self._granted.pop(fork, None)
@@ -548,7 +548,7 @@ class ReferenceTable:
         self._reap(owned)
 
     def _reap(self, owned: _Owned) -> None:
-        """Forget a value nobody refers to."""
+        """Forget a value without forks."""
         if owned.forks or owned.waiting or owned.coming:
             return
         del self._owned[owned.rref]

@@ -207,7 +207,7 @@ class AutogradContext:
 
     def receive(self, sender: int, name: SentName, behind: Sequence[int] | None, tensor: Tensor) -> Tensor:
         """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # modes of the thread that reads
             with torch.inference_mode(False), torch.enable_grad():
                 return self.receive(sender, name, behind, tensor)
         received: Tensor = _make_received(self._anchor, [tensor])
@@ -284,7 +284,7 @@ class AutogradContext:
             return None if pair is None else pair[1]
 
     def end(self, error: Exception) -> None:
-        """The context was left: whoever still waits for a pass in it gets the error."""
+        """The context was left: passes in it that are under way end with the error."""
         for part in list(self.parts.values()):
             part.fail(error)
 
@@ -302,7 +302,7 @@ def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
     """What `get_gradient_edge` gives; that takes a view of the tensor, which a sparse one does not have."""
-    if torch.is_inference_mode_enabled():  # whatever the thread is in the midst of: a view has no node then
+    if torch.is_inference_mode_enabled():  # of the thread that sends: a view has no node then
         with torch.inference_mode(False):
             return _edge_of(tensor)
     if tensor.layout is torch.strided:
@@ -536,7 +536,7 @@ class Gradients:
         )
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
-        """As `answers`, as torch does it for a value that somebody has made a reference to by ``RRef(value)``."""
+        """As `answers`, as torch does it for the value of an ``RRef(value)``."""
         tape = self.answers(id, peer)
         # One of TorchScript's types it does not pickle; and what has no Parameters itself need not be looked at.
         kinds = (torch.nn.Parameter, list, tuple, dict)
@@ -547,7 +547,7 @@ class Gradients:
     def called(self, id: int, peer: PeerForContexts, serves_all: Callable[[], bool] | None = None) -> int | None:
         """A call from that peer in context `id`, which it may have run, is about to: the peer takes part from now on.
 
-        serves_all: whether what it calls is served to everybody, so that to call it makes nobody take part. Returns the
+        serves_all: whether every worker may call that function, so that a call of it makes none take part. Returns the
         id, or None if the context was left by now, or never was, or if the peer takes no part. Raises Overloaded.
         """
         if id in self._left or (self._gone and opener_of(id) in self._gone):

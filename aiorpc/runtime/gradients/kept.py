@@ -30,7 +30,7 @@ class CountedContext(Protocol):
 class KeptForOthers:
     """The counts of one worker, over all its contexts. Any thread.
 
-    A gradient that waits is one that another worker has given for a pass, until it is used or the pass ends.
+    A gradient waits from its arrival from another worker until a pass has used it, or has ended.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -61,18 +61,6 @@ class Leaf(NamedTuple):
     prehooks: Hooks
     posthooks: Hooks
 
-    def change(self) -> str | None:
-        """How the tensor differs from what it was as the graph was made, in words; None if it does not."""
-        if self.tensor.is_nested:  # it has no shape to tell of
-            return None
-        was, now = _described(self.edge.node._input_metadata[0]), _described(self.tensor)
-        if was == now:
-            return None
-        return (
-            f"a leaf of {now} was of {was} in the forward pass: go backward before you change it, or forward once more "
-            "after it"
-        )
-
     def before(self, gradient: Tensor) -> Tensor:
         """Run those that come before the gradient is added: what is to be added, in memory of its own."""
         given = gradient
@@ -91,11 +79,6 @@ class Leaf(NamedTuple):
         """Run those that come when it was added."""
         for hook in list(self.posthooks.values()):
             hook((), (gradient,))
-
-
-def _described(tensor: Any) -> str:
-    """Of a tensor, or of what the graph knows of one."""
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
 def _leaf_of(node: Any) -> Leaf:
@@ -138,7 +121,7 @@ class Reach:
         self.targets: list[Target] = []  # by bit
         self._received = received
         self._kind = kind
-        self._masks: dict[Node, Kept] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
+        self._masks: dict[Node, Kept] = {}  # keeps the nodes: torch makes new objects for nodes without a reference
         self._came = 0  # the bits of received tensors
         self._lock = Lock()
 

@@ -63,7 +63,7 @@ from .rref import PeerForRRef, PeersForReferences, RRef, WorkerForReferences
 # thread that has let go of a handle. No longer: a group that leaves would take for held what is about to be told.
 _FLUSH_PAUSE = 0.001
 
-#: A value that nobody holds any more, and why there is none if it was never created.
+#: A value without holders, and the reason for which there is none if it was never created.
 _Freed = tuple[Future[object], str]
 _NO_CREATOR = "its creator is gone or gave up"
 
@@ -85,7 +85,7 @@ class LeakedReference:
 
 
 class _ValueFuture(Future[object]):
-    """The Future of the value of a reference. Whoever waits for it does not own it, so nobody can cancel it.
+    """The Future of the value of a reference. Those who wait for it do not own it, so it cannot be cancelled.
 
     Each who waits gets an error of its own: this one stays as long as any handle of the reference, and the frames of
     whoever has raised it hold one, as a rule.
@@ -222,7 +222,7 @@ class References:
             self._run(self._table.created, rref, fork)
         else:
             reason = foreign.text_of(error)
-            unsent = getattr(future, "unsent", False)  # else the call may still come there, when nobody wants it
+            unsent = getattr(future, "unsent", False)  # else the call may still come there
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
             self.end_waits(rref, future)
 
@@ -269,7 +269,7 @@ class References:
         """
         rref, owner, _, _ = passed
         if owner != self.engine.id:
-            raise ProtocolError(f"worker {sender} lends {rref} to one that is not its owner")
+            raise ProtocolError(f"worker {sender} lends {rref} to another worker than its owner")
         handle = self.handle_class.__new__(self.handle_class)
         handle._bind(self, rref, LENT, owner)
         value = self._values.get(rref)
@@ -342,7 +342,7 @@ class References:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self.closed:  # the table has it still, and nobody would settle it
+                if self.closed:  # the table has it still, and no answer would settle it
                     future._settle(None, WorkerClosed(self._shut_down()))
                 elif self._table.holds(rref):
                     self._values[rref] = future
@@ -415,7 +415,7 @@ class References:
             self._table.forget(worker_id)
 
     def on_unknown(self, worker_id: int) -> None:
-        """Nobody in the group has that id. On the loop."""
+        """No worker of the group has that id. On the loop."""
         if not self._unknown:  # many at once are looked after together
             self.engine.call_on_loop(self._on_unknown)
         self._unknown.add(worker_id)
@@ -481,7 +481,7 @@ class References:
     def _carry_out(self, outputs: Sequence[Output], *, later: bool = False) -> list[_Freed]:
         """Carry out what the table says, under the lock. later: what is sent leaves with the next message, or `flush`.
 
-        Returns the values that nobody holds any more; the caller drops them after it has given the lock back.
+        Returns the values without holders; the caller drops them after it has given the lock back.
         """
         freed = []
         for output in outputs:
@@ -527,7 +527,7 @@ class References:
             return self._table.counts()
 
     def leaked(self) -> list[LeakedReference]:
-        """What is still referred to: handles of users here, and values here that somebody holds."""
+        """What is still referred to: handles of users here, and values here that any worker holds."""
         with self._lock:
             records = self._table.live()
         handles = self.handles()
@@ -552,7 +552,7 @@ class References:
         return found
 
     def close(self) -> None:
-        """The worker closes: drop all values. Whoever waits for one, or asks for one from then on, gets an error."""
+        """The worker closes: drop all values. Waits for them, now and later, end with an error."""
         with self._lock:
             self.closed = True
             values = list(self._values.values())

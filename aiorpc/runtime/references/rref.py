@@ -9,13 +9,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ... import foreign
-from ..._typing import Function, Kwargs, T, T_co
+from ..._typing import T, T_co
 from ...collecting import wait_alone
 from ...errors import RpcError, RpcUsageError
 from ...futures import Future
 from ...protocol import codec
 from ...protocol.identity import WorkerInfo
-from ...protocol.messages import Fetch, Method, ObjectMethod
+from ...protocol.messages import Fetch, Method
 from ...protocol.reference_messages import LENT, ReferenceId
 from ...sites import call_site, describe_site
 from ..calls.current import registry
@@ -34,17 +34,8 @@ class PeerForRRef(Protocol):
     @property
     def parting(self) -> RpcError | None: ...
 
-    def call(
-        self,
-        function: Function | Method | ObjectMethod | Fetch,
-        args: Sequence[object],
-        kwargs: Kwargs | None,
-        timeout: float,
-        *,
-        creates: Sequence[int] | None = None,
-        depth: int = 2,
-        keeps: object = None,
-    ) -> Future[Any]: ...
+    @property
+    def call(self) -> Callable[..., Future[Any]]: ...
 
     def send(self, kind: int, call_id: int, body: bytes, *, urgent: bool = False, later: bool = False) -> None: ...
 
@@ -72,17 +63,8 @@ class WorkerForReferences(Protocol):
     @property
     def peers(self) -> PeersForReferences: ...
 
-    def open_stream(
-        self,
-        peer: Any,
-        function: Method,
-        args: tuple[object, ...],
-        kwargs: Kwargs,
-        timeout: float,
-        *,
-        depth: int,
-        keeps: object,
-    ) -> BlockingIterator[object]:
+    @property
+    def open_stream(self) -> Callable[..., BlockingIterator[object]]:
         """The items of a method of a value (`caller.stream.open_stream`)."""
 
 
@@ -105,17 +87,8 @@ class ReferencesForRRef(Protocol):
 
     def count(self, handle: RRef[object]) -> None: ...
 
-    def create(
-        self,
-        peer: PeerForRRef,
-        function: Function | Method | ObjectMethod,
-        args: Sequence[object],
-        kwargs: Kwargs | None,
-        timeout: float,
-        *,
-        depth: int,
-        keeps: object = None,
-    ) -> RRef[object]: ...
+    @property
+    def create(self) -> Callable[..., RRef[object]]: ...
 
     def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int: ...
 
@@ -147,7 +120,7 @@ class RRef(Generic[T_co]):
         owner: int,
         frame: FrameType | None = None,
     ) -> None:
-        """fork: LENT for one that its owner does not count: it has the value itself, in `_lent`."""
+        """fork: LENT for a handle that its owner does not count: the handle has the value itself, in `_lent`."""
         self._lent: Future[Any] | None = None
         self._rref = rref
         self._fork = fork
@@ -230,7 +203,7 @@ class RRef(Generic[T_co]):
         return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, keeps=self))
 
     def _name(self) -> ReferenceId:
-        """What calls name the value by: one that was lent is counted from now on, as they may come late."""
+        """The name of the value in calls. A handle that was lent is counted from now on, as calls may come late."""
         if self._fork == LENT:
             self._references.count(self)
         return self._rref
@@ -328,8 +301,8 @@ class RRef(Generic[T_co]):
 
 
 def _raise_own(creation: Future[object]) -> None:
-    """Raise the error of a Future, if it has one, as one of whoever raises it. The Future's own stays with the handle,
-    which the frames it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
+    """Raise a copy of the error of a Future, if it has one. The error itself stays with the handle, which the frames
+    that it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
     """
     error = creation.exception()
     copied = None if error is None else foreign.copy_of(error)
@@ -345,7 +318,7 @@ class RemoteMethods(Generic[R]):
     can do.
 
     What it does not have itself is a method of the value, so those by which Python makes copies are defined here: they
-    would copy the value otherwise, where that is, by a call of which nobody knows.
+    would copy the value otherwise, where that is, by a call that no line of the program shows.
     """
 
     __slots__ = ("_rref", "_timeout", "_verb")
@@ -383,7 +356,7 @@ def _invoke(proxy: RemoteMethods[R], name: str, depth: int, /, *args: object, **
     peer = references.peers.by_id(rref._owner)
     if peer.gone is None or proxy._verb == "rpc_sync":
         rref._check()
-    else:  # it fails as a call by name does, for whoever waits for it
+    else:  # the call fails as a call by name does
         rref._ask()
     method = Method(*rref._name(), name)
     seconds = engine.timeout(proxy._timeout)
