@@ -239,18 +239,11 @@ def _make(
     for rref in _checked(params_rref):
         rref._check()
         by_owner.setdefault(rref._owner, []).append(rref)
-    gathered: _Gathered[list[RRef[object]]] = _Gathered(
-        node, "making a DistributedOptimizer", lambda made: list(made.values())
-    )
+    starts: dict[str, Callable[[], Future[Any]]] = {}
     for owner, rrefs in by_owner.items():
-        peer = node.peers.by_id(owner)
-        gathered.add(
-            node.peers.describe(owner),
-            partial(
-                peer.call, new_optimizer, (optimizer_class, rrefs, args, kwargs), None, node.engine.default_timeout
-            ),
-        )
-    return gathered.begin()
+        call, given = node.peers.by_id(owner).call, (optimizer_class, rrefs, args, kwargs)
+        starts[node.peers.describe(owner)] = partial(call, new_optimizer, given, None, node.engine.default_timeout)
+    return _Gathered(node, "making a DistributedOptimizer", lambda made: list(made.values()), starts)
 
 
 def _checked(params_rref: Sequence[RRef[object]]) -> list[RRef[object]]:
@@ -283,17 +276,17 @@ def _on_owners(
     """
     for rref in rrefs:
         rref._check()  # a lost owner: before any other has been told
-    gathered: _Gathered[T] = _Gathered(node, what, finish)
+    starts: dict[str, Callable[[], Future[Any]]] = {}
     own = None
     for rref in rrefs:
         if here is not None and rref.is_owner():
             own = rref
         else:
             name = rref.owner_name()
-            gathered.add(name, partial(rref._call_method, method, arguments(name), node.engine.default_timeout))
+            starts[name] = partial(rref._call_method, method, arguments(name), node.engine.default_timeout)
     if here is not None and own is not None:
-        gathered.add(node.engine.name, partial(here, own.local_value()))
-    return gathered.begin()
+        starts[node.engine.name] = partial(here, own.local_value())
+    return _Gathered(node, what, finish, starts)
 
 
 def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future[int]:
@@ -312,40 +305,36 @@ def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future
 class _Gathered(Future[T]):
     """Of the results of one call to each of several workers; fails with the first error, which names the worker.
 
-    Cancelling it cancels the calls.
+    Making it makes the calls, and cancelling it cancels them.
     """
 
-    def __init__(self, node: Node, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
-        """finish: from results, by worker and in the order of `add`, to the value; quick, called by the thread that
-        reads the last answer."""
+    def __init__(
+        self,
+        node: Node,
+        what: str,
+        finish: Callable[[dict[str, Any]], T],
+        starts: Mapping[str, Callable[[], Future[Any]]],
+    ) -> None:
+        """finish: from results, by worker and in their order, to the value; quick, called by the thread that reads the
+        last answer. starts: make the calls, by worker. Raises what making one raises; those made before it are
+        cancelled then."""
         super().__init__()
         self._subject, engine = what, node.engine
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self._site = call_site(outside(__name__))
         self._finish = finish
-        self._starts: dict[str, Callable[[], Future[Any]]] = {}
         self._calls: dict[str, Future[Any]] = {}
-        self._left: dict[str, None] = {}  # that have not answered; to take one out of it is atomic
-
-    def add(self, worker: str, start: Callable[[], Future[object]]) -> None:
-        """One more call, that `begin` will make."""
-        self._starts[worker] = start
-
-    def begin(self) -> Self:
-        """Make the calls. Raises what making one raises; those made before it are cancelled then."""
-        for name, start in self._starts.items():
+        for name, start in starts.items():
             try:
                 self._calls[name] = start()
             except BaseException as error:
                 self._on_cancel()
                 foreign.add_note(error, self._where(name))
                 raise
-        self._left = dict.fromkeys(self._calls)
-        self._starts.clear()
+        self._left = dict.fromkeys(self._calls)  # that have not answered; to take one out of it is atomic
         self._sources = [*self._calls.values()]
         for name, call in self._calls.items():
             call._when_settled(partial(self._answered, name))
-        return self
 
     def _answered(self, name: str, call: Future[object]) -> None:
         error = call.exception()

@@ -10,10 +10,10 @@ import torch
 from ..errors import NotAllowed
 from ..locks import Lock
 from ..runtime.gradients.contexts import AutogradContext
-from ..runtime.gradients.kept import KeptForOthers, PeerForContexts, name_of
+from ..runtime.gradients.kept import KeptForOthers, PeerForContexts, bytes_of, name_of
 from ..runtime.gradients.reach import SentName
 from ..runtime.node import Node
-from .wire import bytes_of, from_wire
+from .wire import from_wire
 
 Tensor = torch.Tensor
 

@@ -158,15 +158,6 @@ def _put_together(form: Sparse, parts: Any) -> Tensor:
         return torch.sparse_compressed_tensor(firsts, seconds, values, form.size, layout=layout, check_invariants=True)
 
 
-def bytes_of(gradient: Tensor) -> int:
-    """The memory that a gradient takes; an expanded gradient counts as long as its storage."""
-    if gradient.layout is torch.strided:
-        return min(gradient.nbytes, gradient.untyped_storage().nbytes())
-    if gradient.layout is torch.sparse_coo:
-        return gradient._indices().nbytes + gradient._values().nbytes
-    return gradient.values().nbytes * 3  # and what says where they are
-
-
 def pack_names(names: Collection[SentName]) -> bytes:
     """Names of entries, in their order."""
     return _encode(list(itertools.chain.from_iterable(names)))

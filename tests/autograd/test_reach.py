@@ -114,12 +114,13 @@ def test_what_is_behind_a_tensor() -> None:
 def test_a_long_chain_does_not_say_all_that_is_behind_it() -> None:
     """A tensor that goes to and fro: what a message says of it is bounded, though one tensor only is behind it here."""
     here, there = (AutogradContext(7, torch.empty(0, requires_grad=True)) for _ in range(2))
-    tensor, said = leaf() * 2, []
+    tensor, said = leaf() * 2, list[Any]()
     for _ in range(1000):
         for sender, (sends, receives) in enumerate(((here, there), (there, here))):
             sent = sends.send([tensor], (), Somebody())
             assert sent is not None
-            number, places, (behind,) = sent
+            _, number, places, behinds = sent
+            behind: Any = behinds[0]
             said.append(behind)
             tensor = receives.receive(sender, SentName(number, places[0]), behind, tensor.detach()) * 2
     first, second = said[0], said[1]

@@ -42,7 +42,7 @@ from ...logs import logger
 from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
-from .kept import KeptForOthers, PeerForContexts, name_of
+from .kept import KeptForOthers, PeerForContexts, bytes_of, name_of
 from .piggybacked import Piggybacked
 from .reach import Reach, ReceivedTensor, SentName
 
@@ -164,25 +164,23 @@ class AutogradContext:
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def send(
-        self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts
-    ) -> tuple[int, list[int], list[list[int] | None]] | None:
-        """Remember those that require gradients: number of the message, their places, and for each what is behind it.
+    def send(self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts) -> Recorded | None:
+        """Remember those that require gradients; None if there are none. What the message to that worker says of them.
 
-        None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
-        untracked: types of tensors that are not remembered. to: the worker that the message goes to.
+        What is behind a tensor is said as [worker, message, place, ..], or None: ask. untracked: types of tensors that
+        are not remembered.
         """
         places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
             return None
         number = next(self._numbers)
-        behind = []
+        behind: list[object] = []
         for place in places:
             edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
             found = self.behind(edge)
             behind.append(None if found is None else list(itertools.chain.from_iterable(found)))
         self.receivers[number] = to
-        return number, places, behind
+        return Recorded(self.id, number, places, behind)
 
     def behind(self, edge: GradientEdge) -> set[tuple[int, int, int]] | None:
         """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many.
@@ -199,11 +197,11 @@ class AutogradContext:
                 return None
         return found
 
-    def unsend(self, number: int, places: Sequence[int]) -> None:
+    def unsend(self, recorded: Recorded) -> None:
         """Take back the entries of a message that was not sent."""
-        self.receivers.pop(number, None)
-        for place in places:
-            self.sent.pop(SentName(number, place), None)
+        self.receivers.pop(recorded.number, None)
+        for place in recorded.places:
+            self.sent.pop(SentName(recorded.number, place), None)
 
     def receive(self, sender: int, name: SentName, behind: Sequence[int] | None, tensor: Tensor) -> Tensor:
         """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
@@ -234,15 +232,8 @@ class AutogradContext:
         """
         with self.lock:
             if kept is not None and self.brought_by is not None:
-                size = 0
-                for leaf, gradient in gradients:
-                    if id(leaf) not in self._gradients:
-                        strided = gradient.layout is torch.strided
-                        size += gradient.nbytes if strided else _values_of(gradient).nbytes
-                if size:
-                    kept.make_room(self, size)
-            if self._arrivals:
-                self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
+                kept.make_room(self, sum(bytes_of(new) for leaf, new in gradients if id(leaf) not in self._gradients))
+            self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
             for leaf, gradient in gradients:
                 pair = self._gradients.get(id(leaf))
                 self._gradients[id(leaf)] = leaf, gradient if pair is None else sum_of(pair[1], gradient)
@@ -251,35 +242,30 @@ class AutogradContext:
                 self._arrivals.append(made)
 
     def _join(self, pairs: Iterable[tuple[Tensor, Tensor] | None]) -> None:
-        """The current streams of this thread wait for all gradients on devices, and are about to use those of these.
-
-        There are some on devices.
-        """
+        """The current streams of this thread wait for all gradients on devices, and are about to use those of these."""
         for each in self._arrivals:
             each.join()
-        self._arrivals[-1].keep([pair[1] for pair in pairs if pair is not None])
+        if self._arrivals:
+            self._arrivals[-1].keep([pair[1] for pair in pairs if pair is not None])
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """By leaf of this worker; a copy. The current streams of this thread wait for those on devices."""
         with self.lock:
-            if self._arrivals:
-                self._join(self._gradients.values())
+            self._join(self._gradients.values())
             return dict(self._gradients.values())
 
     def gradients_of(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Of these leaves, in their order; None for one without a gradient. See `gradients`."""
         with self.lock:
             pairs = [self._gradients.get(id(leaf)) for leaf in leaves]
-            if self._arrivals:
-                self._join(pairs)
+            self._join(pairs)
             return [None if pair is None else pair[1] for pair in pairs]
 
     def take_back(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
         with self.lock:
             pair = self._gradients.get(id(tensor))
-            if self._arrivals:
-                self._join([pair])
+            self._join([pair])
             self._gradients.pop(id(tensor), None)
             return None if pair is None else pair[1]
 
@@ -287,11 +273,6 @@ class AutogradContext:
         """The context was left: passes in it that are under way end with the error."""
         for part in list(self.parts.values()):
             part.fail(error)
-
-
-def _values_of(gradient: Tensor) -> Tensor:
-    values: Tensor = gradient._values() if gradient.is_sparse else gradient.values()
-    return values
 
 
 def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
@@ -382,14 +363,12 @@ class Tape:
             each.requires_grad and isinstance(each, untracked) for each in tensors
         ):
             self._on_untracked(self._to)
-        sent = self._context.send(tensors, self.untracked, self._to)
-        if sent is None:
-            return None
-        on_unsent.append(partial(self._context.unsend, *sent[:2]))
-        if self._counts is not None:
-            self._counts.keep(self._context, self._to, len(sent[1]))
-        number, places, behind = sent
-        return Recorded(self._context.id, number, places, [*behind])
+        recorded = self._context.send(tensors, self.untracked, self._to)
+        if recorded is not None:
+            on_unsent.append(partial(self._context.unsend, recorded))
+            if self._counts is not None:
+                self._counts.keep(self._context, self._to, len(recorded.places))
+        return recorded
 
 
 class LeafSink(Protocol):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from ...errors import Overloaded
 from ...locks import Lock
 from ...protocol.identity import WorkerRecord
@@ -87,7 +89,7 @@ class KeptForOthers:
         Raises Overloaded if the worker that has brought it has brought others with gradients, and all are too many.
         """
         peer = context.brought_by
-        if peer is None:
+        if peer is None or not size:
             return
         most = self._engine.options.max_incoming_bytes
         with self._lock:
@@ -109,6 +111,15 @@ class KeptForOthers:
             if context.brought_by is not None:
                 _subtract(self._leaf_bytes, context.brought_by, context.leaf_bytes)
                 context.leaf_bytes = 0
+
+
+def bytes_of(gradient: torch.Tensor) -> int:
+    """The memory that a gradient takes; an expanded gradient counts as long as its storage."""
+    if gradient.layout is torch.strided:
+        return min(gradient.nbytes, gradient.untyped_storage().nbytes())
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.values().nbytes * 3  # and what says where they are
 
 
 def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: int) -> None:
