@@ -215,9 +215,10 @@ class Part:
         with self._lock:
             if self.over:
                 return False
-            self.over, self.error = True, error
+            self.error = error
             self._context.passed[self._number] = error, self._maker
             self._context.parts.pop(self._number, None)
+            self.over = True  # last: others look at it without the lock, and then at the rest
         if self._waiting.sizes:
             self._waiting.end()
         if len(self._context.passed) > _REMEMBERED:
