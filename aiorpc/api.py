@@ -176,7 +176,7 @@ def serve(name: str, value: object, *, replace: bool = False) -> ServedObject:
     kept until ``close()`` of what is returned, the end of its ``with`` block, or the end of the worker. `Worker.serve`
     does it before the worker has joined, so that no caller comes too early.
 
-    name: one that this worker serves no other object under. Letters as in names of workers.
+    name: under which this worker serves no other object yet. Letters as in names of workers.
     value: the object.
     replace: whether it may take the place of another object of that name, whose calls under way go on.
 
@@ -353,7 +353,7 @@ def publish(name: str, value: object) -> Future[Publication]:
     or this worker leaves. Cancelling the Future does not keep the version from being published.
 
     name: under which it is published. A name has one publisher at a time.
-    value: a tensor, or a tree of tensors and of whatever else may be sent, but for references. Storages that tensors
+    value: a tensor, or a tree of tensors and of all else that may be sent, but for references. Storages that tensors
         share stay shared. What lies on a device is copied to the host, on the current streams. All readers of a host
         read one copy in shared memory, as long as ``options.shared_memory`` has room for it.
 

@@ -75,8 +75,8 @@ def _short(value: object) -> str:
 
 
 def to_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """The devices that are meant; DeviceMapError if one is not of `accelerator_kind`. Init refuses one that is there
-    twice.
+    """The devices that are meant; DeviceMapError for a device that is not of `accelerator_kind`. Init refuses
+    duplicates.
     """
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DeviceMapError(f"devices must be a list of devices, not {_short(devices)}")
@@ -176,29 +176,20 @@ class DeviceClaims:
         """The claims that `to_json` made; DeviceMapError for anything else."""
         match value:
             case [int(count), str(kind), list(devices), dict(maps)]:
-                read = _DeviceReader()
-                return cls(count, tuple(map(read, devices)), {to: read.map(each) for to, each in maps.items()}, kind)
+                return cls(count, tuple(map(_read, devices)), {to: _read_map(each) for to, each in maps.items()}, kind)
         raise DeviceMapError(f"{_short(value)} says nothing of devices")
 
 
-class _DeviceReader:
-    """Reads devices out of texts, each text once: in the maps of one worker the same few come again and again."""
+def _read(text: object) -> torch.device:
+    """The device of a text that is just as ours would be: so no two keys of a map can mean the same."""
+    device = to_device(text) if isinstance(text, str) else None
+    if device is None or str(device) != text:
+        raise _no_device(text)
+    return device
 
-    def __init__(self) -> None:
-        self._known: dict[str, torch.device] = {}
 
-    def __call__(self, text: object) -> torch.device:
-        """The device of a text that is just as ours would be: so no two keys of a map can mean the same."""
-        if not isinstance(text, str):
-            raise _no_device(text)
-        if text not in self._known:
-            self._known[text] = to_device(text)
-            if str(self._known[text]) != text:
-                raise _no_device(text)
-        return self._known[text]
-
-    def map(self, value: object) -> DeviceMap:
-        return {self(source): self(target) for source, target in _entries(value, "a device map").items()}
+def _read_map(value: object) -> DeviceMap:
+    return {_read(source): _read(target) for source, target in _entries(value, "a device map").items()}
 
 
 def check_device_maps(claims: Mapping[str, DeviceClaims], fixed: bool = True) -> None:

@@ -1,6 +1,6 @@
 """Every error aiorpc raises, as one tree. Those that most programs catch are at the top of `aiorpc` as well.
 
-The class says whose doing it was; fields say where; ``str()`` makes the sentence. Nobody needs to parse text.
+The class says whose doing it was; fields say where; ``str()`` makes the sentence. No program needs to parse text.
 
     RpcError (RuntimeError)
     ├── RpcUsageError            the caller did something that cannot work; nothing was sent
@@ -17,7 +17,7 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     ├── Overloaded               a queue is at its limit; the call was not run, or its result was dropped
     ├── NotAllowed (PermissionError)  the other worker does not run that for this caller
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
-    ├── RpcCancelled             somebody cancelled the call
+    ├── RpcCancelled             the call was cancelled
     ├── PeerLost (ConnectionError)   the other worker died or the network broke
     ├── PeerLeft (ConnectionError) the other worker left in good order
     ├── WorkerClosed             this worker has shut down

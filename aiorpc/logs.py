@@ -8,17 +8,17 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .foreign import from_signal, traceback_of
+from .foreign import traceback_of
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
     """Writes to the logger ``aiorpc``. Any thread.
 
     A line that does not begin with the worker that speaks gets its name: with Python's default logging the lines of
-    several processes could not be told apart otherwise. The speaker is the one that `of` was asked for, else the worker
+    several processes could not be told apart otherwise. The speaker is the worker that `of` has named, else the worker
     of this process, if it has, or had last, one and no more.
 
-    A handler or a filter of the program's own that raises does not keep from its work what logs: that is told on
+    A handler or a filter of the program's own that raises does not disturb the code that logs: the error goes to
     stderr, as `logging.Handler.handleError` tells it. What has a traceback is for `foreign.log_error`, which tries once
     more without.
     """
@@ -46,11 +46,11 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         """See `logging.Logger.log`."""
         if not self.isEnabledFor(level):
             return
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # this function is not the one that logs
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # this function is not the caller that logs
         try:
             self.logger.log(level, self._begun(str(msg), args), *args, **kwargs)
-        except BaseException as broken:
-            if kwargs.get("exc_info") or from_signal(broken):
+        except Exception as broken:
+            if kwargs.get("exc_info"):
                 raise
             if logging.raiseExceptions and sys.stderr is not None:
                 with contextlib.suppress(Exception):  # it may be closed

@@ -179,9 +179,7 @@ class RemoteModule(Module):
         rref, node = self.module_rref, self._node()
         rref._check()
         peer, timeout = node.peers.by_id(rref._owner), node.engine.default_timeout
-        depth, frame = 2, sys._getframe(1)  # as `_depth_of_user`, for each forward
-        while frame.f_globals is _HERE and frame.f_back is not None:
-            depth, frame = depth + 1, frame.f_back
+        depth = _depth_of_user()
         if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move, so no reference travels
             method = Method(*rref._name(), "__call__")
             return peer.call(method, args, kwargs, timeout, depth=depth, keeps=rref)

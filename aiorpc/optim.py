@@ -18,10 +18,11 @@ also those of different optimizers, as when every trainer has made its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -32,7 +33,7 @@ from .autograd.contexts import make_pass
 from .autograd.parts import Closing, Part
 from .autograd.passes import Last
 from .autograd.wire import pack_reference
-from .callbacks import Again, block_observer
+from .callbacks import block_observer
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from .futures import Future
 from .locks import Lock
@@ -103,7 +104,7 @@ class DistributedOptimizer:
         Raised here: RpcUsageError if no such context is open here; NoGradients, a kind of it, if no owner has a
         gradient for any parameter; what the optimizer raises on an owner, with a note that names it; PeerLost at once
         if an owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it is cancelled, some
-        owners may have stepped; one that waits for its turn then does not.
+        owners may have stepped; an owner that waits for its turn then does not.
         """
         node = _node_of(self.remote_optimizers)
         if isinstance(context_id, bool) or not isinstance(context_id, int):
@@ -130,9 +131,9 @@ class DistributedOptimizer:
         wish to step travels with the plan of the pass. Blocks until all have stepped, and returns a completed Future;
         on the worker's loop it does not block: ``await optimizer.backward_and_step(ctx, [loss])``. Any thread.
 
-        Between the two nobody can look at the gradients, clip them, or end the step where the pass has failed: when
+        Between the two no code can look at the gradients, clip them, or end the step where the pass has failed: when
         this raises, owners whose part was done by then have stepped, and others have not; so it is if it is cancelled,
-        and one that waits for its turn then does not step. An owner does not step if this pass gives a gradient to none
+        and an owner that waits for its turn then does not. An owner does not step if this pass gives a gradient to none
         of its parameters, also if they have gradients of an earlier one. Otherwise both are as they are alone: see
         `aiorpc.autograd.backward` and `step` for what they raise; errors name the owner in a note.
         """
@@ -154,10 +155,9 @@ class DistributedOptimizer:
         return one.done
 
     def _no_gradients(self, context_id: int) -> NoGradients:
-        owners = ", ".join(rref.owner_name() for rref in self.remote_optimizers)
         return NoGradients(
             f"no parameter of this optimizer has a gradient in autograd context {int(context_id)}, on any of "
-            f"its owners ({owners}): was backward() run in this context, and does its loss depend "
+            f"its owners ({self._owners()}): was backward() run in this context, and does its loss depend "
             "on these parameters?"
         )
 
@@ -167,9 +167,7 @@ class DistributedOptimizer:
         No step of these parameters is under way while an owner's is copied; owners are not looked at in the same
         moment. Raises PeerLost and RpcTimeout; WouldBlockLoop on the worker's loop, where `state_dict_async` serves.
         """
-        _node_of(self.remote_optimizers).engine.refuse_on_loop(
-            "optimizer.state_dict()", "await optimizer.state_dict_async()"
-        )
+        self._refuse_on_loop("optimizer.state_dict()", "await optimizer.state_dict_async()")
         return self.state_dict_async().wait()
 
     def state_dict_async(self) -> Future[dict[str, State]]:
@@ -184,9 +182,7 @@ class DistributedOptimizer:
         ``load_state_dict`` raises on an owner, with a note that names it, and others may have loaded theirs;
         WouldBlockLoop on the worker's loop, where `load_state_dict_async` serves.
         """
-        _node_of(self.remote_optimizers).engine.refuse_on_loop(
-            "optimizer.load_state_dict()", "await optimizer.load_state_dict_async(...)"
-        )
+        self._refuse_on_loop("optimizer.load_state_dict()", "await optimizer.load_state_dict_async(...)")
         self.load_state_dict_async(state_dict).wait()
 
     def load_state_dict_async(self, state_dict: Mapping[str, State]) -> Future[None]:
@@ -195,18 +191,24 @@ class DistributedOptimizer:
         if not isinstance(state_dict, Mapping) or set(state_dict) != set(owners):
             got = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise RpcUsageError(f"a state for each owner is needed, by name: {', '.join(owners)}; got {got or 'none'}")
-
-        def arguments(name: str) -> tuple[object, ...]:
-            return (state_dict[name],)
-
         node = _node_of(self.remote_optimizers)
         return _on_owners(
-            node, self.remote_optimizers, "load_state_dict", arguments, lambda _: None, "load_state_dict()"
+            node,
+            self.remote_optimizers,
+            "load_state_dict",
+            lambda name: (state_dict[name],),
+            lambda _: None,
+            "load_state_dict()",
         )
 
+    def _refuse_on_loop(self, verb: str, awaitable: str) -> None:
+        _node_of(self.remote_optimizers).engine.refuse_on_loop(verb, awaitable)
+
+    def _owners(self) -> str:
+        return ", ".join(rref.owner_name() for rref in self.remote_optimizers)
+
     def __repr__(self) -> str:
-        owners = ", ".join(rref.owner_name() for rref in self.remote_optimizers)
-        return f"<{type(self).__name__} on {owners}>"
+        return f"<{type(self).__name__} on {self._owners()}>"
 
 
 # --- where the optimizer is used --------------------------------------------------------------------------------------
@@ -237,18 +239,11 @@ def _make(
     for rref in _checked(params_rref):
         rref._check()
         by_owner.setdefault(rref._owner, []).append(rref)
-    gathered: _Gathered[list[RRef[object]]] = _Gathered(
-        node, "making a DistributedOptimizer", lambda made: list(made.values())
-    )
+    starts: dict[str, Callable[[], Future[Any]]] = {}
     for owner, rrefs in by_owner.items():
-        peer = node.peers.by_id(owner)
-        gathered.add(
-            node.peers.describe(owner),
-            partial(
-                peer.call, new_optimizer, (optimizer_class, rrefs, args, kwargs), None, node.engine.default_timeout
-            ),
-        )
-    return gathered.begin()
+        call, given = node.peers.by_id(owner).call, (optimizer_class, rrefs, args, kwargs)
+        starts[node.peers.describe(owner)] = partial(call, new_optimizer, given, None, node.engine.default_timeout)
+    return _Gathered(node, "making a DistributedOptimizer", lambda made: list(made.values()), starts)
 
 
 def _checked(params_rref: Sequence[RRef[object]]) -> list[RRef[object]]:
@@ -281,17 +276,17 @@ def _on_owners(
     """
     for rref in rrefs:
         rref._check()  # a lost owner: before any other has been told
-    gathered: _Gathered[T] = _Gathered(node, what, finish)
+    starts: dict[str, Callable[[], Future[Any]]] = {}
     own = None
     for rref in rrefs:
         if here is not None and rref.is_owner():
             own = rref
         else:
             name = rref.owner_name()
-            gathered.add(name, partial(rref._call_method, method, arguments(name), node.engine.default_timeout))
+            starts[name] = partial(rref._call_method, method, arguments(name), node.engine.default_timeout)
     if here is not None and own is not None:
-        gathered.add(node.engine.name, partial(here, own.local_value()))
-    return gathered.begin()
+        starts[node.engine.name] = partial(here, own.local_value())
+    return _Gathered(node, what, finish, starts)
 
 
 def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future[int]:
@@ -310,48 +305,41 @@ def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future
 class _Gathered(Future[T]):
     """Of the results of one call to each of several workers; fails with the first error, which names the worker.
 
-    Cancelling it cancels the calls.
+    Making it makes the calls, and cancelling it cancels them.
     """
 
-    def __init__(self, node: Node, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
-        """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
-        reads the last answer, and maybe again."""
+    def __init__(
+        self,
+        node: Node,
+        what: str,
+        finish: Callable[[dict[str, Any]], T],
+        starts: Mapping[str, Callable[[], Future[Any]]],
+    ) -> None:
+        """finish: from results, by worker and in their order, to the value; quick, called by the thread that reads the
+        last answer. starts: make the calls, by worker. Raises what making one raises; those made before it are
+        cancelled then."""
         super().__init__()
         self._subject, engine = what, node.engine
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
         self._site = call_site(outside(__name__))
         self._finish = finish
-        self._starts: dict[str, Callable[[], Future[Any]]] = {}
         self._calls: dict[str, Future[Any]] = {}
-        self._left: dict[str, None] = {}  # that have not answered; to take one out of it is atomic
-
-    def add(self, worker: str, start: Callable[[], Future[object]]) -> None:
-        """One more call, that `begin` will make."""
-        self._starts[worker] = start
-
-    def begin(self) -> Self:
-        """Make the calls. Raises what making one raises; those made before it are cancelled then."""
-        for name, start in self._starts.items():
+        for name, start in starts.items():
             try:
                 self._calls[name] = start()
             except BaseException as error:
                 self._on_cancel()
                 foreign.add_note(error, self._where(name))
                 raise
-        self._left = dict.fromkeys(self._calls)
-        self._starts.clear()
+        self._left = dict.fromkeys(self._calls)  # that have not answered; to take one out of it is atomic
         self._sources = [*self._calls.values()]
         for name, call in self._calls.items():
-            call._when_settled(Again(self._answered, name))
-        return self
+            call._when_settled(partial(self._answered, name))
 
     def _answered(self, name: str, call: Future[object]) -> None:
-        """It runs again where a signal handler has raised in it: so it counts names, and not its calls."""
         error = call.exception()
         if error is not None:
-            note = self._where(name)
-            if note not in foreign.field(error, "__dict__").get("__notes__", ()):
-                foreign.add_note(error, note)
+            foreign.add_note(error, self._where(name))
             self._settle(None, error)
             return
         self._left.pop(name, None)
@@ -377,85 +365,62 @@ class _Gathered(Future[T]):
 
 class _Turns:
     """Who may touch which parameters. A claim waits for all earlier ones that share a parameter with it: no deadlock,
-    and nobody is passed over."""
+    and no claim is passed over."""
 
     def __init__(self) -> None:
-        # The lock is taken by itself, and not by way of the condition: that is code of Python's, in which a signal
-        # handler of a main thread that goes backward and steps may raise. Nobody would step any more after that.
-        self._lock = Lock()
-        self._changed = threading.Condition(self._lock)
-        self._claims: list[_Claim] = []
+        self._changed = threading.Condition(Lock())
+        self._claims: dict[object, frozenset[int]] = {}  # the ids of parameters, in the order of the claims
 
-    def enter(self, claim: _Claim) -> None:
-        """Wait for the turn. Raises what entering the claim raises."""
+    @contextlib.contextmanager
+    def claim(
+        self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None
+    ) -> Iterator[None]:
+        """Within it no other claim has any of the parameters.
+
+        seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
+        caller of a handler gave up meanwhile, or if the part of a backward pass that it is for has ended.
+        """
+        claim = object()
+        with self._changed:
+            self._claims[claim] = frozenset(map(id, parameters))
+            free = self._is_next(claim)
         try:
-            with self._lock:
-                self._claims.append(claim)
-                free = self._is_next(claim)
             if not free:
-                self._wait(claim)
-            if claim.part is not None and claim.part.over:
+                self._wait(claim, seconds)
+            if part is not None and part.over:
                 raise RpcCancelled("the backward pass that was to end with a step has failed, or was cancelled")
             if current_call.get() is not None:
                 check_cancelled()
-        except BaseException:
-            self.leave(claim)
-            raise
-
-    def leave(self, claim: _Claim) -> None:
-        """It is others' turn. Nothing if the claim was not made."""
-        with self._lock:
-            if claim in self._claims:
-                self._claims.remove(claim)
-            if self._claims:
+            yield
+        finally:
+            with self._changed:
+                del self._claims[claim]
                 self._changed.notify_all()
 
-    def _wait(self, claim: _Claim) -> None:
+    def _wait(self, claim: object, seconds: float | None) -> None:
         observer = block_observer.get()  # the pool makes up for a thread that only waits
         if observer is not None:
             observer.enter_blocked()
         try:
-            with self._lock:
-                taken = self._changed.wait_for(partial(self._is_next, claim), claim.seconds)
+            with self._changed:
+                free = self._changed.wait_for(partial(self._is_next, claim), seconds)
         finally:
             if observer is not None:
                 observer.exit_blocked()
-        if not taken:
+        if not free:
             raise RpcTimeout(
-                f"DistributedOptimizer.step() waited {claim.seconds:g} s for other steps of the same parameters; "
+                f"DistributedOptimizer.step() waited {seconds:g} s for other steps of the same parameters; "
                 "it did not step"
             )
 
-    def _is_next(self, claim: _Claim) -> bool:
-        for earlier in self._claims:
-            if earlier is claim:
-                break
-            if not earlier.parameters.isdisjoint(claim.parameters):
-                return False
-        return True
+    def _is_next(self, claim: object) -> bool:
+        own = self._claims[claim]
+        earlier = itertools.takewhile(lambda each: each is not claim, self._claims)
+        return all(own.isdisjoint(self._claims[each]) for each in earlier)
 
 
 # Of the process, as parameters are: workers that share one in a process step the same memory.
 _turns = _Turns()
-
-
-class _Claim:
-    """Of one step; a context manager, within which nobody else has any of the parameters.
-
-    seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
-    caller of a handler gave up meanwhile, or if the part of a backward pass that it is for has ended.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None) -> None:
-        self.parameters = frozenset(map(id, parameters))
-        self.seconds = seconds
-        self.part = part
-
-    def __enter__(self) -> None:
-        _turns.enter(self)
-
-    def __exit__(self, *exc_info: object) -> None:
-        _turns.leave(self)
 
 
 class LocalOptimizer(Closing):
@@ -486,12 +451,12 @@ class LocalOptimizer(Closing):
         return self.step_on(node, context_id)
 
     def step_on(self, node: Node, context_id: int, seconds: float | None = None, part: Part | None = None) -> int:
-        """The same, on that worker. seconds, part: as of `_Claim`."""
+        """The same, on that worker. seconds, part: as of `_Turns.claim`."""
         context = node.gradients.find(context_id)
         own = [] if context is None else context.gradients_of(self._parameters)
         count = len(own) - sum(map(operator.is_, own, itertools.repeat(None)))  # `own.count` would compare in torch
         if count:
-            with _Claim(self._parameters, seconds, part), _Gradients(self._parameters, own):
+            with _turns.claim(self._parameters, seconds, part), _as_gradients(self._parameters, own):
                 self.optim.step()
                 self._finish(node)
         return count
@@ -507,7 +472,7 @@ class LocalOptimizer(Closing):
             raise
 
     def _finish(self, node: Node) -> None:
-        """Whoever uses the parameters next does so on other streams, which know nothing of this one."""
+        """Wait for the devices: the parameters are used next on other streams, which know nothing of this one."""
         driver = node.accelerators.accelerator
         if driver is None:
             return
@@ -516,14 +481,14 @@ class LocalOptimizer(Closing):
 
     def state_dict(self) -> State:
         """The optimizer's, with tensors copied to the host's memory."""
-        with _Claim(self._parameters):
+        with _turns.claim(self._parameters):
             state: State = _copied(self.optim.state_dict())
         return state
 
     def load_state_dict(self, state: State) -> None:
         """The same in reverse. The optimizer keeps tensors of its own."""
         own = _copied(state)
-        with _Claim(self._parameters):
+        with _turns.claim(self._parameters):
             self.optim.load_state_dict(own)
             self._finish(serving()[0])
 
@@ -541,29 +506,21 @@ def new_optimizer(
     return RRef(LocalOptimizer(optimizer_class, [rref.local_value() for rref in params_rref], args, kwargs))
 
 
-class _Gradients:
+@contextlib.contextmanager
+def _as_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
     """Within it these are the parameters' ``.grad``."""
-
-    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        self._parameters = parameters
-        self._gradients = gradients
-        self._before = [parameter.grad for parameter in parameters]
-
-    def __enter__(self) -> None:
-        try:
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                try:
-                    parameter.grad = gradient
-                except RuntimeError:  # of another type, or moved, since its gradient was computed; torch refuses that
-                    if gradient is None:
-                        raise
-                    parameter.grad = gradient.to(parameter)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            try:
+                parameter.grad = gradient
+            except RuntimeError:  # of another type, or moved, since its gradient was computed; torch refuses that
+                if gradient is None:
+                    raise
+                parameter.grad = gradient.to(parameter)
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
 

@@ -35,7 +35,7 @@ MOST = 1 << 62
 
 
 def _shown(value: object) -> str:
-    """What stands in the place of an option, for its error, however long it is and whatever its class does."""
+    """What was given for an option, for its error: in a short text, also if its class raises."""
     try:
         return repr(value)[:80]
     except Exception:  # a number of more digits than Python writes, for example
@@ -303,14 +303,14 @@ class SecurityOptions(_Group):
         None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
     secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
         takes what AIORPC_SECRET_FILE names, if it is set.
-    require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
+    require_secret: whether a worker needs AIORPC_SECRET to join. None: it does if members of the group, or the store
         where they meet, are on another host, in another container or of another user, and there are no certificates
-        (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and whoever
+        (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and who
         reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
         The same on all workers.
-    authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
-        counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
-        on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need
+    authenticate_frames: whether all that follows the handshake on TCP connections bears an authentication code (a keyed
+        hash over a counter and the bytes), so that a host in between can end a connection but not change its bytes; the
+        same on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need
         none, and neither does TLS, which does the same.
     """
 
@@ -347,7 +347,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
 
     limits, network, security: groups of options, each with a class that says what is in it. An option of a group may be
         given by its own name as well, ``RpcBackendOptions(max_queued_calls=100)``, and is read and set by that:
-        ``options.max_queued_calls``. RpcUsageError for one that is given both ways.
+        ``options.max_queued_calls``. RpcUsageError for an option that is given both ways.
     num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; one that waits for a nested
         call does not count. For calls of others there are some more, an eighth and one at least, as handlers may block
         for ever. With 1 there are no more: handlers run one after the other.
@@ -422,7 +422,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
                 self._take(name, group)
         self._check_device_types()
         for device_map in (self.device_maps or {}).values():
-            to_device_map(device_map)  # as torch: one that is given as a whole is one-to-one
+            to_device_map(device_map)  # as torch: a map that is given as a whole is one-to-one
         self._validate()
 
     def _take(self, name: str, group: _Group) -> None:

@@ -1,4 +1,4 @@
-"""Deadlines of what is awaited on one loop, and has to be settled by another one that may not run."""
+"""Deadlines of Futures that are awaited on one loop, and have to be settled by another loop that may not run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import Any, Protocol, TypeAlias
 
-#: Whoever waits looks so often, in seconds, whether it could have been forgotten.
+#: Seconds between two looks of a waiting thread or loop whether its Future could have been forgotten.
 LOOK = 1.0
 
 
@@ -27,7 +27,7 @@ Watched: TypeAlias = dict[asyncio.Future[Any], Overseen]
 class _Overseer:
     """Sees to the deadlines of Futures that are awaited on this loop, and that another one has to settle.
 
-    That one may be blocked, or run by nobody: then nobody else would say that the time of a call is up. There is one
+    That loop may be blocked, or may not run at all: then the time of a call would never be up. There is one
     timer for all of them, as one for each would cost more than all else that is done to await it. watched: what waits
     gets the error if what it waits for will never settle here.
     """

@@ -11,7 +11,7 @@ _OF_OTHERS = stat.S_IRWXO
 
 
 def exposure(status: os.stat_result) -> str | None:
-    """Who else may read or change a file with that status, and what would do; None if nobody may.
+    """Who else may read or change a file with that status, and what would do; None if no other user may.
 
     It is to be this user's, with nothing for others. One of root's may be read by a group that this process is in, as
     Kubernetes mounts secrets for pods with `fsGroup`; PostgreSQL takes the same.

@@ -31,7 +31,7 @@ RESOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "barrier": ("come",),
     }
 )
-# Nobody has a name on the wire that is longer than this; patterns are not tried on longer ones.
+# No name on the wire is longer than this; patterns are not tried on longer ones.
 NAME_LIMIT = 1024
 ROLE_LIMIT = 128
 _TEXT_LIMIT = 300
@@ -82,7 +82,7 @@ def check_role(role: object) -> str:
 
 
 def frozen(allow: object) -> Any:
-    """The option ``allow`` as a value that nobody changes: None, a tuple, or a new dict of tuples by role.
+    """The option ``allow`` as a value that does not change: None, a tuple, or a new dict of tuples by role.
 
     RpcUsageError for what is no rule.
     """
@@ -187,7 +187,7 @@ class Rights:
     def allowed_method(self, role: str, kind: type, method: str) -> bool:
         """Whether callers of that role may call that method of a value of that class.
 
-        It is allowed in the name of the class, or of the one that it has inherited the method from. Also for methods
+        It is allowed in the name of the class, or of the class that it has inherited the method from. Also for methods
         that the class does not have, as an attribute of its instances.
         """
         owner = next((base for base in kind.__mro__ if method in base.__dict__), kind)

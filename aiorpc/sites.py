@@ -1,4 +1,4 @@
-"""Where in the user's program something was made, and what is logged of a failure that nobody looked at."""
+"""Where in the user's program something was made, and the log of failures that the program did not look at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .logs import logger
 # which fail at once when their worker dies. Of so many things it is known how often that was, the latest ones.
 LINES, LINES_EVERY, _THINGS = 10, 60.0, 1024
 
-# Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
+# Where in the user's program a call was made: code and instruction. The line is computed only for a text.
 CallSite = tuple[CodeType, int]
 
 
@@ -45,7 +45,7 @@ def outside(package: str) -> FrameType:
 
 
 class Spates:
-    """Keeps what fails again and again from filling the log. Any thread, also one that collects garbage: no locks.
+    """Keeps what fails again and again from filling the log. Any thread, also in the garbage collector: no locks.
 
     Threads that ask at once may have one line more or less.
     """
@@ -84,9 +84,8 @@ class Unobserved:
         self.seen: bool = False
 
     def __del__(self) -> None:
-        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen
-        # nothing at all if a signal handler has raised before it was made.
-        if not getattr(self, "seen", True) and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
+        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged.
+        if not self.seen and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
             more = spates.line(self.what)
             if more is not None:
                 logger.error("%s failed and nobody looked: %s%s", self.what, foreign.said(self.error), more)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -298,7 +297,7 @@ class Worker:
     def RRef(self, value: T) -> rref.RRef[T]:
         """A reference to a value of this worker. See `aiorpc.RRef`."""
         self._check_open()
-        return rref.rref_of(self._node.references, value, sys._getframe(1))
+        return self._node.references.refer_to(value, 2)
 
     def wait_for(self, to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
@@ -391,7 +390,7 @@ class Worker:
         report = self._life.report()
         own = self._own_loop
         if report is not None:
-            if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which nobody has ended
+            if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which still runs
                 own.close()
             return report
         if own is not None and asyncio.get_running_loop() is not own.loop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc import RpcError
 from aiorpc.devices import (
     CPU,
     DeviceClaims,
@@ -24,7 +22,7 @@ from aiorpc.devices import (
     to_device_maps,
     to_devices,
 )
-from aiorpc.errors import DeviceMapError, RendezvousError
+from aiorpc.errors import DeviceMapError
 
 
 def cuda(index: int) -> torch.device:
@@ -117,23 +115,7 @@ def test_an_index_that_torch_would_take_for_another_is_refused(value: Any) -> No
         to_device(value)
 
 
-@given(st.text() | st.integers() | st.floats() | st.none() | st.binary())
-def test_nothing_else_is_raised_for_a_device(value: Any) -> None:
-    """Whatever is given, it is a device or a DeviceMapError."""
-    try:
-        made = to_device(value)
-    except DeviceMapError:
-        return
-    assert to_device(str(made)) == made
-
-
 # ---- lists and maps
-
-
-def test_a_list_of_devices() -> None:
-    """In the order given; one that is there twice is left for init to find, as in torch."""
-    assert to_devices([1, "cuda:0", torch.device("cuda"), "1"]) == [cuda(1), cuda(0), cuda(0), cuda(1)]
-    assert to_devices(()) == []
 
 
 def test_a_list_of_devices_has_cuda_devices_only() -> None:
@@ -143,16 +125,6 @@ def test_a_list_of_devices_has_cuda_devices_only() -> None:
     for value in ("cuda:0", 5, None):
         with pytest.raises(ValueError, match="devices must be a list of devices"):
             to_devices(value)  # type: ignore[arg-type]  # misuse
-
-
-def test_a_number_is_a_device_of_the_kind_that_torch_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for torch.device: maps and lists of a build for other accelerators than CUDA's may be written in numbers."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    xpu = torch.device("xpu", 1)
-    assert to_devices([1, "xpu"]) == [xpu, torch.device("xpu", 0)]
-    assert to_device_map({1: 0, "cpu": "1"}) == {xpu: torch.device("xpu", 0), CPU: xpu}
-    with pytest.raises(DeviceMapError, match="expect a list of XPU devices, but got device type cuda"):
-        to_devices(["cuda:0"])
 
 
 def test_a_map_of_devices() -> None:
@@ -205,12 +177,6 @@ def test_maps_are_dictionaries_by_name(maps: Any, text: str) -> None:
     """Anything else is a DeviceMapError."""
     with pytest.raises(DeviceMapError, match=text):
         to_device_maps(maps)
-
-
-def test_the_error_is_of_every_kind_that_one_may_expect() -> None:
-    """A ValueError as in torch; one of ours, and of joining."""
-    assert issubclass(DeviceMapError, ValueError) and issubclass(DeviceMapError, RendezvousError)
-    assert issubclass(DeviceMapError, RpcError)
 
 
 # ---- claims
@@ -287,14 +253,6 @@ def test_nothing_else_is_raised_for_claims(value: Any) -> None:
     except DeviceMapError:
         return
     assert found.to_json() == value
-
-
-def test_a_worker_has_its_devices_and_a_cpu() -> None:
-    """Counted from 0, of its own kind alone."""
-    two = claims(2)
-    assert [two.has(device) for device in (CPU, cuda(0), cuda(1), cuda(2))] == [True, True, True, False]
-    assert not two.has(torch.device("xpu", 0))
-    assert claims(1, kind="xpu").has(torch.device("xpu", 0))
 
 
 # ---- the claims of a group
@@ -386,13 +344,6 @@ def test_the_first_in_order_is_named_on_all() -> None:
     bad_map, bad_devices = claims(1, {"x": {0: 0}}), claims(1, devices=[1])
     assert refusal({"a": bad_map, "b": bad_map, "c": bad_devices})[0].startswith("Node c has devices")
     assert refusal({"a": bad_map, "b": bad_map})[0].startswith("Node a has invalid target")
-
-
-def test_long_lists_are_cut_short() -> None:
-    """The error of a large group can be read."""
-    found = {f"worker{number}": claims() for number in range(500)}
-    found["worker7"] = claims(maps={"nobody": {"cpu": "cpu"}})
-    assert re.fullmatch(r"There is no nobody; there are worker0, .*, worker7 and 492 more", refusal(found)[1])
 
 
 # ---- which devices a worker uses

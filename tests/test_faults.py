@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -21,7 +20,6 @@ import aiorpc
 from aiorpc import RpcBackendOptions, autograd
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Fault, Faults, MessageKind, SentMessage, cluster
-from aiorpc.testing.passing import Lanes
 
 from .runtime.waiting import until
 
@@ -35,10 +33,6 @@ def add(a: int, b: int = 1) -> int:
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
-
-
-def local_value(rref: aiorpc.RRef[int]) -> int:
-    return rref.local_value()
 
 
 def count(limit: int) -> Iterator[int]:
@@ -103,14 +97,6 @@ async def time_out(worker: aiorpc.Worker, rule: Fault, *call: Any) -> None:
     while not rule.count:
         with pytest.raises(aiorpc.RpcTimeout):
             await worker.peer("worker1", timeout=SHORT).call(*call)
-
-
-async def test_a_dropped_error_is_a_timeout(workers: Workers) -> None:
-    """Errors are answers too."""
-    with Faults(workers[1]) as faults:
-        rule = faults.drop("reply")
-        await time_out(workers[0], rule, add, "x", 1)
-        assert [message.name.partition(":")[2] for message in rule.messages] == ["add"]
 
 
 async def test_a_delayed_call_comes_late_and_others_overtake_it(workers: Workers) -> None:
@@ -224,23 +210,6 @@ async def test_large_messages_are_hit_like_small_ones(workers: Workers, size: in
             assert rule.count == 1
 
 
-async def test_items_of_a_stream_can_be_delayed(workers: Workers) -> None:
-    """They keep their order, and the end of the stream comes after the last."""
-    with Faults(workers[1]) as faults:
-        rule = faults.delay(0.05, "item", times=1)
-        assert [item async for item in workers[0].stream("worker1", count, 5)] == list(range(5))
-        assert rule.count == 1
-
-
-async def test_messages_of_reference_counting_can_be_delayed(workers: Workers) -> None:
-    """A reference that is passed on is counted late, and usable all the while."""
-    with Faults(workers[2]) as faults:
-        rule = faults.delay(0.1, "reference", when=lambda message: message.name == "ADD")
-        rref = workers[0].remote("worker1", add, 1)
-        assert await workers[0].call("worker2", fetch, rref) == 2
-        assert rule.count == 1
-
-
 async def test_nothing_overtakes_a_message_of_reference_counting(workers: Workers) -> None:
     """The owner hears that there is a reference before its value is asked for, as it does without faults."""
     with Faults(workers[0]) as creating, Faults(workers[2]) as faults:
@@ -327,28 +296,6 @@ async def test_what_a_choice_raises_is_raised_to_the_test(workers: Workers, capl
         faults.drop("reply", when=choose)
         assert await workers[0].call("worker1", add, 1) == 2
         raise KeyError("the block's own error goes before")
-
-
-async def test_a_message_that_is_sent_while_the_faults_end_is_sent_once(workers: Workers) -> None:
-    """The loop sends what is due while another thread sends all that waits: each message goes once, and in order."""
-    lanes = Lanes(workers[0]._node.engine)
-    sending, flushing, sent = threading.Event(), threading.Event(), list[int]()
-
-    def first() -> None:
-        sending.set()
-        flushing.wait(SHORT)  # the other thread has to wait for us, so that this is never set meanwhile
-        sent.append(1)
-
-    def flush() -> None:
-        sending.wait()
-        lanes.flush()
-        flushing.set()
-
-    lane = ("worker", "caller", 1)
-    lanes.hold(lane, 0.0, first)
-    assert lanes.follow(lane, lambda: sent.append(2))
-    await asyncio.to_thread(flush)
-    assert sent == [1, 2] and not lanes.waiting
 
 
 async def test_nothing_is_left_behind(workers: Workers) -> None:

@@ -59,21 +59,6 @@ class Many(torch.nn.Module):
         return Both(x * factor, {"deep": deep, "training": self.training})
 
 
-class Scaled(torch.nn.Module):
-    """Its first version had a tenth of what it has now."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
-        if (local_metadata.get("version") or 1) < 2:
-            state_dict = {**state_dict, prefix + "scale": state_dict[prefix + "scale"] * 10}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-
-
 class Places(torch.nn.Module):
     """Says on which devices its arguments are."""
 
@@ -126,11 +111,6 @@ def devices_of(module: RRef[torch.nn.Module]) -> list[str]:
     return [str(parameter.device) for parameter in module.local_value().parameters()]
 
 
-def add_hook(module: RRef[torch.nn.Module]) -> None:
-    """A hook on the owner."""
-    module.local_value().register_forward_hook(lambda module, args, output: output + 100)
-
-
 def shapeless() -> torch.nn.Module:
     """Parameters and buffers of two of its parts get their shapes from the first input."""
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(2)).double()
@@ -173,17 +153,6 @@ async def test_arguments_and_results_of_any_kind(apart: list[Worker]) -> None:
             module(torch.ones(2), factor=torch.ones(1), fail=True)
         with pytest.raises(TypeError, match="factor"):
             module(torch.ones(2))
-
-    await run(apart[0], script)
-
-
-async def test_hooks_on_the_owner_run(apart: list[Worker]) -> None:
-    """A forward is a call of the module there."""
-
-    def script() -> None:
-        module = RemoteModule("worker1", torch.nn.Identity)
-        aiorpc.rpc_sync("worker1", add_hook, (module.get_module_rref(),))
-        assert module(torch.ones(1)).tolist() == [101.0]
 
     await run(apart[0], script)
 
@@ -370,14 +339,6 @@ async def test_inputs_go_to_the_device_of_the_module(apart: list[Worker]) -> Non
     await run(apart[0], script)
 
 
-def test_moving_keeps_the_structure() -> None:
-    """Lists, tuples, named tuples and dicts; other things are left as they are."""
-    thing = object()
-    got = nn.moved([Both(torch.ones(1), (torch.ones(1), thing)), {"a": torch.ones(1), 1: "b"}], torch.device("meta"))
-    assert type(got) is list and type(got[0]) is Both and type(got[0].rest) is tuple and got[0].rest[1] is thing
-    assert got[0].total.is_meta and got[0].rest[0].is_meta and got[1]["a"].is_meta and got[1][1] == "b"
-
-
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -503,20 +464,6 @@ async def test_a_part_of_a_local_module(apart: list[Worker]) -> None:
     await run(apart[0], script)
 
 
-async def test_a_part_of_a_local_module_knows_the_version_of_its_state(apart: list[Worker]) -> None:
-    """What a module does to a state of an older version of itself is not done to one of now."""
-
-    def script() -> None:
-        hybrid = Hybrid(RemoteModule("worker1", Scaled))
-        for version, wanted in ((2, 1.0), (1, 10.0), (None, 10.0)):
-            state = Hybrid(Scaled()).state_dict()
-            state._metadata["part"]["version"] = version  # type: ignore[attr-defined]  # torch's own attribute
-            hybrid.load_state_dict(state)
-            assert hybrid.state_dict()["part.scale"].tolist() == [wanted]
-
-    await run(apart[0], script)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -573,18 +520,6 @@ async def test_other_workers_use_it(apart: list[Worker], user: Any, to: str) -> 
         *described, got = aiorpc.rpc_sync(to, user, (RemoteModule("rank:2", net, (1,)), inputs(0)))
         assert described == ["RemoteModule", None, 2, "cpu"]
         torch.testing.assert_close(got, expected)
-
-    await run(apart[0], script)
-
-
-async def test_subclasses(apart: list[Worker]) -> None:
-    """Made by their constructor, by create, and out of an RRef."""
-
-    def script() -> None:
-        module = Named("worker1", torch.nn.Identity)
-        again = Named.init_from_module_rref("worker1", module.get_module_rref())
-        assert type(again) is Named
-        assert module.twice(torch.ones(1)).tolist() == again.twice(torch.ones(1)).tolist() == [1.0]
 
     await run(apart[0], script)
 

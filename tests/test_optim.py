@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import threading
 import time
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import pytest
 import torch
 
 import aiorpc
-from aiorpc import PeerLost, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, autograd, futures, optim
+from aiorpc import PeerLost, RpcTimeout, RpcUsageError, RRef, Worker, autograd
 from aiorpc.errors import WouldBlockLoop
 from aiorpc.optim import DistributedOptimizer, NoGradients
 from aiorpc.runtime.gradients.contexts import current_autograd
 from tests.processes import workers as processes
-from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.scripts import as_script, run
-from tests.transport.ends import interrupted
-from tests.unlooked import unlooked_at
 
-MOST = 3000  # instructions: more than any of this takes
 Tensor = torch.Tensor
 
 
@@ -53,13 +46,6 @@ def times(weight: RRef[Tensor], x: Tensor) -> Tensor:
     return (x @ weight.local_value()).tanh()
 
 
-def times_both(weight: RRef[Tensor], other: RRef[Tensor], x: Tensor) -> Tensor:
-    """Uses a parameter of this worker, and has another worker use one of its own."""
-    x = times(weight, x)
-    there: Tensor = aiorpc.rpc_sync(other.owner_name(), times, (other, x))
-    return x + there
-
-
 def grad_of(weight: RRef[Tensor]) -> Tensor | None:
     """What stands in `.grad`."""
     return weight.local_value().grad
@@ -73,11 +59,6 @@ def set_grad(weight: RRef[Tensor], value: float) -> None:
 def retype(weight: RRef[Tensor]) -> None:
     """The parameter is of another type from now on."""
     weight.local_value().data = weight.local_value().data.float()
-
-
-def shorten(weight: RRef[Tensor]) -> None:
-    """The parameter is of another shape from now on."""
-    weight.local_value().data = weight.local_value().data[0]
 
 
 def scaled(weight: RRef[Tensor], factor: float) -> Tensor:
@@ -169,16 +150,6 @@ class Meeting(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         """Meet."""
         Meeting.barrier.wait()
-
-
-class OffLoops(torch.optim.SGD):
-    """Steps in threads that run no loop."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Look first."""
-        with pytest.raises(RuntimeError, match="no running event loop"):
-            asyncio.get_running_loop()
-        super().step()
 
 
 class Failing(torch.optim.SGD):
@@ -485,80 +456,6 @@ async def test_errors_of_a_step_name_the_owner(apart: list[Worker]) -> None:
     await run(apart[0], script)
 
 
-class Hurtful(torch.optim.SGD):
-    """Raises what breaks whoever adds a note to it."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Fail."""
-        raise hostile.make("add_note", ValueError)
-
-
-@pytest.mark.parametrize("owner", ["worker0", "worker1"])
-@pytest.mark.parametrize("at_once", [False, True])
-async def test_errors_that_take_no_note(apart: list[Worker], owner: str, at_once: bool) -> None:
-    """The step ends with them all the same."""
-
-    def script() -> None:
-        weight = aiorpc.remote(owner, make, 0)
-        optimizer = DistributedOptimizer(Hurtful, [weight], lr=1.0)
-        with autograd.context() as context_id:
-            loss = aiorpc.rpc_sync(owner, scaled, (weight, 2.0))
-            with pytest.raises(hostile.Hostile):
-                if at_once:
-                    optimizer.backward_and_step(context_id, [loss])
-                autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
-
-    await run(apart[0], script)
-
-
-@pytest.mark.parametrize(
-    ("answers", "wanted"),
-    [((1, 0), None), ((0, 0), NoGradients), ((0, ArithmeticError("no")), ArithmeticError)],
-    ids=["value", "no gradients", "error"],
-)
-async def test_an_interrupted_answer_is_not_lost(current_pair: list[Worker], answers: Any, wanted: Any) -> None:
-    """Whatever instruction a signal comes at in who reads it: the step ends with what all answers come to."""
-    weights = [aiorpc.remote(worker.name, make, 0) for worker in current_pair]
-    optimizer = await DistributedOptimizer.create(torch.optim.SGD, weights, lr=1.0)
-    files = [module.__file__ or "" for module in (optim, futures)]
-
-    def step(at: int) -> str | None:
-        """The last answer comes and is interrupted at that instruction: where that is, None behind the last."""
-        done = optimizer.step(ctx)
-        first, last = done._sources
-        first._settle(answers[0])
-        failed = isinstance(answers[1], BaseException)
-        answer = partial(last._settle, None, copy.copy(answers[1])) if failed else partial(last._settle, answers[1])
-        where = interrupted(answer, at, *files)
-        answer()  # if it had not begun
-        assert done.done() and done._waiters == 0, where
-        error = done.exception()
-        assert type(error) is (wanted or type(None)), where
-        if error is not None and failed:
-            assert error.__notes__ == ["DistributedOptimizer.step(), on worker 'worker1'"], where
-        return where
-
-    async with autograd.context() as ctx:
-        found = list(takewhile(lambda where: where is not None, map(step, range(MOST))))
-        await until(lambda: all(worker.is_idle() for worker in current_pair))
-    assert 50 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
-
-
-def test_a_turn_that_is_interrupted_is_over() -> None:
-    """Whatever a signal handler raises in, as a main thread takes its turn or leaves it: the others have theirs."""
-    local = optim.LocalOptimizer(torch.optim.SGD, [make(0)], (), {"lr": 1.0})
-    files = [module.__file__ or "" for module in (optim, threading)]
-    found: list[str] = []
-    while (where := interrupted(local.state_dict, len(found), *files, signals=True)) is not None:
-        found.append(where)
-        thread = threading.Thread(target=local.state_dict, daemon=True)
-        thread.start()
-        thread.join(LIMIT)
-        assert not thread.is_alive(), where
-    assert any(where.startswith("enter") for where in found), "it was not interrupted"
-
-
 @pytest.mark.parametrize("owner", ["worker0", "worker2"])
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_parameter_of_another_type_since_the_forward_pass(
@@ -583,26 +480,6 @@ async def test_a_parameter_of_another_type_since_the_forward_pass(
     torch.testing.assert_close(await run(apart[0], script), (values(0) - 1).float())
 
 
-async def test_a_gradient_that_fits_no_more(apart: list[Worker]) -> None:
-    """A parameter of another shape since the forward pass: the error names its owner, and `.grad` is put back."""
-
-    def script() -> None:
-        weights = [aiorpc.remote("worker1", make, seed) for seed in range(2)]
-        optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=1.0)
-        with autograd.context() as context_id:
-            losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0)) for weight in weights]
-            aiorpc.rpc_sync("worker1", shorten, (weights[1],))
-            autograd.backward(context_id, [sum(losses)])  # type: ignore[list-item]
-            with pytest.raises(RuntimeError, match="size") as caught:
-                optimizer.step(context_id)
-        assert "worker 'worker1'" in caught.value.__notes__[-1]
-        for weight in weights:
-            assert aiorpc.rpc_sync("worker1", grad_of, (weight,)) is None
-        torch.testing.assert_close(here(weights[0]), values(0))
-
-    await run(apart[0], script)
-
-
 # --- backward and step at once ----------------------------------------------------------------------------------------
 
 
@@ -611,26 +488,6 @@ async def test_backward_and_step_are_what_both_are_one_after_the_other(apart: li
     got = await run(apart[0], remote_training, torch.optim.Adam, 3, {"lr": 0.01}, True)
     for one, other in zip(got, local_training(torch.optim.Adam, 3, {"lr": 0.01}), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-async def test_an_owner_steps_in_a_thread_whoever_ends_its_part(apart: list[Worker]) -> None:
-    """The part of one that hands gradients on to another one ends on its loop, with that one's answer."""
-
-    def script() -> list[Tensor]:
-        weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2)]
-        optimizer = DistributedOptimizer(OffLoops, weights, lr=0.1)
-        with autograd.context() as context_id:
-            loss: torch.Tensor = aiorpc.rpc_sync("worker1", times_both, (*weights, values(5))).sum()  # type: ignore[arg-type]
-            optimizer.backward_and_step(context_id, [loss])
-        return [here(weight) for weight in weights]
-
-    got = await run(apart[0], script)
-    first, second = make(1), make(2)
-    x = (values(5) @ first).tanh()
-    (x + (x @ second).tanh()).sum().backward()
-    for one, other in zip(got, (first, second), strict=True):
-        assert other.grad is not None
-        torch.testing.assert_close(one, (other - 0.1 * other.grad).detach(), rtol=0, atol=1e-12)
 
 
 async def test_backward_and_step_take_one_call_for_each_owner(apart: list[Worker]) -> None:
@@ -664,24 +521,6 @@ async def test_backward_and_step_on_the_loop_can_be_awaited(current_pair: list[W
         loss = await aiorpc.call("worker1", scaled, weight, 2.0)
         await optimizer.backward_and_step(ctx, [loss])
     torch.testing.assert_close((await weight).detach(), values(0) - 2)
-
-
-async def test_backward_and_step_that_fails_and_is_not_awaited(
-    current_pair: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is logged, with the line of the program: nobody else is told that nothing was stepped."""
-
-    lines = partial(unlooked_at, caplog)
-
-    weight = aiorpc.remote("worker1", make, 0)
-    optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0)
-    async with autograd.context() as ctx:
-        loss = await aiorpc.call("worker1", breaks_backward, weight)
-        optimizer.backward_and_step(ctx, [loss])
-        await until(lines)
-    (line,) = lines()
-    assert "test_optim.py" in line and "no way back" in line
-    caplog.clear()
 
 
 async def test_backward_and_step_where_nobody_has_a_gradient(apart: list[Worker]) -> None:
@@ -745,33 +584,6 @@ async def test_backward_and_step_that_is_cancelled(current_pair: list[Worker]) -
     assert torch.equal((await weight).detach(), values(0))
 
 
-async def test_backward_and_step_that_is_cancelled_as_it_waits_for_its_turn(current_pair: list[Worker]) -> None:
-    """It leaves the parameters alone when its turn comes."""
-    Held.begun = 0
-    Held.let.clear()
-    weight = aiorpc.remote("worker1", make, 0)
-    optimizer = await DistributedOptimizer.create(Held, [weight], lr=1.0)
-    try:
-        async with autograd.context() as ctx:
-            loss = await aiorpc.call("worker1", scaled, weight, 2.0)
-            await ctx.backward([loss], retain_graph=True)
-            first = optimizer.step(ctx)
-            await until(lambda: Held.begun == 1)
-            pool = current_pair[1]._node.engine.pool
-            running = optimizer.backward_and_step(ctx, [loss])
-            await until(lambda: pool.blocked == 1)
-            assert running.cancel()
-            parts = current_pair[1]._node.gradients.get(ctx).parts
-            await until(lambda: not parts, LIMIT / 3)  # sooner than the time of the pass is up
-            Held.let.set()
-            await first
-            await until(lambda: pool.threads == pool.idle)
-    finally:
-        Held.let.set()
-    assert Held.begun == 1
-    torch.testing.assert_close((await weight).detach(), values(0) - 2)
-
-
 @pytest.mark.parametrize("owner", ["worker0", "worker2"])
 async def test_errors_of_backward_and_step_name_the_owner(apart: list[Worker], owner: str) -> None:
     """What the optimizer raises ends the pass, at the worker that runs it as elsewhere."""
@@ -802,21 +614,6 @@ async def test_a_pass_that_fails_does_not_step_where_it_failed(apart: list[Worke
         return here(weight)
 
     assert torch.equal(await run(apart[0], script), values(0))
-
-
-async def test_what_is_no_optimizer_is_not_stepped(apart: list[Worker]) -> None:
-    """A reference to something else in its place is refused by its owner."""
-
-    def script() -> None:
-        weight = aiorpc.remote("worker1", make, 0)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
-        optimizer.remote_optimizers = [weight]
-        with autograd.context() as context_id:
-            losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))]
-            with pytest.raises(RpcError, match="cannot end with a step of a Parameter"):
-                optimizer.backward_and_step(context_id, losses)
-
-    await run(apart[0], script)
 
 
 # --- several trainers -------------------------------------------------------------------------------------------------
@@ -918,44 +715,6 @@ async def test_a_step_of_this_worker_does_not_wait_for_ever(apart: list[Worker])
 
 
 # --- blocking and awaitable -------------------------------------------------------------------------------------------
-
-
-async def test_off_the_loop_a_completed_future_comes_back(apart: list[Worker]) -> None:
-    """A step blocks; its Future can be awaited all the same."""
-
-    def script() -> aiorpc.Future[None]:
-        weight = aiorpc.remote("worker1", make, 0)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
-        with autograd.context() as context_id:
-            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
-            return optimizer.step(context_id)
-
-    done = await run(apart[0], script)
-    assert isinstance(done, aiorpc.Future) and done.done()
-    await done
-
-
-async def test_parameters_are_told_apart_without_torch(
-    current_pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither a pass nor a step compares tensors: each comparison with something else takes torch ten microseconds."""
-    weights = [aiorpc.remote("worker1", make, seed) for seed in range(3)]
-    optimizer = await DistributedOptimizer.create(torch.optim.SGD, weights, lr=1.0)
-    compared: list[object] = []
-
-    def compare(one: Tensor, other: object) -> Any:
-        compared.append(other)
-        return NotImplemented
-
-    async with autograd.context() as ctx:
-        loss = sum([await aiorpc.call("worker1", scaled, weight, 2.0) for weight in weights[:2]])
-        with monkeypatch.context() as patched:
-            patched.setattr(Tensor, "__eq__", compare)
-            await ctx.backward([loss])  # type: ignore[list-item]
-            await optimizer.step(ctx)
-    assert not compared
-    for seed, (weight, change) in enumerate(zip(weights, (2.0, 2.0, 0.0), strict=True)):
-        torch.testing.assert_close((await weight).detach(), values(seed) - change)
 
 
 async def test_on_the_loop_everything_can_be_awaited(current_pair: list[Worker]) -> None:
@@ -1109,31 +868,6 @@ async def test_a_lost_owner() -> None:
                 await asyncio.wait_for(_of_step(optimizer, ctx), LIMIT)
             assert Held.begun == 1
             Held.let.set()
-        with contextlib.suppress(PeerLost):
-            await weights[0]
-        await until(worker.is_idle)
-
-
-async def test_an_owner_that_is_lost_as_it_steps_at_the_end_of_a_pass() -> None:
-    """PeerLost, though its part of the pass was done; the other owner has stepped by itself."""
-    Held.begun = 0
-    Held.let.set()
-    async with processes.group(2, ended=("w1",)) as (worker, children):
-        weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
-        optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
-        async with autograd.context() as ctx:
-            losses = await losses_of(worker, weights)  # type: ignore[arg-type]
-            step = optimizer.backward_and_step(ctx, losses)
-
-            async def there() -> bool:
-                return bool(await worker.call("w1", held_begun) == 1)
-
-            await processes.until(there)
-            children["w1"].kill()
-            with pytest.raises(PeerLost, match="w1"):
-                await asyncio.wait_for(_of(step), LIMIT)
-        assert Held.begun == 1
-        torch.testing.assert_close((await weights[1]).detach(), values(0) - 1, rtol=0, atol=1e-12)
         with contextlib.suppress(PeerLost):
             await weights[0]
         await until(worker.is_idle)

@@ -15,7 +15,6 @@ from aiorpc.collecting import wait_all
 from aiorpc.futures import Future, outcome
 from aiorpc.sites import LINES, Unobserved, outside
 from tests import settling
-from tests.runtime import hostile
 from tests.settling import (
     made_here,
 )
@@ -56,17 +55,6 @@ def test_what_fails_again_and_again_does_not_fill_the_log(
     assert len(lines("what fails a lot", 1)) == 1
 
 
-def test_what_is_known_of_the_log_is_bounded() -> None:
-    """However many different things fail; of the latest it is known."""
-    spates = sites.Spates()
-    for _ in range(LINES):
-        for each in range(5000):
-            assert spates.line(f"call {each}") is not None
-    for _ in range(LINES):
-        assert spates.line("call") is not None
-    assert spates.line("call") is None
-
-
 def test_the_frame_of_the_program_is_the_nearest_outside() -> None:
     """Frames of the module that asks, and of others of the same package, are passed over; a like name is another."""
     here = {"__name__": "pack.one", "outside": outside}
@@ -78,27 +66,6 @@ def test_the_frame_of_the_program_is_the_nearest_outside() -> None:
     assert between("pack").f_code.co_name == "between"
     assert between("pack.one").f_code.co_name == "between"
     assert between("another").f_code.co_name == "ask"
-
-
-def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A thread that polls done() may look at the error before its settler is through; it has been looked at."""
-
-    seen: list[BaseException | None] = []
-
-    class Watched(Future[int]):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if self.done() and not seen:  # as another thread may, from here on
-                seen.append(self.exception())
-
-    future = Watched()
-    future._site = (Watched.__setattr__.__code__, 0)
-    error = ValueError("seen")
-    future._settle(None, error)
-    assert seen == [error]
-    del future
-    gc.collect()
-    assert not caplog.records
 
 
 def test_what_a_callback_of_then_raises_is_logged_if_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,13 +117,3 @@ def test_cancelled_and_answered_calls_are_not_logged(caplog: pytest.LogCaptureFi
     futures.clear()
     gc.collect()
     assert not caplog.records
-
-
-def test_an_unobserved_error_without_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The line that nobody looked says what it can."""
-    future: Future[int] = Future()
-    future._site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
-    future._settle(None, hostile.make("__str__", SystemExit))
-    del future
-    gc.collect()
-    assert "nobody looked: Hostile_str_SystemExit: <its text cannot be made: SystemExit>" in caplog.text

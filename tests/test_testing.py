@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -43,13 +42,6 @@ async def test_everybody_reaches_everybody() -> None:
         assert await asyncio.gather(*calls) == [i + 1 for i in range(3) for _ in range(3)]
 
 
-async def test_one_worker_is_a_cluster_too() -> None:
-    """With a single worker the module's verbs need no context."""
-    async with cluster(1) as (worker,):
-        assert aiorpc.current() is worker
-        assert await aiorpc.call("worker0", add, 1) == 2
-
-
 async def test_options_for_all_or_for_each() -> None:
     """One set of options is used by all workers, a sequence gives each its own."""
     async with cluster(2, options=RpcBackendOptions(rpc_timeout=7.0)) as workers:
@@ -75,13 +67,6 @@ async def test_roles_are_one_for_each() -> None:
         with pytest.raises(aiorpc.RpcUsageError, match="roles must be"):
             async with cluster(2, roles=roles):
                 pass
-
-
-async def test_options_must_be_one_for_each() -> None:
-    """A sequence of options of the wrong length is refused."""
-    with pytest.raises(aiorpc.RpcUsageError, match="1 for 2 workers"):
-        async with cluster(2, options=[RpcBackendOptions()]):
-            pass
 
 
 async def test_the_end_is_clean_when_the_body_raises() -> None:
@@ -118,25 +103,6 @@ async def test_a_worker_that_cannot_start_ends_the_cluster() -> None:
             pass
 
 
-async def test_a_cancelled_body_ends_the_cluster() -> None:
-    """A task that is cancelled inside the block leaves no worker behind."""
-    started = asyncio.Event()
-    seen: list[aiorpc.Worker] = []
-
-    async def body() -> None:
-        async with cluster(2) as workers:
-            seen.extend(workers)
-            started.set()
-            await asyncio.sleep(60)
-
-    task = asyncio.ensure_future(body())
-    await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert all(worker.closed for worker in seen)
-
-
 async def test_others_join_a_dynamic_cluster() -> None:
     """With dynamic=True a further worker joins at the same store."""
     store = HashStore()
@@ -145,13 +111,6 @@ async def test_others_join_a_dynamic_cluster() -> None:
             assert await workers[0].call("late", add, 1) == 2
             assert await late.call("worker1", add, 2) == 3
         assert late.closed
-
-
-async def test_dedicated_loops() -> None:
-    """Workers may each have a loop in a thread of its own."""
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
-        assert len({worker.loop for worker in workers} | {asyncio.get_running_loop()}) == 3
-        assert await workers[0].call("worker1", threading.get_ident) != threading.get_ident()
 
 
 async def test_blocking_verbs_work_in_threads() -> None:
@@ -238,11 +197,4 @@ def test_a_process_that_cannot_join_says_why() -> None:
     options = RpcBackendOptions(transports=("tcp",), port_range=(port, port))
     reason = r"'worker0' cannot join: .*port"
     with pytest.raises(aiorpc.errors.RendezvousError, match=reason), process_cluster(1, options=options):
-        pass
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.5])
-def test_an_impossible_number_of_processes_is_refused(size: int) -> None:
-    """As of workers in one process."""
-    with pytest.raises(aiorpc.RpcUsageError, match="at least 1 worker"), process_cluster(size):
         pass

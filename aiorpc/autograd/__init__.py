@@ -6,7 +6,7 @@
         gradients = autograd.get_gradients(context_id)
 
 Gradients add up in the context and nothing is written to ``.grad``; `aiorpc.optim.DistributedOptimizer` takes them from
-there. How a pass goes through the graphs of several workers is told in `passes`.
+there. `passes` describes how a pass goes through the graphs of several workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
     context_id: of a context that is open here. roots: scalars of this worker, computed in the context, on any device.
     retain_graph: keep the graph, for another pass. Gradients are added to those that the context has, at the worker of
-    each leaf. Parts of the graph that the roots do not depend on are left alone: nobody waits for them.
+    each leaf. Parts of the graph that the roots do not depend on are left alone, and no worker waits for them.
 
     As with torch's own ``backward``, a leaf that was frozen since the forward pass (``requires_grad_(False)``) gets no
     gradient, and one of another type or on another device since gets one of the type, and where, it was then.

@@ -10,13 +10,12 @@ import torch
 from ..errors import NotAllowed
 from ..locks import Lock
 from ..runtime.gradients.contexts import AutogradContext
-from ..runtime.gradients.kept import KeptForOthers, PeerForContexts
+from ..runtime.gradients.kept import KeptForOthers, PeerForContexts, bytes_of, name_of
 from ..runtime.gradients.reach import SentName
 from ..runtime.node import Node
-from .wire import bytes_of, from_wire
+from .wire import from_wire
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what BroughtGradients(...) does, without its call into Python
 
 
 class BroughtGradients(NamedTuple):
@@ -46,16 +45,13 @@ def brought_by(
             # torch's engine looks as well, but does not run for what is added up first (`Resent`).
             if gradient.shape != tuple(edge.node._input_metadata[edge.output_nr].shape):
                 raise _not_its_own(node, context, peer, "of another shape than the tensor has that it was sent")
-            strided = gradient.layout is torch.strided
-            sizes[name] = min(gradient.nbytes, gradient.untyped_storage().nbytes()) if strided else bytes_of(gradient)
-    brought: BroughtGradients = _new(BroughtGradients, (peer, gradients, tensors, sizes, said))
-    return brought
+            sizes[name] = bytes_of(gradient)
+    return BroughtGradients(peer, gradients, tensors, sizes, said)
 
 
 def _not_its_own(node: Node, context: AutogradContext, peer: PeerForContexts, which: str) -> NotAllowed:
-    name = "?" if peer.record is None else peer.record.name
     return NotAllowed(
-        f"worker {name!r} has given worker {node.engine.name!r} a gradient {which}, in a backward pass of autograd "
+        f"{name_of(peer)} has given worker {node.engine.name!r} a gradient {which}, in a backward pass of autograd "
         f"context {context.id}; nothing of it was used"
     )
 

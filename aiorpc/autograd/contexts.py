@@ -1,9 +1,9 @@
 """Autograd contexts: opening and leaving them, and the verbs of one.
 
-Leaving a context tells every worker that took part, with the next message to it or a little later (`Trailing`). Their
-answers are not waited for: what is asked of a worker later comes there behind what it was told. Contexts of which a
-worker has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for
-a few seconds at most. A worker that does not answer forgets the context when it learns that we are gone.
+Leaving a context tells every worker that took part, with the next message to it or a little later (`Piggybacked`), and
+does not wait for the answers: what is asked of a worker later comes there behind the news. Contexts of which a worker
+has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for a few
+seconds at most. A worker that does not answer forgets the context when it learns that its opener is gone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import contextlib
 import contextvars
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..callbacks import Again
 from ..errors import ProtocolError, RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.registered import register_safe
@@ -90,7 +90,7 @@ class context:
 
     def _open(self, node: Node) -> Context:
         node.engine.lifetime.check_open()
-        if self._id:  # nobody could leave the one before any more
+        if self._id:  # a second one would take the place of the first, which then could not be left
             raise RpcUsageError(
                 f"autograd context {self._id} of this `context()` is still open, and it holds one at a time: call "
                 "context() for each block"
@@ -121,30 +121,9 @@ class context:
             await asyncio.wait(waits, timeout=self._node.engine.bounds.leave_context)
 
     def _leave(self) -> list[Future[bytes]]:
-        """It has ended: here, and on all workers that know of it. Returns what to wait for."""
-        gradients, id, known = self._node.gradients, self._id, set[Any]()
-        try:
-            found = gradients.find(id)
-            known = known if found is None else found.known
-            self._forget_here(id)
-            return _Farewell(self._node, id, gradients.leave(id)).tell(later=True)
-        except RpcError:
-            raise
-        except BaseException:  # a signal handler has raised it, and nobody else would tell the others
-            self._id = 0
-            self._node.engine.call_on_loop(self._leave_again, id, known)
-            raise
-
-    def _leave_again(self, id: int, known: Iterable[Any]) -> None:
-        """On the loop. known: workers that took part."""
-        self._node.gradients.leave(id)
-        with contextlib.suppress(RpcError):  # we leave
-            _Farewell(self._node, id, known).tell_all()
-
-    def _forget_here(self, id: int) -> None:
-        """What is done from now on is not done in it."""
-        self._id = 0
-        # Else somebody is in another one, which was entered behind it and goes on, as where two generators take turns.
+        """It has ended: here, and on all workers that know of it. Returns the calls to wait for."""
+        id, self._id = self._id, 0
+        # Another context, which was entered behind this one, may go on, as where two generators take turns.
         if current_autograd.get() == id:
             try:
                 current_autograd.reset(self._token)
@@ -153,6 +132,7 @@ class context:
                 # that has stopped early. The variable of the one who entered it stays: it names a context that is open
                 # nowhere.
                 current_autograd.set(None)
+        return _Farewell(self._node, id, self._node.gradients.leave(id)).tell(later=True)
 
 
 async def _ended(call: Future[Any]) -> None:
@@ -163,12 +143,12 @@ async def _ended(call: Future[Any]) -> None:
 class _Farewell:
     """Tells all workers that took part in a context that it has ended, also those that others name in their answers."""
 
-    def __init__(self, node: Node, context_id: int, known: Iterable[Any]) -> None:
-        """known: workers that took part (`Peer`), also those that have not come yet: calls wait for these."""
+    def __init__(self, node: Node, context_id: int, known: Collection[Any]) -> None:
+        """known: workers that took part (`Peer`), also those that have not joined yet: calls wait for these."""
         self._node = node
         self._id = context_id
         self._told = {node.engine.id}
-        self._newcomers, self._todo = _apart(known)
+        self._joining, self._todo = _apart(known)
 
     def tell(self, later: bool = False) -> list[Future[bytes]]:
         """Tell those that are known by now, and were not told. Any thread.
@@ -178,48 +158,28 @@ class _Farewell:
         """
         if self._node.engine.closed:
             return []
-        while self._newcomers:
-            peer = self._newcomers.pop()
+        while self._joining:
+            peer = self._joining.pop()
             # Behind the calls that wait, as they say that they belong to the context.
-            self._forget_at(peer)._when_settled(Again(self._came, peer))
+            _call(peer, forget, self._id)._when_settled(partial(self._joined, peer))
         last, earlier = self._node.gradients.farewells, []
         for worker_id in self._todo - self._told:
             before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
-            trailing = later and before is None  # else the one before may be waiting for a message to leave with
-            try:
-                self._told.add(worker_id)
-                call = last[worker_id] = self._forget_at(peer, trailing)
-                call._when_settled(Again(self._answered, worker_id))
-            except BaseException:  # a signal handler has raised it, and what this one says may be heard by nobody
-                self._told.discard(worker_id)
-                self._todo.update(self._everybody())
-                raise
-            finally:  # also if a signal handler raises in it: it may be queued by then
-                if trailing:
-                    self._node.gradients.trailing.add(peer)
+            piggybacked = later and before is None  # else the one before may be waiting for a message to leave with
+            self._told.add(worker_id)
+            call = last[worker_id] = _call(peer, forget, self._id, piggybacked)
+            call._when_settled(partial(self._answered, worker_id))
+            if piggybacked:
+                self._node.gradients.piggybacked.add(peer)
             if before is not None:
                 earlier.append(before)
         return earlier
 
-    def tell_all(self) -> None:
-        """Tell all members, as some of those that took part may have been told, and not have been heard. Any thread."""
-        self._todo.update(self._everybody())
-        self.tell()
-
     def _everybody(self) -> list[int]:
         return [record.id for record in self._node.group.live()]
 
-    def _forget_at(self, peer: Any, later: bool = False) -> Future[bytes]:
-        """Tell that worker (`Peer`), in no call: nobody is to forget because of a deadline that he had to forget."""
-        serving = current_call.set(None)
-        try:
-            call: Future[bytes] = peer.call(forget, (self._id,), None, 0.0, system=True, later=later)
-            return call
-        finally:
-            current_call.reset(serving)
-
-    def _came(self, peer: Any, call: Future[bytes]) -> None:
-        """A worker that was not there has answered, or never came. It may run twice, as `_answered` may."""
+    def _joined(self, peer: Any, call: Future[bytes]) -> None:
+        """A worker that had not joined has answered, or never joined."""
         if peer.record is not None:
             self._told.add(peer.record.id)
             self._answered(peer.record.id, call)
@@ -236,7 +196,7 @@ class _Farewell:
             told = None
         if told is not None:
             new = set(told) - self._told
-            # In place: several threads may. Members alone: whoever invents others must not have them all called.
+            # In place: several threads may. Members alone: a worker that invents others has none of them called.
             self._todo.update(new and new.intersection(self._everybody()))
         else:  # it is gone, and with it what it knew of others
             self._todo.update(self._everybody())
@@ -246,45 +206,32 @@ class _Farewell:
 
 @brief
 def forget(context_id: Id) -> bytes:
-    """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids.
+    """Handler: a context has ended. The ids of the workers that it is known to, as far as this one knows, packed.
 
-    Of the one who has opened it that is believed. Others that take part say so as well, of what they had called before
-    that worker was told of them: then it is asked, so that nobody ends the contexts of others.
+    The worker that has opened the context is believed. Another worker that takes part may say so to one that
+    joined after the end: that asks the opener, so that no worker ends the contexts of others.
     """
     node, call = serving()
-    opener = opener_of(context_id)
-    if call.caller_id != opener:
-        context = node.gradients.find(context_id)
-        if context is not None and context.takes_part(call.caller_id):
-            _doubt(node, context_id, opener)
+    opener, gradients = opener_of(context_id), node.gradients
+    if call.caller_id == opener:
+        joining, known = _apart(gradients.leave(context_id))
+        if joining:  # the opener cannot tell them
+            _Farewell(node, context_id, joining).tell()
+        return pack_ids(known)
+    context = gradients.find(context_id)
+    if context is None or opener == node.engine.id or context_id in gradients.doubted:
         return pack_ids(())
-    newcomers, known = _apart(node.gradients.leave(context_id))
-    if newcomers:  # which others cannot tell
-        _Farewell(node, context_id, newcomers).tell()
-    return pack_ids(known)
+    if context.takes_part(call.caller_id):
+        gradients.doubted.add(context_id)
+        _call(node.peers.by_id(opener), has_ended, context_id)._when_settled(partial(_doubted, node, context_id))
+    return pack_ids(())
 
 
-def _doubt(node: Node, context_id: int, opener: int) -> None:
-    """Somebody else says of that context that it has ended: it has if the worker that has opened it says so."""
-    doubted = node.gradients.doubted
-    if opener == node.engine.id or context_id in doubted:
-        return
-    doubted.add(context_id)
-    serving = current_call.set(None)  # as in `_Farewell`
-    try:
-        call: Future[bool] = node.peers.by_id(opener).call(has_ended, (context_id,), None, 0.0, system=True)
-    except BaseException:
-        doubted.discard(context_id)
-        raise
-    finally:
-        current_call.reset(serving)
-
-    def answered(call: Future[bool]) -> None:
-        doubted.discard(context_id)
-        if call.exception() is None and call.value() is True:  # else it goes with that worker
-            _Farewell(node, context_id, node.gradients.leave(context_id)).tell()
-
-    call._when_settled(Again(answered))
+def _doubted(node: Node, context_id: int, asked: Future[bool]) -> None:
+    """The opener of a context has said whether it has ended, or is gone, and its contexts with it."""
+    node.gradients.doubted.discard(context_id)
+    if asked.exception() is None and asked.value() is True:
+        _Farewell(node, context_id, node.gradients.leave(context_id)).tell()
 
 
 @brief
@@ -294,16 +241,20 @@ def has_ended(context_id: Id) -> bool:
     return node.gradients.has_ended(context_id)
 
 
-def _apart(known: Iterable[Any]) -> tuple[list[Any], set[int]]:
-    """Of these workers (`Peer`) those that have not come yet, and the ids of the others."""
-    newcomers, ids = [], set()
-    for peer in known:
-        record = peer.record
-        if record is None:
-            newcomers.append(peer)
-        else:
-            ids.add(record.id)
-    return newcomers, ids
+def _call(peer: Any, function: Any, context_id: int, later: bool = False) -> Future[Any]:
+    """Call a handler of this module at that worker (`Peer`), in no call: so no deadline of a handler ends it."""
+    serving = current_call.set(None)
+    try:
+        call: Future[Any] = peer.call(function, (context_id,), None, 0.0, system=True, later=later)
+        return call
+    finally:
+        current_call.reset(serving)
+
+
+def _apart(known: Collection[Any]) -> tuple[list[Any], set[int]]:
+    """Of these workers (`Peer`) those that have not joined yet, and the ids of the others."""
+    joining = [peer for peer in known if peer.record is None]
+    return joining, {peer.record.id for peer in known if peer.record is not None}
 
 
 def make_pass(

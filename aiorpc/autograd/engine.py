@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .. import foreign
-from ..runtime.gradients.reach import FOREIGN, Leaf, Target
+from ..runtime.gradients.reach import FOREIGN, Target
 
 Tensor = torch.Tensor
 _EDGE = operator.attrgetter("edge")
@@ -59,16 +59,8 @@ def references_to(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 IS_FOREIGN = partial(operator.is_, FOREIGN)
-# What it counts for a tensor that nobody else has: a custom Function may have kept what it returned.
+# The count of a tensor without other owners: a custom Function may have kept what it returned.
 ALONE = references_to((torch.empty(0),))[0]
-
-
-def say_what_changed(error: BaseException, targets: Sequence[Target]) -> None:
-    """Note each leaf that has changed since the forward pass: what a node has saved of it does not fit then."""
-    for target in targets:
-        change = target.change() if isinstance(target, Leaf) else None
-        if change is not None:
-            foreign.add_note(error, change)
 
 
 def say_where(error: BaseException, worker: str) -> None:

@@ -14,13 +14,13 @@ its way until the part is over. PLAN is the first; each later one brings the gra
     any       an error, a lost worker, the end of a context  FAILED    is answered with the error
 
 Another worker has a say as far as its own tensors go. It gives gradients along the edges that were recorded with it:
-of tensors that this worker has sent to it. It asks for a part of the passes alone that it runs, whose ids have its own,
-and only if it takes part in the context (`AutogradContext.takes_part`). All this is looked at before anything is kept.
+of tensors that this worker has sent to it. It asks only for parts of passes that it runs itself, whose ids contain its
+own, and only if it takes part in the context (`AutogradContext.takes_part`). All this is checked before any of it is
+kept.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 import time
 import traceback
@@ -34,7 +34,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from .. import foreign
-from ..callbacks import Again
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
@@ -47,8 +46,8 @@ from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
 from ..runtime.node import Node, serving
 from .awaited import Awaited
 from .brought import BroughtGradients, Waiting, brought_by
-from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_what_changed, say_where, unshared
-from .resent import Entry, Resent, mask_of
+from .engine import ALONE, IS_FOREIGN, evaluate, memory_of, references_to, say_where, unshared
+from .resent import Entry, Resent
 from .wire import (
     LAST,
     MORE,
@@ -62,7 +61,6 @@ from .wire import (
 )
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
 Given = dict[SentName, Tensor | None]
 # Passes of a context that have ended and are remembered, so that a message that comes late opens none again.
 _REMEMBERED = 1024
@@ -92,19 +90,6 @@ class RunsPass(Protocol):
 
     def part_over(self, part: Part) -> None:
         """The part of this worker is over. Any thread."""
-
-
-class _RanPass:
-    """Stands for a pass that has ended, which nobody has to tell anything."""
-
-    def hand_on(self, worker_id: int, gradients: Gradients) -> None:
-        """See `RunsPass`."""
-
-    def part_over(self, part: Part) -> None:
-        """See `RunsPass`."""
-
-
-_RAN_PASS = _RanPass()
 
 
 # --- a part -----------------------------------------------------------------------------------------------------------
@@ -149,13 +134,12 @@ class Part:
         self._until: float | None = None
         self._closing: Closing | None = None
         self._running = False
-        self._ended = False  # somebody has found that nothing is left to do
-        self._ready_to_end = False  # and has done what comes last
+        self._ended = False  # a thread has found that nothing is left to do
+        self._ready_to_end = False  # and that thread has done what comes last
         self._sink: LeafSink | None = None  # that has taken gradients of leaves
-        self._delivering: dict[int, None] = {}  # the numbers of calls that bring gradients to others, unanswered
-        self._deliveries = itertools.count()
-        self._home: Given = {}  # that came out for who runs the pass, and were not told yet
-        self._question: Future[Wire] | None = None  # of who runs the pass, which is open
+        self._delivering = 0  # unanswered calls that bring gradients to others
+        self._for_root: Given = {}  # that came out for the worker that runs the pass, and were not told yet
+        self._question: Future[Wire] | None = None  # of the worker that runs the pass, which is open
 
     def begin(
         self, entries: dict[SentName, Entry], *, retain: bool, until: float | None, closing: Closing | None = None
@@ -163,7 +147,7 @@ class Part:
         """The plan. retain: keep the graph for another one. until: as of `ask`. closing: what is to be done last."""
         with self._lock:
             self._retain, self._until, self._closing = retain, until, closing
-            awaited = Awaited(list(entries), list(map(mask_of, entries.values())))
+            awaited = Awaited(list(entries), [entry.mask for entry in entries.values()])
             awaited.came(self._gradients)
             self._entries, self._left = entries, awaited.targets
             self._awaited = awaited
@@ -192,7 +176,7 @@ class Part:
                 self._arrivals.append(arrival)
 
     def question(self, worker_id: int) -> Future[Wire]:
-        """That worker runs the pass and asks: see the module. RpcError if it is another one that does."""
+        """A question of the worker that runs the pass: see the module. RpcError if another worker runs it."""
         asked: Future[Wire] = Future()
         asked._loop, asked._executor = self._node.engine.loop, self._node.engine.pool
         with self._lock:
@@ -224,7 +208,7 @@ class Part:
 
         The two refer to each other, and would keep the graph and the gradients until the garbage collector comes.
         """
-        self._runs = _RAN_PASS
+        self._runs = None
 
     def _end(self, error: BaseException | None) -> bool:
         """It is over; False if it was before."""
@@ -234,13 +218,13 @@ class Part:
             self.error = error
             self._context.passed[self._number] = error, self._maker
             self._context.parts.pop(self._number, None)
-            self.over = True  # the last of these: who is interrupted before it does them again
+            self.over = True  # last: others look at it without the lock, and then at the rest
         if self._waiting.sizes:
             self._waiting.end()
         if len(self._context.passed) > _REMEMBERED:
             self._forget_oldest()
-        if self._runs is not None:
-            self._runs.part_over(self)
+        if (runs := self._runs) is not None:
+            runs.part_over(self)
         return True
 
     def _forget_oldest(self) -> None:
@@ -254,7 +238,7 @@ class Part:
                 self._node.gradients.kept.keep(self._context, maker, -1)
 
     def advance(self) -> None:
-        """Run what is ready, here and now; whatever then is ready, too."""
+        """Run in this thread what is ready, and what becomes ready by that."""
         while not self.over:
             with self._lock:
                 awaited = self._awaited
@@ -288,7 +272,7 @@ class Part:
                     deliveries.setdefault(received.sender, {})[received.name] = gradient
             except BaseException as error:
                 say_where(error, self._node.engine.name)
-                if self._runs is None:  # remembered with the pass, its frames would keep the gradients
+                if self._maker is not None:  # remembered with the pass, its frames would keep the gradients
                     used.clear()
                     complete.clear()
                     traceback.clear_frames(foreign.field(error, "__traceback__"))
@@ -309,9 +293,9 @@ class Part:
         retain: bool,
         arrivals: Sequence[Arrival],
     ) -> dict[int, Given]:
-        """Evaluate some targets: gradients for tensors that other workers have sent, by worker.
+        """Evaluate the targets of these bits: gradients for tensors that other workers have sent, by worker.
 
-        bits: of the targets. begin: of those among them whose gradients `Resent` is to complete.
+        begin: bits of those among them whose gradients `Resent` is to complete.
         """
         for arrival in arrivals:
             arrival.join()
@@ -328,11 +312,7 @@ class Part:
             if gradient is not None:
                 given.append((edge, gradient))
                 taken.add(memory_of(gradient))
-        try:
-            results = evaluate(given, targets, retain)
-        except BaseException as error:
-            say_what_changed(error, targets)
-            raise
+        results = evaluate(given, targets, retain)
         holders = references_to(results)
         deliveries: dict[int, Given] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
@@ -376,7 +356,7 @@ class Part:
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
         with self._lock:
-            if self._running:  # whoever runs comes here afterwards
+            if self._running:  # the thread that runs comes here afterwards
                 return ()
             sink, self._sink = self._sink, None
         if sink is None:
@@ -385,7 +365,7 @@ class Part:
         return sink.finish(self._context, failed)
 
     def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Given]) -> None:
-        """Some targets are done: their gradients go to whoever has sent them. spent: entries that lead to no others."""
+        """Some targets are done: their gradients go to the senders. spent: entries that lead to no other targets."""
         with self._lock:
             assert self._awaited is not None, "it runs"
             own = deliveries.pop(self._node.engine.id, None)
@@ -396,42 +376,38 @@ class Part:
             self._left &= ~ready
             self._gradients.update(dict.fromkeys(spent))  # not kept until the pass ends, which may be long
             self._running = False
-            self._home.update(deliveries.pop(self._root, {}))
+            self._for_root.update(deliveries.pop(self._root, {}))
             if self.held is not None:
                 for worker_id, gradients in deliveries.items():
                     self.held.setdefault(worker_id, {}).update(gradients)
                 deliveries = {}
-            numbers = list(itertools.islice(self._deliveries, len(deliveries)))
-            if self._runs is None:
-                self._delivering.update(dict.fromkeys(numbers))
+            if self._maker is not None:
+                self._delivering += len(deliveries)
         if self._waiting.sizes:
             self._waiting.used(spent)
-        for number, (worker_id, gradients) in zip(numbers, deliveries.items(), strict=True):
-            self._deliver(number, worker_id, gradients)
+        for worker_id, gradients in deliveries.items():
+            self._deliver(worker_id, gradients)
 
-    def _deliver(self, number: int, worker_id: int, gradients: Gradients) -> None:
+    def _deliver(self, worker_id: int, gradients: Gradients) -> None:
         try:
-            if self._runs is not None:
-                self._runs.hand_on(worker_id, gradients)
+            if self._maker is None:
+                if (runs := self._runs) is not None:  # else the pass has ended
+                    runs.hand_on(worker_id, gradients)
                 return
             said = (self._context.id, self._number, *to_wire(gradients))
             call = ask(self._node, worker_id, take, *said, until=self._until)
         except BaseException as error:
             self.fail(error)
             return
-        call._when_settled(Again(self._delivered, number))
+        call._when_settled(self._delivered)
 
-    def _delivered(self, number: int, call: Future[Any]) -> None:
-        """That call has its answer. It may run twice: whoever has read the answer may be interrupted."""
-        self._node.engine.apart_from_signals(self._was_delivered, number, call)
-
-    def _was_delivered(self, number: int, call: Future[Any]) -> None:
+    def _delivered(self, call: Future[Any]) -> None:
         error = call.exception()
         if error is not None:
             self.fail(error)
             return
         with self._lock:
-            self._delivering.pop(number, None)
+            self._delivering -= 1
         self._finish()
 
     def _finish(self) -> None:
@@ -477,17 +453,17 @@ class Part:
         """Answer the open question, if there is anything to say; with the last answer the part is over."""
         with self._lock:
             asked, last = self._question, self._ready_to_end
-            if self._runs is None and (asked is None or not (last or self._home)):
+            if self._maker is not None and (asked is None or not (last or self._for_root)):
                 return
-            if self._ended and not last:  # whoever has found that comes here
+            if self._ended and not last:  # the thread that has found that comes here
                 return
             self._question = None
-            home, self._home = self._home, {}
+            gradients, self._for_root = self._for_root, {}
         if last and not self._end(None) and asked is not None:
             asked._settle(None, self.error)
         elif asked is not None:
             nothing_done = self._closing is not None and not self.closed
-            asked._settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else LAST))
+            asked._settle(to_wire(gradients, MORE if not last else NOT_CLOSED if nothing_done else LAST))
 
 
 def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
@@ -564,8 +540,7 @@ def _asked(context_id: int, number: int | None = None, name: SentName | None = N
         and not context.takes_part(caller, name)
     ):
         raise node.gradients.not_here(context_id)
-    asked: _Asked = _new(_Asked, (node, context, peer))
-    return asked
+    return _Asked(node, context, peer)
 
 
 def _first(packed: bytes) -> SentName | None:
@@ -609,16 +584,14 @@ def plan(
     """
     wanted = unpack_names(names)
     node, context, peer = _asked(context_id, number, wanted[0] if wanted else None)
-    edges = list(map(context.sent.get, wanted))
-    if None in edges:
+    edges = [context.sent[name] for name in wanted if name in context.sent]
+    if len(edges) < len(wanted):
         raise RpcError(f"worker {node.engine.name!r} knows nothing of a tensor that it is said to have sent")
     brought = brought_by(node, context, peer, given, gradients)
     part = part_of(node, context, number, maker=peer)
     asked = part.question(peer.record.id)
     try:
-        entries = {}
-        for name, edge in zip(wanted, edges, strict=True):
-            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))  # type: ignore[union-attr]  # not None
+        entries = {name: Entry(edge, context.reach.of(edge.node)) for name, edge in zip(wanted, edges, strict=True)}
         until = time.monotonic() + seconds if seconds else None
         part.take_brought(brought)
         part.begin(
@@ -649,7 +622,7 @@ def _closing(node: Node, packed: bytes, until: float | None, asker: int) -> Clos
 @carries
 @async_execution
 def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Future[Wire]:
-    """Handler: gradients of entries of this worker, from the one that runs the pass, with its next question."""
+    """Handler: gradients of entries of this worker, from the worker that runs the pass, with its next question."""
     node, context, peer = _asked(context_id, number)
     brought = brought_by(node, context, peer, given, gradients)
     part = context.parts.get(number)
@@ -670,7 +643,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
 @intrinsic
 @carries
 def take(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> None:
-    """Handler: gradients of entries of this worker, from another one that has a part in the pass."""
+    """Handler: gradients of entries of this worker, from another worker with a part in the pass."""
     node, context, peer = _asked(context_id)
     brought = brought_by(node, context, peer, given, gradients)
     part = part_of(node, context, number, maker=peer)

@@ -18,8 +18,8 @@ Invariants
    gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
    A received tensor that was sent on as it came needs no engine for what comes back for it: that is added to what the
    graph has given, which so need not wait for it (`resent.py`).
-2. Entries that no root leads to are in no plan: nobody waits for a gradient that does not come.
-3. Whoever fails (an exception, a lost worker, the deadline) ends the pass on all workers, and so does who cancels it.
+2. Entries that no root leads to are in no plan: no worker waits for a gradient that does not come.
+3. A failure (an exception, a lost worker, the deadline) ends the pass on all workers, and so does cancelling it.
    What was accumulated by then stays in the context.
 4. The engine never runs on a loop: it runs in the thread that waits for the pass, and in those of the pool.
 
@@ -44,7 +44,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import foreign
-from ..callbacks import Again
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
@@ -55,10 +54,9 @@ from ..runtime.node import Node
 from .brought import brought_by
 from .parts import LONGEST_REASON, Closing, Part, abort, arrival_of, ask, gather, go_on, part_of, plan
 from .resent import Entry
-from .wire import MORE, NOT_CLOSED, SAID, Gradients, Wire, pack_names, to_wire, unpack_table
+from .wire import MORE, NOT_CLOSED, Gradients, Wire, pack_names, to_wire, unpack_table
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
 # Seconds to tell other workers that a pass has failed.
 _ABORT_PATIENCE = 10.0
 
@@ -113,7 +111,7 @@ class _Table:
 
 
 class Done(Future[None]):
-    """Of a pass: who cancels it ends the pass. of: the pass, which is not kept by whoever keeps this."""
+    """The outcome of a pass; to cancel it ends the pass. of: the pass, which lives no longer because of this."""
 
     of: weakref.ref[Pass]
 
@@ -178,9 +176,7 @@ class Pass:
         for name in plans.pop(self._node.engine.id, ()):
             edges[name] = context.sent[name]
         self._plans = plans
-        entries: dict[SentName, Entry] = {}
-        for name, edge in edges.items():
-            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
+        entries = {name: Entry(edge, context.reach.of(edge.node)) for name, edge in edges.items()}
         part.take(dict(zip(names, self._gradients, strict=True)), self._arrival)
         part.held = {}
         last = self._last
@@ -189,7 +185,7 @@ class Pass:
         self._open = dict.fromkeys(plans, 1)
         part.advance()
         held, part.held = part.held, None
-        if part.error is not None:  # failed, or cancelled; whoever ends it later sees the plans, and tells the others
+        if part.error is not None:  # failed, or cancelled; what ends it later finds the plans, and tells the others
             return
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
         for worker_id, wanted in plans.items():
@@ -202,7 +198,7 @@ class Pass:
         said = (self._context.id, self._number, *said)
         call = ask(self._node, worker_id, function, *said, until=self._until)
         self._calls.add(call)
-        call._when_settled(Again(self._answered, worker_id))
+        call._when_settled(partial(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -214,7 +210,7 @@ class Pass:
             found |= behind
         plans: dict[int, list[SentName]] = {}
         for worker_id, message, place in found:
-            plans.setdefault(worker_id, []).append(_new(SentName, (message, place)))
+            plans.setdefault(worker_id, []).append(SentName(message, place))
         return plans
 
     def _gather_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
@@ -246,7 +242,6 @@ class Pass:
     # --- what follows from the answers --------------------------------------------------------------------------------
 
     def _answered(self, worker_id: int, call: Future[Wire | bytes]) -> None:
-        """It runs again where a signal handler has raised in it, in a thread that reads answers of others as well."""
         error = call.exception()
         if error is not None:
             self._fail(self._worded(worker_id, error))
@@ -269,19 +264,14 @@ class Pass:
 
     def _use(self, worker_id: int, call: Future[Wire | bytes]) -> None:
         """Not on a loop: a worker says what came out of its part; a lone result comes by itself."""
-        try:
-            self._calls.remove(call)
-        except KeyError:  # the second time
-            return
+        self._calls.remove(call)
         answer = call.value()
         packed, *gradients = answer if type(answer) is Wire else (answer,)
-        said = SAID.get(packed) if type(packed) is bytes and not gradients else None
-        if said is None:
-            peer = self._node.peers.by_id(worker_id)
-            brought = brought_by(self._node, self._context, peer, packed, gradients)
+        brought = brought_by(self._node, self._context, self._node.peers.by_id(worker_id), packed, gradients)
+        said = brought.said
+        if gradients or brought.gradients:
             self._part.take_brought(brought)
             self._part.advance()
-            said = brought.said
         with self._lock:
             self._open[worker_id] -= 1
             if said != MORE:
@@ -324,7 +314,7 @@ class Pass:
             self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
 
     def _end(self, error: BaseException) -> bool:
-        """It has failed, and the others are told; False if it had ended before, but with this error."""
+        """It has failed: tell the others. False if it had ended before, with another outcome."""
         if not self.done._settle(None, error) and self.done._error is not error:
             return False
         self._open_gate()
@@ -333,10 +323,10 @@ class Pass:
         return True
 
     def give_up(self) -> None:
-        """It was cancelled: it ends here, and the others are told. Any thread, the loop's too."""
+        """It was cancelled: end it here, and tell the others. Any thread, the loop's too."""
         error = self.done.exception()
         assert error is not None, "it was cancelled"
-        # The part first: whoever is about to tell the others their plans looks at it after it has made them.
+        # The part first: the thread that is about to send the plans looks at the part after it has made them.
         self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
         self._part.let_go()
         self._abort(error)
@@ -393,6 +383,6 @@ class Pass:
                 gate.wait()
         finally:
             self._driven = False
-            for job in self._jobs:  # interrupted: somebody else has to
+            for job in self._jobs:  # the wait was interrupted
                 self._node.engine.pool.submit(self._guarded, job)
         self.done.wait()

@@ -24,7 +24,6 @@ Tensor = torch.Tensor
 Gradients = Mapping[SentName, Tensor | None]
 # A packed `Given`, and then the tensors that it tells of.
 Wire = Results
-_new: Any = tuple.__new__  # what SentName(...) does, without its call into Python
 # What an answer says of the part. LAST: that was all, and the part is done.
 LAST, MORE, NOT_CLOSED = range(3)  # MORE: others will follow; NOT_CLOSED: LAST, and there was nothing to do at the end
 # In this order they have numbers on the wire.
@@ -120,14 +119,8 @@ def _taken_apart(at: int, gradient: Tensor, tensors: list[Tensor]) -> Sparse:
 
 def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName, Tensor | None], int]:
     """What `to_wire` was given. tensors: behind what it has packed. Whose they are is not known yet."""
-    try:  # as `_read`
-        given: Given = _read_given(packed if type(packed) is bytes else b"")
-    except (msgspec.DecodeError, RecursionError):
-        raise ProtocolError("what is said of gradients is not what is declared") from None
-    numbers = iter(given.names)
-    if len(given.names) % 2:
-        raise ProtocolError("the names of gradients are pairs of numbers")
-    names: list[SentName] = list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
+    given: Given = _read(_read_given, packed)
+    names = _paired(given.names)
     for each in tensors:
         if type(each) is not Tensor or each.layout is not torch.strided or each.is_quantized or each.is_nested:
             raise ProtocolError("a gradient travels as plain dense tensors")
@@ -165,17 +158,6 @@ def _put_together(form: Sparse, parts: Any) -> Tensor:
         return torch.sparse_compressed_tensor(firsts, seconds, values, form.size, layout=layout, check_invariants=True)
 
 
-def bytes_of(gradient: Tensor | None) -> int:
-    """The memory that a gradient takes; of one that was expanded, of what is there."""
-    if gradient is None:
-        return 0
-    if gradient.layout is torch.strided:
-        return min(gradient.nbytes, gradient.untyped_storage().nbytes())
-    if gradient.layout is torch.sparse_coo:
-        return gradient._indices().nbytes + gradient._values().nbytes
-    return gradient.values().nbytes * 3  # and what says where they are
-
-
 def pack_names(names: Collection[SentName]) -> bytes:
     """Names of entries, in their order."""
     return _encode(list(itertools.chain.from_iterable(names)))
@@ -183,11 +165,13 @@ def pack_names(names: Collection[SentName]) -> bytes:
 
 def unpack_names(packed: object) -> list[SentName]:
     """What `pack_names` was given."""
-    found: list[int] = _read(_read_numbers, packed)
-    if len(found) % 2:
-        raise ProtocolError("the names of entries are pairs of numbers")
-    numbers = iter(found)
-    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
+    return _paired(_read(_read_numbers, packed))
+
+
+def _paired(numbers: list[int]) -> list[SentName]:
+    if len(numbers) % 2:
+        raise ProtocolError("the names of tensors are pairs of numbers")
+    return list(map(SentName, numbers[::2], numbers[1::2]))
 
 
 def pack_table(received: list[tuple[int, int, int, int]], entries: list[tuple[int, int, bytes]]) -> bytes:
@@ -220,10 +204,6 @@ def pack_reference(rref: ReferenceId) -> bytes:
 def unpack_reference(packed: object) -> ReferenceId:
     """What `pack_reference` was given."""
     return ReferenceId(*_read(_read_reference, packed))
-
-
-#: What an answer without gradients says, by what it has packed: most are read so.
-SAID = {_encode(Given([], said)): said for said in (LAST, MORE, NOT_CLOSED)}
 
 
 def _read(read: Any, packed: object) -> Any:

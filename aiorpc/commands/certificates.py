@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import fcntl
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -60,22 +58,6 @@ def make(
     are none, or more than the authority that is there has left. OSError if files cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _alone(directory):
-        return _make(directory, names, days, start)
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Nobody else makes certificates in that directory meanwhile: two would make an authority each, and keep one."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _make(directory: Path, names: Sequence[str], days: float, start: datetime.datetime | None) -> list[Path]:
     begin = start or datetime.datetime.now(datetime.UTC) - _PAST
     end = _after(begin, days)
     stems = _stems(names)
@@ -152,7 +134,7 @@ def _authority(
         if certificate.public_key() != held.public_key():
             raise RpcUsageError(f"{certificate_path} and {key_path} are no authority: each is of another one")
         last = certificate.not_valid_after_utc
-        if last < end:  # behind that its certificates are good for nothing, whatever they say
+        if last < end:  # behind that its certificates are good for nothing
             left = (last - datetime.datetime.now(datetime.UTC)).days
             less = f"give --days {left} at most, or " if left > 0 else ""
             raise RpcUsageError(

@@ -1,6 +1,7 @@
 """Serve a store where workers meet, which outlives all of them. It ends with SIGINT or SIGTERM.
 
-Whoever reaches it can read and write what the workers leave there: no secret, but enough to keep a group from forming.
+A process that reaches it can read and write what the workers leave there: no secret, but enough to keep a group from
+forming.
 Give the workers AIORPC_SECRET or tls wherever others may reach it.
 """
 

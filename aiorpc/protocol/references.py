@@ -16,7 +16,6 @@ import enum
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from .reference_messages import (
@@ -48,8 +47,6 @@ from .reference_messages import (
     unguessable,
 )
 
-_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
-
 
 class _State(enum.Enum):
     """The states of a fork, at its holder."""
@@ -69,7 +66,7 @@ class _Value(enum.Enum):
 
 @dataclass(slots=True)
 class _Fork:
-    """A fork held here. counted: the owner knows it, so its end is told with DEL. parent: who awaits our CHILD_OK."""
+    """A fork held here. counted: the owner knows it, so DEL tells its end. parent: who awaits our CHILD_OK."""
 
     rref: ReferenceId
     fork: ReferenceId
@@ -116,7 +113,6 @@ class ReferenceTable:
         self._most = most
         self._said: dict[int, int] = {}  # how many forks of values here each worker has named
         self._next = 0
-        self._child: ReferenceId | None = None  # the id of the fork that is made next, if it is known
         self._keys = keys or unguessable()
         self._forks: dict[ReferenceId, _Fork] = {}  # held here, by fork
         self._owned: dict[ReferenceId, _Owned] = {}  # owned here, by rref
@@ -169,30 +165,23 @@ class ReferenceTable:
         """
         return self._abandon(rref, fork, reason, coming=not answered)
 
-    def name_child(self) -> ReferenceId:
-        """The id of the fork that the next `encode` makes, for who has to know beforehand what to `unsend`."""
-        self._child = self._new_id()
-        return self._child
-
     def encode(
         self, rref: ReferenceId, fork: ReferenceId, to: int, position: int | None = None
     ) -> tuple[PassedReference, Outputs]:
         """What to put into a frame for worker `to` so that it gets a fork of its own; `fork` stays counted meanwhile.
 
         position: which of the values it is, if it is one by itself. A frame that is not sent needs `unsend` for each of
-        its children, also where this was interrupted. Raises RpcUsageError, and changes nothing, when this fork is not
-        held here or is broken.
+        its children. Raises RpcUsageError, and changes nothing, when this fork is not held here or is broken.
         """
         held = self._forks.get(fork)
         if held is None or held.rref != rref or held.dropped:
             raise RpcUsageError(f"reference {rref} has no live fork {fork} here")
         if held.state is _State.BROKEN:
             raise RpcUsageError(f"a broken reference cannot be passed on: {held.reason}")
-        child, self._child = self._child or self._new_id(), None
+        child = self._new_id()
         if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
             self._keep_for(held, child, to)
-        passed: PassedReference = _new(PassedReference, (rref, held.owner, child, position))
-        return passed, self._finish()
+        return PassedReference(rref, held.owner, child, position), self._finish()
 
     def unsend(self, child: ReferenceId) -> Outputs:
         """The frame that carried `child` was never sent. Idempotent."""
@@ -226,12 +215,8 @@ class ReferenceTable:
             self._send(owner, Add(rref, fork))
         return self._finish()
 
-    def has(self, fork: ReferenceId) -> bool:
-        """Whether that fork is ours."""
-        return fork in self._forks
-
     def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
-        """The last handle of this fork died here. The owner is told as soon as that is safe. Idempotent."""
+        """The last handle of this fork died here. DEL tells the owner as soon as that is safe. Idempotent."""
         held = self._forks.get(fork)
         if held is not None and held.rref == rref:
             held.dropped = True
@@ -255,7 +240,6 @@ class ReferenceTable:
         if owned is None or owned.value is _Value.NEVER:
             raise RpcUsageError(f"reference {rref} does not exist on this worker")
         held = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)
-        # All at once, with no call between: whoever is interrupted before has changed nothing.
         owned.forks[fork] = self.worker_id
         self._owned[rref] = owned
         self._forks[fork] = held
@@ -264,8 +248,8 @@ class ReferenceTable:
     def on_create(self, rref: ReferenceId, fork: ReferenceId, sender: int) -> Outputs:
         """A call that creates `rref` arrived from `sender`: its fork counts, and early ADDs are answered.
 
-        To be called for every such call, also one that is refused (its value is then the error). If Free comes back,
-        the creator has given up and nobody else holds it: the call need not run. Raises ProtocolError, and changes
+        To be called for every such call, also for a refused one (its value is then the error). If Free comes back,
+        the creator has given up and no other worker holds it: the call need not run. Raises ProtocolError, and changes
         nothing, on impossible ids.
         """
         owned = self._owned.get(rref)
@@ -310,7 +294,7 @@ class ReferenceTable:
         return self._depart(worker_id, "has left")
 
     def unknown(self, worker_ids: Container[int]) -> Outputs:
-        """Nobody has these ids: what was to come from them never will. Unlike who has left, they may join later."""
+        """No worker has these ids: nothing will come from them. Unlike workers that left, they may join later."""
         for held in list(self._forks.values()):
             if held.owner in worker_ids:
                 self._break(held, _no_member(held.owner))
@@ -459,7 +443,7 @@ class ReferenceTable:
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
             self._send(sender, Never(rref))
         # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
-        # An id that was never named here is no fault of the sender: somebody else may have passed it on.
+        # An id that was never named here is no fault of the sender: another worker may have passed it on.
 
     # -- the owner's half -------------------------------------------------------------------------------------------
 
@@ -546,7 +530,7 @@ class ReferenceTable:
         self._owned[rref] = owned
 
     def _refuse(self, owned: _Owned, reason: str) -> None:
-        """The value will never come: everybody who has or wants a fork is told."""
+        """The value will never come: tell all workers that have or want a fork."""
         everyone = {**owned.forks, **owned.waiting}
         for fork, holder in everyone.items():
             self._granted.pop(fork, None)
@@ -564,7 +548,7 @@ class ReferenceTable:
         self._reap(owned)
 
     def _reap(self, owned: _Owned) -> None:
-        """Forget a value nobody refers to."""
+        """Forget a value without forks."""
         if owned.forks or owned.waiting or owned.coming:
             return
         del self._owned[owned.rref]

@@ -427,7 +427,7 @@ def serving() -> tuple[Node, ServedCall]:
 
 def node_of(rref: RRef[object]) -> Node:
     """The node whose handle an RRef is."""
-    node: Node = rref._references.home  # type: ignore[assignment]  # a Node: there is nothing else
+    node: Node = rref._references.worker  # type: ignore[assignment]  # a Node: there is nothing else
     return node
 
 

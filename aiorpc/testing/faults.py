@@ -29,7 +29,7 @@ from ..runtime.node import Node, registry
 from ..worker import Worker
 from .passing import Lanes, MessageKind, SentMessage, describe, lane_of
 
-# Somebody waits for the answer to these, so sending them can fail.
+# Their senders wait for an answer, so sending them can fail.
 _CALLS = frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH, MessageKind.GRADIENT, MessageKind.CONTEXT))
 
 
@@ -111,7 +111,7 @@ class Fault:
         return True
 
     def _chosen(self, when: Callable[[SentMessage], bool], message: SentMessage) -> bool:
-        """What `when` says. If it raises, the rule hits no more: whoever sends the message has no use for the error."""
+        """What `when` says. If it raises, the rule hits no more: the sender of the message has no use for the error."""
         try:
             return self._raised is None and when(message)
         except Exception as error:
@@ -138,7 +138,7 @@ class Faults:
     # --- rules --------------------------------------------------------------------------------------------------------
 
     def drop(self, *kinds: str, **chosen: Unpack[Choice]) -> Fault:
-        """Such messages are lost on their way, and nobody is told: a call ends when its timeout passes.
+        """Such messages are lost on their way without a word: a call ends when its timeout passes.
 
         aiorpc's connections lose nothing while they last, so a reference inside of a lost message, or one whose
         counting is disturbed, stays counted until a worker leaves.
@@ -152,8 +152,8 @@ class Faults:
     def fail(self, *kinds: str, error: RpcError | None = None, **chosen: Unpack[Choice]) -> Fault:
         """Such calls cannot be sent: their Futures get the error at once, and the callee hears nothing.
 
-        error: an `RpcError` of any kind, to which the call is added; one that says it was on purpose if None.
-        RpcUsageError for a kind that nobody waits for ("reply", "item", "cancel", "reference").
+        error: an `RpcError` of any kind, to which the call is added; None for an RpcError that says "on purpose".
+        RpcUsageError for a kind without an answer ("reply", "item", "cancel", "reference").
         """
         if error is not None and not isinstance(error, RpcError):
             raise RpcUsageError(f"error must be an RpcError, as calls that cannot be sent raise, not {error!r:.80}")
@@ -277,7 +277,7 @@ async def _end(node: Node) -> None:
         thread.close()
     else:
         await worker._drop()
-    # Others of this process cannot see it end: they are told what a look at a process would have told them.
+    # Other workers of this process cannot see it end: they hear here what a look at a process would have shown.
     record = node.engine.record
     for other in registry.nodes():
         known = other.group.members.get(record.id)

@@ -81,7 +81,7 @@ class SentMessage:
 
 
 def describe(passage: Passage) -> SentMessage | None:
-    """The message as rules know it; None for what the runtime says for itself, and for what nobody waits for."""
+    """The message as rules know it; None for messages of the runtime itself, and of calls that were given up."""
     kind, call, worker = passage.kind, passage.call, passage.record.name
     if kind == Kind.CANCEL:
         return SentMessage(MessageKind.CANCEL, worker)
@@ -176,9 +176,7 @@ class Lanes:
         """Send what is due of that lane, in order; on the loop."""
         with self._lock:
             waiting = self._lanes.get(lane)
-            while True:
-                if not waiting:
-                    break
+            while waiting:
                 due, send = waiting[0]
                 left = due - time.monotonic()
                 if left > 0:
@@ -193,7 +191,5 @@ class Lanes:
         with self._lock:
             lanes, self._lanes = self._lanes, {}
             for waiting in lanes.values():
-                while True:
-                    if not waiting:
-                        break
+                while waiting:
                     waiting.popleft()[1]()

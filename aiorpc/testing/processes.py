@@ -34,7 +34,7 @@ class ProcessCluster:
     def start(self, *names: str) -> None:
         """Start a process for each name, and wait until they have joined. A name whose process was killed is free.
 
-        RendezvousError for one that ends before, or has not joined in time; RpcUsageError for a name that is taken.
+        RendezvousError for a process that ends before, or does not join in time; RpcUsageError for a name in use.
         """
         context = multiprocessing.get_context("spawn")
         for name in names:
@@ -70,7 +70,7 @@ class ProcessCluster:
         process.join()
 
     def end(self) -> None:
-        """End all processes: each leaves the group, and one that does not within 10 s is killed."""
+        """End all processes: each leaves the group, and is killed if it has not ended after 10 s."""
         for pipe in self._pipes.values():
             pipe.close()
         for name, process in self.processes.items():

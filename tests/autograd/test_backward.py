@@ -5,160 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import re
 import threading
 import weakref
-from collections import Counter
 from functools import partial
-from itertools import takewhile
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
-from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
-from aiorpc.autograd import engine as autograd_engine
-from aiorpc.autograd import parts as autograd_parts
-from aiorpc.autograd import passes
-from aiorpc.autograd.contexts import make_pass
-from aiorpc.autograd.parts import abort, gather, go_on, part_of
-from aiorpc.autograd.passes import Pass
-from aiorpc.autograd.wire import MORE, from_wire, pack_names, to_wire
+from aiorpc import RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc.autograd.parts import abort, go_on
+from aiorpc.autograd.wire import MORE, pack_names, to_wire
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine import engine
-from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
-from tests.runtime import hostile
-from tests.runtime.waiting import LIMIT, until, wait_until
-from tests.transport.ends import Interruption, interrupted, meanwhile
+from tests.runtime.waiting import LIMIT, until
 from tests.unlooked import unlooked_at
 
 double = torch.float64
 NOTHING = to_wire({})  # no gradients
-MOST = 3000  # instructions: more than any of this takes
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def test_short_gradients_that_were_expanded_are_sent_dense() -> None:
-    """As that of a sum is; a long one goes as the one element that it has, and others go as they are."""
-    short, long, turned = torch.ones(()).expand(2, 2), torch.ones(()).expand(100, 100), torch.ones(2, 3).t()
-    gradients = {SentName(1, place): each for place, each in enumerate((short, long, turned, None))}
-    packed, *sent = to_wire(gradients)
-    assert torch.equal(sent[0], short) and sent[0].stride() == (2, 1)
-    assert len(sent) == 3 and sent[1] is long and sent[2] is turned
-    assert [each is None for each in from_wire(packed, sent)[0].values()] == [False, False, False, True]
-
-
-async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:
-    """The question that brings it, and the answer that brings the next one back."""
-    length, x = 4, vector()
-    alone = RpcBackendOptions(shared_memory=0)  # of which links speak soon after they have met
-    async with cluster(3, options=alone) as workers:
-        current_node.set(workers[0]._node)
-        async with autograd.context() as ctx:
-            y = x
-            for _ in range(length):
-                y = await workers[0].call("worker1", torch.mul, y, 2)
-            before = [worker.statistics().messages_sent for worker in workers]
-            await ctx.backward([y.sum()])
-            sent = [worker.statistics().messages_sent - was for worker, was in zip(workers, before, strict=True)]
-            assert sent == [length, length, 0]
-            torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
-
-
-async def test_gradients_are_kept_no_longer_than_they_are_needed(workers: list[Worker]) -> None:
-    """Where one goes to and fro there are a few at a time, and not one for each call until the pass has ended."""
-    length, x = 30, vector()
-    seen: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-    x.register_hook(lambda _: alive.append(sum(each() is not None for each in seen)))
-    async with autograd.context() as ctx:
-        y = x
-        for _ in range(length):
-            z = y * 2
-            z.register_hook(lambda gradient: seen.append(weakref.ref(gradient)))
-            y = await workers[0].call("worker1", parts.echo, z)
-        await ctx.backward([y.sum()])
-        torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
-    assert len(seen) == length and alive and alive[0] < 10
-
-
-@pytest.mark.parametrize("watched", ["", "hook", "retain_grad"])
-async def test_a_loss_of_all_results_of_a_chain_goes_through_its_graph_a_few_times(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, watched: str
-) -> None:
-    """And not once for each call, though each result has its whole gradient only when the next call has been gone
-    through. A result whose gradient the program sees is seen once, with the whole of it."""
-    length, x, w = 12, vector(), weight_of(workers[1], 0)
-    runs: list[int] = []
-
-    def counted(tensors: Any, *args: Any, **options: Any) -> Any:
-        runs.append(sum(type(each) is GradientEdge and each.node is root for each in tensors))
-        return _engine_run_backward(tensors, *args, **options)
-
-    monkeypatch.setattr(autograd_engine, "_engine_run_backward", counted)
-    seen = Seen()
-    async with autograd.context() as ctx:
-        y, loss, results = x, torch.zeros((), dtype=double), list[Tensor]()
-        for _ in range(length):
-            y = await workers[0].call("worker1", parts.layer, y)
-            results.append(y)
-            loss = loss + (y * y).sum()
-        middle = results[length // 2]
-        if watched == "hook":
-            middle.register_hook(seen)
-        elif watched == "retain_grad":
-            middle.retain_grad()
-        root = loss.grad_fn
-        await ctx.backward([loss])
-        y, loss, results = x, torch.zeros((), dtype=double), []
-        for _ in range(length):
-            y = step(y, w)
-            results.append(y)
-            loss = loss + (y * y).sum()
-        of_x, of_w, of_middle = expected(loss, [x, w, results[length // 2]])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-        if watched == "hook":
-            seen.once(of_middle)
-        elif watched == "retain_grad":
-            torch.testing.assert_close(middle.grad, of_middle)
-    assert 1 <= sum(map(bool, runs)) <= 2
-
-
-@pytest.mark.parametrize("retain", [False, True])
-async def test_the_graph_is_gone_as_far_as_a_pass_has_come(workers: list[Worker], retain: bool) -> None:
-    """What nodes have saved is let go when they have run, as in one process, and not when the context ends."""
-    length, x = 5, vector()
-    saved: list[weakref.ref[Saved]] = []
-
-    def pack(tensor: Tensor) -> Saved:
-        kept = Saved(tensor.detach())
-        saved.append(weakref.ref(kept))
-        return kept
-
-    async with autograd.context() as ctx:
-        y = x
-        for _ in range(length):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-                z = y.sin()
-            y = await workers[0].call("worker1", parts.layer_async, z)
-        await ctx.backward([y.sum()], retain_graph=retain)
-        assert [each() is not None for each in saved] == [retain] * length
-        if retain:
-            await ctx.backward([y.sum()])
-        y = x
-        for _ in range(length):
-            y = step(y.sin(), weight_of(workers[1], 0))
-        (of_x,) = expected(y.sum(), [x])
-        torch.testing.assert_close(ctx.gradients()[x], of_x * (2 if retain else 1), rtol=0, atol=1e-12)
 
 
 class Saved:
@@ -166,39 +38,6 @@ class Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-async def test_what_a_worker_tells_of_its_graph_does_not_grow_with_the_square_of_it(workers: list[Worker]) -> None:
-    """In a recurrent net whose state stays here each tensor that is sent leads to all that have come before it."""
-    length, x, w = 200, vector(), weight_of(workers[1], 0)
-    workers[0]._node.gradients.most_behind = -1
-    async with autograd.context() as ctx:
-        y = x
-        for _ in range(length):
-            y = torch.tanh(y * 0.5 + await workers[0].call("worker1", parts.layer_async, y))
-        (first, *_) = workers[0]._node.gradients.get(ctx).sent
-        told = await workers[0].call("worker0", gather, int(ctx), pack_names([first]))
-        assert len(told) < 200 * length  # with a name for each of them, 800
-        await ctx.backward([y.sum()])
-        y = x
-        for _ in range(length):
-            y = torch.tanh(y * 0.5 + step(y, w))
-        of_x, of_w = expected(y.sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
-async def test_questions_that_come_late(workers: list[Worker]) -> None:
-    """Of a part that is done there is nothing more to say; of one that failed, why."""
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        await ctx.backward([y.sum()])
-        context = workers[1]._node.gradients.get(ctx)
-        (number,) = context.passed
-        assert await workers[0].call("worker1", go_on, int(ctx), number, *NOTHING) == to_wire({}, MORE)[0]
-        part_of(workers[1]._node, context, number + 1).fail(ValueError("as it was"))
-        with pytest.raises(ValueError, match="as it was"):
-            await workers[0].call("worker1", go_on, int(ctx), number + 1, *NOTHING)
 
 
 async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worker]) -> None:
@@ -337,23 +176,6 @@ async def test_a_tensor_passed_on_through_workers(workers: list[Worker]) -> None
         check(gradients_of(workers[2], ctx), [(w, of_w)])
 
 
-async def test_a_parameter_used_by_many_calls(workers: list[Worker]) -> None:
-    """Its gradients add up, of calls at the same time and of calls that follow each other."""
-    xs, w = [vector(seed) for seed in range(8)], weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        ys = await asyncio.gather(*(workers[0].call("worker1", parts.layer, x) for x in xs))
-        y = torch.stack(list(ys)).sum(0)
-        for _ in range(3):
-            y = await workers[0].call("worker1", parts.layer, y)
-        await ctx.backward([y.sum()])
-        y = torch.stack([step(x, w) for x in xs]).sum(0)
-        for _ in range(3):
-            y = step(y, w)
-        *of_xs, of_w = expected(y.sum(), [*xs, w])
-        check(gradients_of(workers[0], ctx), zip(xs, of_xs, strict=True))
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
 def _with_reference(reference: Any, x: Tensor) -> Tensor:
     return step(x, reference.to_here())
 
@@ -449,17 +271,6 @@ async def test_one_of_several_results_is_used(workers: list[Worker]) -> None:
         check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
-async def test_nothing_here_gets_a_gradient(workers: list[Worker]) -> None:
-    """Arguments that require none are none of the graph's business."""
-    w = weight_of(workers[1], 0)
-    x = vector().detach()
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await ctx.backward([y.sum()])
-        check(ctx.gradients(), [])
-        check(gradients_of(workers[1], ctx), [(w, expected(step(x, w).sum(), [w])[0])])
-
-
 async def test_detached_and_no_grad(workers: list[Worker]) -> None:
     """What a handler detaches, or computes without gradients, ends the graph there."""
 
@@ -541,19 +352,6 @@ async def test_retained_graphs_and_repeated_passes(workers: list[Worker]) -> Non
         await ctx.backward([loss])  # the context goes on
 
 
-async def test_gradients_are_a_copy(workers: list[Worker]) -> None:
-    """What `gradients` gave does not change with the next pass."""
-    x = vector()
-    async with autograd.context() as ctx:
-        await ctx.backward([(2 * x).sum()])
-        before = ctx.gradients()
-        await ctx.backward([(2 * x).sum()])
-        torch.testing.assert_close(before[x], torch.full_like(x, 2).detach())
-        torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 4).detach())
-        before.clear()
-        assert len(ctx.gradients()) == 1
-
-
 async def test_passes_of_one_context_at_the_same_time(workers: list[Worker]) -> None:
     """Several passes over a retained graph run at once and add up."""
     x, w = vector(), weight_of(workers[1], 0)
@@ -619,28 +417,6 @@ async def test_in_place_changes_of_saved_tensors_are_found(workers: list[Worker]
         assert any("worker1" in note for note in caught.value.__notes__)
 
 
-async def test_a_sent_tensor_that_is_changed_afterwards(workers: list[Worker]) -> None:
-    """A tensor that was saved for its own past may not change after sending it either; one that was not, may."""
-    x = vector()
-    async with autograd.context() as ctx:
-        y = x.exp()  # saves its result
-        z = await workers[0].call("worker1", parts.layer, y)
-        with torch.no_grad():
-            y.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-            await ctx.backward([z.sum()])
-        assert any("worker0" in note for note in caught.value.__notes__)
-    w = weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = x * 2
-        z = await workers[0].call("worker1", parts.layer, y)
-        y.mul_(5)  # now another tensor with another past
-        await ctx.backward([z.sum() + y.sum()])
-        of_x, of_w = expected(step(x * 2, w).sum() + (10 * x).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
 def _in_place(x: Tensor) -> Tensor:
     x.mul_(2)
     x += parts.weight(0)[0]
@@ -702,22 +478,6 @@ async def test_sparse_gradients(workers: list[Worker], order: tuple[bool, bool])
         check(ctx.gradients(), [(x, of_x)])
 
 
-async def test_a_sparse_gradient_goes_to_another_worker(workers: list[Worker]) -> None:
-    """A table that was sent as a parameter gets its gradient from where it was used."""
-    table = torch.nn.Parameter(torch.randn(10, SIZE, dtype=double, generator=torch.Generator().manual_seed(1)))
-    indices = torch.tensor([7, 0, 7])
-
-    def look_up(indices: Tensor, table: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(indices, table, sparse=True).exp()
-
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", look_up, indices, table)
-        await ctx.backward([y.sum()])
-        (gradient,) = ctx.gradients().values()
-        wanted = expected(torch.nn.functional.embedding(indices, table).exp().sum(), [table])[0]
-        torch.testing.assert_close(gradient.to_dense(), wanted, rtol=0, atol=1e-12)
-
-
 def multiply(matrices: list[Tensor], other: Tensor) -> Tensor:
     """Handler: the first of some matrices, sparse ones, times another one."""
     product: Tensor = torch.sparse.mm(matrices[0], other)
@@ -747,20 +507,6 @@ async def test_sparse_tensors_that_are_sent(workers: list[Worker], layout: torch
     assert found[matrix].layout == wanted[0].layout
     for leaf, gradient in zip((matrix, other), wanted, strict=True):
         torch.testing.assert_close(found[leaf].to_dense(), gradient.to_dense(), rtol=0, atol=1e-12)
-
-
-async def test_attributes_of_a_sparse_tensor_travel_with_its_past(workers: list[Worker]) -> None:
-    """As those of others do. Outside of a context, and once it was left, it arrives as a leaf."""
-    matrix = torch.eye(SIZE, dtype=double).to_sparse().requires_grad_()
-    matrix.label = "mine"  # type: ignore[attr-defined]  # tensors take attributes
-    assert await workers[0].call("worker1", label_and_leaf, matrix) == ("mine", True)
-    async with autograd.context():
-        assert await workers[0].call("worker1", label_and_leaf, matrix) == ("mine", False)
-
-
-def label_and_leaf(matrix: Tensor) -> tuple[str, bool]:
-    """Handler."""
-    return matrix.label, matrix.is_leaf  # type: ignore[attr-defined]  # it came with one
 
 
 def _checkpointed(x: Tensor) -> Tensor:
@@ -839,49 +585,6 @@ async def test_hooks_run_once_with_complete_gradients(workers: list[Worker]) -> 
         check(gradients_of(workers[0], ctx), [(x, of_x)])
 
 
-class Kept:
-    """A remote object that keeps what it received, for a later call."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
-        self.kept = torch.zeros(())
-
-    def first(self, x: Tensor) -> Tensor:
-        """Keep x."""
-        self.kept = x
-        x.register_hook(lambda _: self.seen.update(["received"]))
-        return self._sent("first", x * parts.weight(0)[0])
-
-    def second(self, x: Tensor) -> Tensor:
-        """Use what was kept."""
-        return self._sent("second", x * self.kept)
-
-    def _sent(self, name: str, y: Tensor) -> Tensor:
-        y.register_hook(lambda _: self.seen.update([name]))
-        return y
-
-    def counts(self) -> dict[str, int]:
-        """How often the hooks ran."""
-        return dict(self.seen)
-
-
-@pytest.mark.xfail(reason="the node of `second` runs in two runs of the engine: passes.py says when", strict=True)
-async def test_hooks_of_tensors_that_share_a_kept_graph(workers: list[Worker]) -> None:
-    """Two results of one worker, where the second's gradient leads to the first's: each one's hooks run once."""
-    x, w, v = vector(), weight_of(workers[1], 0), weight_of(workers[2], 0)
-    kept = workers[0].remote("worker1", Kept)
-    async with autograd.context() as ctx:
-        y = await kept.rpc_async().first(x)
-        z = await workers[0].call("worker2", parts.layer, y)
-        last = await kept.rpc_async().second(z)
-        await ctx.backward([last.sum()])
-        of_x, of_w, of_v = expected((step(x * w[0], v) * x).sum(), [x, w, v])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-        check(gradients_of(workers[2], ctx), [(v, of_v)])
-    assert await kept.rpc_async().counts() == {"received": 1, "first": 1, "second": 1}
-
-
 async def test_hooks_that_change_gradients(workers: list[Worker]) -> None:
     """A hook's result takes the gradient's place: on a leaf, on a sent tensor, and on a received one."""
     x, w = vector(), weight_of(workers[1], 1)
@@ -958,168 +661,7 @@ async def test_hooks_on_nodes_of_leaves(workers: list[Worker]) -> None:
     assert all(leaf.grad is None for leaf in leaves)
 
 
-async def test_hooks_on_nodes_of_leaves_run_without_gradients(workers: list[Worker]) -> None:
-    """As in torch's engine: a gradient that they make with a parameter has no graph, which would keep that alive."""
-    x, scale, modes = vector(), torch.ones(SIZE, dtype=double, requires_grad=True), list[bool]()
-    node = get_gradient_edge(x).node
-
-    def change(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        modes.append(torch.is_grad_enabled())
-        return tuple(gradient * scale for gradient in gradients)
-
-    node.register_prehook(change)
-    node.register_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await ctx.backward([y.sum()])
-        assert modes == [False, False] and not ctx.gradients()[x].requires_grad
-
-
-async def test_hooks_on_nodes_registered_after_the_first_pass(workers: list[Worker]) -> None:
-    """The node was looked at before; its hooks are those of now."""
-    x = vector()
-    node, seen = get_gradient_edge(x).node, []
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await ctx.backward([y.sum()], retain_graph=True)
-        node.register_hook(lambda _, gradients: seen.append(gradients))
-        await ctx.backward([y.sum()])
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("register", ["register_prehook", "register_hook"])
-async def test_exceptions_of_hooks_on_nodes_of_leaves(workers: list[Worker], register: str) -> None:
-    """They end the pass, and the caller learns where."""
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError("in a hook")
-
-    node = get_gradient_edge(weight_of(workers[1], 0)).node
-    getattr(node, register)(fail)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        with pytest.raises(ZeroDivisionError, match="in a hook") as caught:
-            await ctx.backward([y.sum()])
-    assert "in the backward pass on worker 'worker1'" in "".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize("at", [0, 1])
-async def test_errors_that_take_no_note(workers: list[Worker], at: int) -> None:
-    """They end the pass like others, though nobody learns where."""
-
-    def fail(*_: object) -> None:
-        raise hostile.make("add_note", ValueError)
-
-    x = vector()
-    leaf = x if at == 0 else weight_of(workers[1], 0)
-    leaf.register_hook(fail)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        with pytest.raises(hostile.Hostile):
-            async with asyncio.timeout(LIMIT):
-                await ctx.backward([y.sum()])
-
-
-async def test_a_hook_on_the_node_of_a_leaf_may_not_change_the_shape(workers: list[Worker]) -> None:
-    """What it returns is added to a gradient of the leaf's shape."""
-    x = vector()
-    node = get_gradient_edge(x).node
-    node.register_prehook(lambda gradients: gradients[0].sum())
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        with pytest.raises(RuntimeError, match=r"AccumulateGrad node changed the shape of a gradient from \(\d+,\) to"):
-            await ctx.backward([y.sum()])
-
-
 # --- interruptions ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [None, ArithmeticError("no")], ids=["value", "error"])
-async def test_an_interrupted_answer_is_not_lost(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    """Whatever instruction a signal comes at in who reads it: the pass ends, in the thread that waits for it."""
-    asked: list[tuple[object, Future[Any]]] = []
-
-    def ask(node: Any, worker_id: int, function: object, *args: Any, **options: Any) -> Future[Any]:
-        asked.append((function, Future()))
-        return asked[-1][1]
-
-    def drive(one: Pass, ended: threading.Event) -> None:
-        with contextlib.suppress(ArithmeticError):
-            one.drive()
-        ended.set()
-
-    def read(at: int) -> str | None:
-        """The answer is interrupted at that instruction: where that is, None behind the last."""
-        asked.clear()
-        one, ended = make_pass(ctx, [root], True), threading.Event()
-        ((_, part),) = context.parts.items()
-        where = None
-
-        def interrupt(place: str) -> None:
-            nonlocal where
-            where = place
-            if not part._lock.locked():  # else maybe at either end of a `with`, where Python looks for no signals
-                raise Interruption
-
-        thread = threading.Thread(target=drive, args=(one, ended), daemon=True)
-        thread.start()
-        wait_until(lambda: asked and asked[0][1]._waiters)
-        answer = partial(asked[0][1]._settle, None if error else to_wire({}), error)
-        with contextlib.suppress(Interruption):
-            meanwhile(answer, at, interrupt, *files)
-        assert ended.wait(LIMIT), where
-        thread.join(LIMIT)
-        assert one.done.exception() is error, where
-        assert not context.parts, where
-        assert error is None or abort in [function for function, _ in asked], where
-        return where
-
-    files = [module.__file__ or "" for module in (passes, autograd_parts)]
-    async with autograd.context() as ctx:
-        context = workers[0]._node.gradients.get(ctx)
-        root = (await workers[0].call("worker1", parts.layer, vector().detach())).sum()
-        with monkeypatch.context() as patched:
-            patched.setattr(passes, "ask", ask)
-            found = list(takewhile(lambda where: where is not None, map(read, range(MOST))))
-    assert 10 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
-
-
-async def test_an_interrupted_answer_to_a_gradient_that_was_handed_on_is_not_lost(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same for the answer of a worker that another one than the root has sent gradients to."""
-    asked: list[tuple[Future[Any], Future[Any]]] = []
-    real_ask = autograd_parts.ask
-
-    def ask(node: Any, worker_id: int, function: object, *args: Any, **options: Any) -> Future[Any]:
-        call = real_ask(node, worker_id, function, *args, **options)
-        if function is not autograd_parts.take or asked:
-            return call
-        asked.append((call, Future()))
-        return asked[-1][1]
-
-    def read(at: int) -> str | None:
-        wait_until(lambda: asked and asked[0][0].done() and asked[0][1]._waiters)
-        answer = partial(asked[0][1]._settle, None)
-        return interrupted(answer, at, autograd_parts.__file__, engine.__file__)
-
-    monkeypatch.setattr(autograd_parts, "ask", ask)
-    # As where a main thread waits for a call, and has read this answer.
-    monkeypatch.setattr(engine, "waits_in_main_thread", lambda: True)
-    at = 0
-    while True:
-        asked.clear()
-        async with autograd.context() as ctx, asyncio.timeout(LIMIT):
-            y = await workers[0].call("worker1", parts.via, vector(), "worker2")
-            done = ctx.backward([y.sum()])
-            place = await asyncio.to_thread(read, at)
-            await done
-        if place is None:
-            break
-        at += 1
-    assert at > 3, "it was not interrupted"
 
 
 # --- leaves that change after the forward pass ------------------------------------------------------------------------
@@ -1174,46 +716,6 @@ async def test_leaves_that_change_after_the_forward_pass(workers: list[Worker], 
     for each, gradient in wanted.items():
         torch.testing.assert_close(found[each], gradient)
     assert all(each.grad is None for each in (x, v, w))
-
-
-@pytest.mark.parametrize(
-    ("change", "now"),
-    [
-        (_retype, r"shape \(4, 4\), torch\.float32 on cpu"),
-        (lambda leaf: setattr(leaf, "data", leaf.data[:2]), r"shape \(2, 4\), torch\.float64 on cpu"),
-    ],
-)
-async def test_an_error_names_leaves_that_do_not_fit_any_more(workers: list[Worker], change: Any, now: str) -> None:
-    """What torch raises of a node that has saved one says which, where, and what to do."""
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        change(weight_of(workers[1], 0))
-        with pytest.raises(RuntimeError) as caught:
-            await ctx.backward([y.sum()])
-    said = "".join(caught.value.__notes__)
-    assert "on worker 'worker1'" in said
-    assert re.search(rf"a leaf of {now} was of shape \(4, 4\), torch\.float64 on cpu in the forward pass: go ", said)
-
-
-async def test_a_leaf_that_changes_between_two_uses(workers: list[Worker]) -> None:
-    """It has two nodes then: both gradients count, and hooks on each see that of their own."""
-    x, w = vector(), weight_of(workers[1], 0)
-    v = w.detach().clone().requires_grad_()
-    seen: list[list[Tensor]] = [[], []]
-    async with autograd.context() as ctx:
-        before = await workers[0].call("worker1", _shift, x)
-        nodes = [get_gradient_edge(w).node]
-        _retype(w)
-        after = await workers[0].call("worker1", _shift, x.float())
-        nodes.append(get_gradient_edge(w).node)
-        for node, gradients in zip(nodes, seen, strict=True):
-            node.register_prehook(gradients.extend)
-        await ctx.backward([before.sum() + after.double().sum()])
-        of_double = expected(_shifted(x, v).sum(), [v])
-        v = v.detach().float().requires_grad_()
-        of_float = expected(_shifted(x.float(), v).sum(), [v])
-        torch.testing.assert_close(gradients_of(workers[1], ctx)[w], of_double[0] + of_float[0])
-    torch.testing.assert_close(seen, [of_double, of_float])
 
 
 async def test_nodes_run_outside_of_the_loop(workers: list[Worker]) -> None:
@@ -1377,17 +879,6 @@ async def test_a_gradient_that_a_node_keeps(workers: list[Worker]) -> None:
         assert _separate([ctx.gradients()[x], constant])
 
 
-async def test_no_gradient_comes_back(workers: list[Worker]) -> None:
-    """Where a node gives None there is no gradient, and nobody waits for one."""
-    x = vector()
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", _nothing, x * 2)
-        y = await workers[0].call("worker2", parts.layer, y)
-        await ctx.backward([y.sum()])
-        check(ctx.gradients(), [])
-        assert list(gradients_of(workers[2], ctx)) == [weight_of(workers[2], 0)]
-
-
 async def test_a_tensor_sent_twice(workers: list[Worker]) -> None:
     """Twice in one call, and in two calls: it is one tensor of the graph."""
     x, w = vector(), weight_of(workers[1], 0)
@@ -1402,22 +893,6 @@ async def test_a_tensor_sent_twice(workers: list[Worker]) -> None:
         await ctx.backward([z.sum()])
         y = x * 2
         of_x, of_w = expected((step(y, w) * y + x + step(y, w) * x + y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
-async def test_a_result_returned_twice(workers: list[Worker]) -> None:
-    """One tensor in two places of a result, and one that the worker keeps and returns again in a later call."""
-    x, w = vector(), weight_of(workers[1], 0)
-
-    def twice(x: Tensor) -> list[Tensor]:
-        y = step(x, parts.weight(0))
-        return [y, y, x]
-
-    async with autograd.context() as ctx:
-        a, b, c = await workers[0].call("worker1", twice, x)
-        await ctx.backward([(a * 2 + b * 3 + c).sum()])
-        of_x, of_w = expected((step(x, w) * 5 + x).sum(), [x, w])
         check(gradients_of(workers[0], ctx), [(x, of_x)])
         check(gradients_of(workers[1], ctx), [(w, of_w)])
 
@@ -1596,24 +1071,6 @@ async def test_a_failure_that_nobody_looked_at_is_logged(
     (line,) = lines()
     assert "the backward pass of autograd context" in line and "test_backward.py" in line and "LookupError" in line
     caplog.clear()
-
-
-async def test_exceptions_of_a_hook_reach_the_caller(workers: list[Worker]) -> None:
-    """The same for what hooks raise."""
-
-    def fail(gradient: Tensor) -> None:
-        raise ZeroDivisionError("in a hook")
-
-    def handler(x: Tensor) -> Tensor:
-        y = x * 2
-        y.register_hook(fail)
-        return y
-
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", handler, vector())
-        with pytest.raises(ZeroDivisionError, match="in a hook") as caught:
-            await ctx.backward([y.sum()])
-        assert any("worker1" in note for note in caught.value.__notes__)
 
 
 async def test_leaving_the_context_while_a_pass_runs(workers: list[Worker]) -> None:

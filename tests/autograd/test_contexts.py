@@ -9,8 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +17,12 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker, autograd
-from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
 from aiorpc.errors import PeerLeft, ProtocolError, SerializationError, WouldBlockLoop
 from aiorpc.protocol.frames import CALL, HEAD
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.gradients import contexts
 from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener_of
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
@@ -34,7 +30,6 @@ from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, outside, step, vector, weight_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
-from tests.transport.ends import interrupted, meanwhile
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
@@ -279,28 +274,6 @@ async def test_a_batch_of_calls_of_two_contexts(workers: list[Worker]) -> None:
     assert await batched.rpc_async().sizes_so_far() == [2]
 
 
-class _Relay:
-    """A batched method that calls another worker."""
-
-    @aiorpc.batched(max_size=2, max_wait=30.0)
-    async def forward(self, xs: Any) -> Any:
-        """One layer of worker 2."""
-        return await aiorpc.call("worker2", parts.layer, torch.stack(list(xs)))
-
-
-async def test_a_batched_handler_takes_the_context_along(workers: list[Worker]) -> None:
-    """What it calls for a batch of one context belongs to that."""
-    x, z, w = vector(1), vector(2), weight_of(workers[2], 0)
-    relay = workers[0].remote("worker1", _Relay)
-    async with autograd.context() as ctx:
-        u, v = await asyncio.gather(relay.rpc_async().forward(x), relay.rpc_async().forward(z))
-        assert u.requires_grad and v.requires_grad
-        await ctx.backward([(u * v).sum()])
-        of_x, of_z, of_w = expected((step(x, w) * step(z, w)).sum(), [x, z, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x), (z, of_z)])
-        check(gradients_of(workers[2], ctx), [(w, of_w)])
-
-
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
@@ -340,34 +313,6 @@ async def test_contexts_of_many_threads_do_not_mix(workers: list[Worker]) -> Non
             together.wait(20)
 
     await asyncio.gather(*(asyncio.to_thread(script, seed) for seed in range(1, 5)))
-
-
-async def test_a_context_does_not_stay_with_the_connection_it_opened(workers: list[Worker]) -> None:
-    """A worker whose first call was made in a context serves later calls in the context of their callers."""
-    first, second, third = workers
-
-    async def relay() -> Any:
-        return await aiorpc.call("worker2", parts.context_here)
-
-    async with autograd.context() as outer:
-        assert await first.call("worker1", parts.context_here) == outer
-        assert await asyncio.create_task(_from(second, "worker0", relay)) is None
-        assert await asyncio.create_task(_in_a_context_of(third, "worker0", relay)) != outer
-
-
-async def _from(worker: Worker, to: str, function: Any) -> Any:
-    """A call as if from elsewhere: in no context."""
-    current_node.set(worker._node)
-    current_autograd.set(None)
-    return await worker.call(to, function)
-
-
-async def _in_a_context_of(worker: Worker, to: str, function: Any) -> Any:
-    current_node.set(worker._node)
-    async with autograd.context() as ctx:
-        found = await worker.call(to, function)
-        assert found == ctx
-        return found
 
 
 async def test_nested_contexts(workers: list[Worker]) -> None:
@@ -415,20 +360,6 @@ async def test_a_tensor_of_another_context_ends_the_pass(workers: list[Worker]) 
             z = await workers[0].call("worker1", parts.layer, y)
             with pytest.raises(RpcUsageError):
                 await inner.backward([z.sum()])
-
-
-async def test_with_in_a_handler_thread(workers: list[Worker]) -> None:
-    """`with` works in handlers that run in threads."""
-
-    def handler(x: Tensor) -> Tensor:
-        with autograd.context() as context_id:
-            y = aiorpc.rpc_sync("worker2", parts.layer, args=(x.requires_grad_(),))
-            autograd.backward(context_id, [y.sum()])
-            return autograd.get_gradients(context_id)[x]
-
-    x, w = vector(), weight_of(workers[2], 0)
-    found = await workers[0].call("worker1", handler, x.detach().clone())
-    torch.testing.assert_close(found, expected(step(x, w).sum(), [x])[0], rtol=0, atol=1e-12)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -504,19 +435,6 @@ async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> No
         assert len(second._node.gradients) == 1 == calls_unsent(connection)
         assert await first.call("worker1", parts.contexts_here) == 0
         assert calls_unsent(connection) == 0
-
-
-async def test_a_second_farewell_takes_the_first_along(workers: list[Worker]) -> None:
-    """If nothing was sent in between: it waits for an answer to that one, and not in vain."""
-    first, second = workers[0], workers[1]
-    first._node.engine.bounds = Bounds(trailing_pause=60.0, leave_context=LIMIT)
-    async with asyncio.timeout(LIMIT):
-        async with autograd.context():
-            await first.call("worker1", parts.layer, vector())
-            async with autograd.context():
-                await first.call("worker1", parts.layer, vector())
-            assert len(second._node.gradients) == 2
-    await until(lambda: not len(second._node.gradients))
 
 
 @pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_queued_bytes", "max_call_rate"])
@@ -621,25 +539,6 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
     await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-
-
-async def test_an_interrupted_end_releases_it_too(workers: list[Worker]) -> None:
-    """Wherever a signal handler raises as a context is left: the other workers are told all the same."""
-
-    def script(at: int) -> str | None:
-        context = autograd.context()
-        context.__enter__()
-        aiorpc.rpc_sync("worker1", parts.via, args=(vector(), "worker2"))
-        place = interrupted(partial(context.__exit__, *[None] * 3), at, contexts_module.__file__ or "", signals=True)
-        if context._id:  # it had not begun
-            context.__exit__(None, None, None)
-        return place
-
-    at = 0
-    while await asyncio.to_thread(script, at) is not None:
-        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-        at += 1
-    assert at > 10, "it was not interrupted"
 
 
 async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:
@@ -838,42 +737,6 @@ async def test_leaving_while_the_first_call_is_under_way() -> None:
             await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
-async def test_leaving_while_another_thread_is_about_to_call(workers: list[Worker]) -> None:
-    """Its call belongs to the context only if the worker that it goes to is told that this has ended."""
-    gradients, peer = workers[0]._node.gradients, workers[0]._node.peers.find("worker1")
-
-    def happened(at: int) -> bool:
-        context = gradients.open()
-        tapes: list[Any] = []
-        told: set[Any] = set()
-
-        def leave(_: str = "") -> None:
-            told.update(gradients.leave(context.id))
-
-        def call() -> None:
-            tapes.append(gradients.calls(context.id, peer, None))
-
-        found = meanwhile(call, at, leave, contexts.__file__, signals=True)
-        leave()
-        assert tapes == [None] or peer in told
-        return found
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 1
-
-
-async def test_a_worker_that_comes_as_the_others_are_told(workers: list[Worker]) -> None:
-    """Who leaves a context looks through its workers, and a thread that has found the context adds one to them."""
-    gradients, peers = workers[0]._node.gradients, workers[0]._node.peers
-    context = gradients.open()
-    context.known.add(peers.find("worker1"))
-    told: list[Any] = []
-    for peer in gradients.leave(context.id):
-        context.known.add(peers.find("worker2"))
-        told.append(peer)
-    assert told == [peers.find("worker1")]
-
-
 async def _outcome(call: Any) -> Any:
     return await call
 
@@ -1070,19 +933,6 @@ async def test_what_a_message_says_of_a_context_in_which_its_sender_takes_no_par
         assert not context.known and not context.received
 
 
-async def test_the_contexts_that_one_worker_leaves_are_no_reason_to_forget_those_of_others(
-    workers: list[Worker],
-) -> None:
-    """A late call opens none again, however many another worker says that it has left."""
-    async with autograd.context() as ctx:
-        await workers[0].call("worker1", parts.echo, None)
-    gradients = workers[1]._node.gradients
-    await until(lambda: gradients.find(ctx) is None)
-    for _ in range(5000):
-        gradients.leave(workers[2]._node.gradients.new_id())
-    assert gradients.called(ctx, workers[1]._node.peers.find("worker0")) is None
-
-
 async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:
     """As where a worker was called in it before its opener knew of that worker."""
     first = workers[0]._node.gradients.new_id()
@@ -1090,21 +940,3 @@ async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[
     assert len(workers[1]._node.gradients) == 1
     assert unpack_ids(await workers[2].call("worker1", forget, first)) == []
     await until(lambda: len(workers[1]._node.gradients) == 0)
-
-
-async def test_what_others_say_of_who_knows_a_context(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that a worker names are told of its end, too, and nobody whom it has invented."""
-    peers, gradients = workers[0]._node.peers, workers[1]._node.gradients
-    by_id, leave, called = peers.by_id, gradients.leave, list[int]()
-    invented = [SimpleNamespace(record=SimpleNamespace(id=number)) for number in (-5, 2, 77, 1 << 40)]
-
-    def find(number: int) -> Any:
-        called.append(number)
-        return by_id(number)
-
-    monkeypatch.setattr(peers, "by_id", find)
-    monkeypatch.setattr(gradients, "leave", lambda number: leave(number) and invented)
-    async with autograd.context():
-        await workers[0].call("worker1", parts.layer, vector())
-    await until(lambda: 2 in called)
-    assert {*called} <= {1, 2}

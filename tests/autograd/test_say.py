@@ -224,18 +224,6 @@ async def test_passes_of_one_worker_are_bounded() -> None:
                 await ctx.backward([y.sum()])
 
 
-async def test_passes_that_have_ended_are_forgotten(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest first: a context may have any number of them."""
-    monkeypatch.setattr("aiorpc.autograd.parts._REMEMBERED", 5)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        for _ in range(20):
-            await ctx.backward([y.sum()], retain_graph=True)
-        for worker in workers[:2]:
-            context = context_of(worker, ctx)
-            assert len(context.passed) == 5 and sum(context.kept.values()) <= 5 + 2
-
-
 async def test_tensors_that_are_recorded_for_one_worker_are_bounded() -> None:
     """In its calls, in answers to it and in items; more of them end its call, and leaving the context makes room."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_references=20)]
@@ -325,24 +313,6 @@ async def test_gradients_of_leaves_in_many_contexts_of_one_worker_are_bounded() 
                 await first.backward([y.sum()])  # adds to what is there
             await until(lambda: not len(workers[1]._node.gradients))
         assert not workers[1]._node.gradients.kept._leaf_bytes
-
-
-async def test_a_pass_that_has_failed_keeps_no_gradients(workers: list[Worker]) -> None:
-    """Its error stays for questions that come late, and its frames would have them."""
-    w = weight_of(workers[1], 0)
-    w.register_hook(lambda _: 1 / 0)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        with pytest.raises(ZeroDivisionError):
-            await ctx.backward([y.sum()])
-        ((error, _),) = context_of(workers[1], ctx).passed.values()
-        traceback = error.__traceback__ if error is not None else None
-        assert traceback is not None
-        while traceback is not None:
-            assert not any(isinstance(each, Tensor) for each in traceback.tb_frame.f_locals.values())
-            assert not traceback.tb_frame.f_locals.get("used") and not traceback.tb_frame.f_locals.get("entries")
-            traceback = traceback.tb_next
-    w._backward_hooks.clear()  # type: ignore[union-attr]  # there is one
 
 
 # --- how gradients travel ---------------------------------------------------------------------------------------------

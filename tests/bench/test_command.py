@@ -12,7 +12,7 @@ from bench import machine
 from bench.__main__ import main
 from bench.report import read_json
 from bench.stats import Row
-from bench.suite import MEASUREMENTS, choose
+from bench.suite import MEASUREMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,11 +38,6 @@ def test_unknown_measurement_is_refused_with_the_known_ones(capsys: pytest.Captu
     said = capsys.readouterr().err
     assert "noop_bloking" in said
     assert "noop_blocking" in said
-
-
-def test_only_keeps_the_order_of_the_suite() -> None:
-    """Measurements run in the suite's order, however they were asked for."""
-    assert [each.name for each in choose(["memory", "noop_blocking"])] == ["noop_blocking", "memory"]
 
 
 @pytest.mark.long

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench import counting, messages
-from bench.__main__ import main
 from bench.counter import FunctionCounter
 from bench.memory import ENDS
 from bench.report import read_json
-from bench.stage import Plan
 from bench.stats import Row
-from bench.suite import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_APART = 0.03
 #: Of calls that threads serve: on busy cores the loop now and then reads what a thread reads else.
 MOST_APART_IN_THREADS = 0.1
 IN_THREADS = {each.quantity for each in counting.OPERATIONS if each.style == "blocking"}
-
-
-def leaf() -> None:
-    """Counted once for each call."""
-
-
-def caller(times: int) -> None:
-    """Counted once, with so many calls of another."""
-    for _ in range(times):
-        leaf()
-
-
-async def pausing(times: int) -> None:
-    """Counted when it starts, and each time it goes on."""
-    for _ in range(times):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -53,87 +32,6 @@ def counter() -> Iterator[FunctionCounter]:
     yield made
     sys.setprofile(before)
     threading.setprofile(threads_before)
-
-
-def times(counts: Counter[str], name: str) -> int:
-    """How often the functions of this file with that name ran."""
-    return sum(count for each, count in counts.items() if "test_counting.py" in each and each.endswith(f" {name}"))
-
-
-def test_functions_between_two_marks_count(counter: FunctionCounter) -> None:
-    """What runs before the first mark, between two pairs, or after the last does not; functions in C never do."""
-    caller(5)
-    for calls in (2, 3):
-        counter.mark()
-        caller(calls)
-        len("in C")
-        counter.mark()
-        caller(7)
-    found = counter.between_marks()
-    assert [(times(each, "caller"), times(each, "leaf"), each.total()) for each in found] == [(1, 2, 4), (1, 3, 5)]
-    assert counter.between_marks() == []
-
-
-def test_threads_that_are_started_later_count(counter: FunctionCounter) -> None:
-    """None of the calls of several threads at once is lost."""
-    threads = [threading.Thread(target=caller, args=(2_000,)) for _ in range(4)]
-    counter.mark()
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    counter.mark()
-    (found,) = counter.between_marks()
-    assert (times(found, "caller"), times(found, "leaf")) == (4, 8_000)
-
-
-def test_coroutines_count_whenever_they_go_on(counter: FunctionCounter) -> None:
-    """Started once, resumed three times."""
-    counter.mark()
-    asyncio.run(pausing(3))
-    counter.mark()
-    (found,) = counter.between_marks()
-    assert times(found, "pausing") == 1 + 3
-
-
-def test_what_marking_takes_is_not_counted() -> None:
-    """A batch less the one of no operations, for each operation."""
-    empty, full = Counter(mark=2, timer=1), Counter(mark=2, call=20)
-    assert counting.differences([empty, full], 10) == [{"mark": 0.0, "call": 2.0, "timer": -0.1}]
-
-
-def test_a_round_gives_the_median_of_its_batches() -> None:
-    """A timer that fires during one of them does not show."""
-    assert counting.in_rounds([5.0, 5.0, 8.5, 6.0, 5.0, 5.0]) == [5.0, 5.0]
-
-
-def test_every_operation_is_repeated_at_least_once() -> None:
-    """Also those with a small share of a small plan."""
-    assert all(each.turns(Plan(operations=1)) == 1 for each in counting.OPERATIONS)
-
-
-def test_functions_are_taken_only_when_named() -> None:
-    """They compare nothing with torch."""
-    assert "functions" not in [each.name for each in choose(None)]
-    assert [each.name for each in choose(["functions"])] == ["functions"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--only", "functions", "--list", "awaitd"], "no operation awaitd; there are awaited,"),
-        (["--list", "awaited"], "--only functions"),
-        (["--only", "burst", "--list", "awaited"], "--only functions"),
-    ],
-)
-def test_listing_of_what_is_not_counted_is_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A mistyped operation, or another measurement."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def run(*arguments: str) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 import aiorpc.testing
 from aiorpc import RpcBackendOptions
-from bench import counting, messages
 from bench.message_clients import Watch
 from tests.runtime.waiting import until
 
@@ -38,20 +37,6 @@ async def test_a_watch_names_what_leaves() -> None:
         await until(lambda: [watch.sent.total() for watch in watches] == [3, 3])
         assert [watch.sent for watch in watches] == [Counter({f"CALL {name}": 3}), Counter({f"REPLY {name}": 3})]
         assert [worker.statistics().messages_sent for worker in workers] == [each + 3 for each in before]
-
-
-async def test_a_watch_names_messages_of_counting() -> None:
-    """What is said of a reference bears the word of the protocol."""
-    async with aiorpc.testing.cluster(2) as workers:
-        watch = Watch()
-        workers[0]._node.engine.observers = (watch,)
-        assert await workers[0].remote("worker1", doubled, 1) == 2
-        await until(lambda: any(name.startswith("REFERENCE DEL") for name in watch.sent))
-
-
-def test_messages_are_counted_of_known_operations() -> None:
-    """All of them block, as the client counts them so."""
-    assert {counting.choose(name).style for name in messages.STEPS} == {"blocking"}
 
 
 @pytest.mark.long

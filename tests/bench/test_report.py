@@ -45,33 +45,6 @@ def test_cells_show_spreads_ratio_and_verdict(outcome: Outcome) -> None:
     assert report.cells(outcome.rows[1])[2:] == ("50,000 1/s", "10,000 1/s", "5.00x", ">= 8x", "FAIL")
 
 
-def test_a_side_without_figures_is_shown_as_such(outcome: Outcome) -> None:
-    """What torch cannot do has no number and no ratio."""
-    assert report.cells(outcome.rows[-1])[3:] == ("-", "", "", "")
-
-
-def test_another_side_is_named(outcome: Outcome) -> None:
-    """Its figure says whose it is, and so does the line about a target that was missed."""
-    row = replace(outcome.rows[1], against="Ray's Queue")
-    assert report.cells(row)[3] == "10,000 1/s of Ray's Queue"
-    assert "Ray's Queue" in report.closing_lines(replace(outcome, rows=(row,)))[1]
-
-
-def test_a_limit_is_shown_in_its_unit(outcome: Outcome) -> None:
-    """What aiorpc's own figure must not exceed stands where ratios have their target."""
-    late = replace(outcome.rows[-1], measurement="loop_lag", unit="ms", aiorpc=(25.0,), limit=20.0)
-    assert report.cells(late)[4:] == ("", "<= 20 ms", "FAIL")
-
-
-def test_the_table_has_a_line_for_every_row(outcome: Outcome) -> None:
-    """It is complete, and columns line up."""
-    plain = report.plain_table(outcome.rows).splitlines()
-    assert len(plain) == 1 + len(outcome.rows)
-    assert {line.index(cell) for line, cell in zip(plain[1:3], (">= 3x", ">= 8x"), strict=True)} == {
-        plain[0].index("target")
-    }
-
-
 def test_closing_lines_name_what_was_missed_and_what_failed(outcome: Outcome) -> None:
     """After the table one reads the misses, the failures, the machine, where the time went and the command."""
     lines = report.closing_lines(outcome)
@@ -130,29 +103,3 @@ def draw_sizes(outcome: Outcome, folder: Path) -> tuple[str, Path]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), drawn
-
-
-@pytest.mark.long
-def test_picture_of_sizes_is_drawn(outcome: Outcome, tmp_path: Path) -> None:
-    """Time against size is a PNG of its own; a side or a direction without figures is left out."""
-    rows = [
-        Row(name, quantity, "µs", "lower", (100.0, 120.0), theirs, note=f"{size} bytes", payload=size)
-        for name, quantity, theirs in (
-            ("tensors", "send p50", (300.0, 310.0)),
-            ("tensors", "echo p50", (400.0, 410.0)),
-            ("tcp_only", "send p50", ()),
-            ("first_transfer", "send", (900.0, 910.0)),
-        )
-        for size in (4096, 65536)
-    ]
-    said, drawn = draw_sizes(replace(outcome, rows=tuple(rows)), tmp_path)
-    assert said == "True"
-    assert drawn.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
-def test_without_sizes_there_is_no_picture_of_them(outcome: Outcome, tmp_path: Path) -> None:
-    """A run that measured no tensors writes no empty picture, and says so."""
-    said, drawn = draw_sizes(outcome, tmp_path)
-    assert said == "False"
-    assert not drawn.exists()

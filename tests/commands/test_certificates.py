@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import re
 import stat
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from aiorpc.__main__ import main
-from aiorpc.commands import certificates
 from aiorpc.commands.certificates import make
 from aiorpc.options import Tls
 from aiorpc.transport.certificates import Credentials
@@ -111,21 +106,3 @@ def test_the_key_of_another_authority_is_refused(tmp_path: Path, capsys: pytest.
     assert main(["certificates", str(tmp_path / "a"), "w1"]) == 1
     assert "are no authority: each is of another one" in capsys.readouterr().err
     assert not (tmp_path / "a" / "w1.pem").exists()
-
-
-def test_two_at_once_have_one_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none yet, one of them makes it, and the other one takes that: all certificates are good."""
-    both = threading.Barrier(2)
-
-    def slow(*arguments: Any, **more: Any) -> Any:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # without a lock, both have seen by now that there is no authority
-        return signed(*arguments, **more)
-
-    signed = certificates._signed
-    monkeypatch.setattr(certificates, "_signed", slow)
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda name: make(tmp_path, [name]), ("w0", "w1")))
-    for name in ("w0", "w1"):
-        Credentials(Tls(tmp_path / f"{name}.pem", tmp_path / f"{name}.key", tmp_path / "ca.pem"), name)
-    assert not list(tmp_path.glob("*.new"))

@@ -9,9 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -59,33 +56,6 @@ def test_all_addresses_are_those_of_both_kinds() -> None:
     for host in ("127.0.0.1", "::1"):
         socket.create_connection((host, port), 20).close()
     del store
-
-
-def test_a_signal_that_interrupts_the_handler_of_another_one_waits_for_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between any two lines of the handler a further signal may come: here one comes at each of them."""
-
-    def serve_and_trace(host: str, port: int) -> tuple[object, int]:
-        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-        sys.settrace(interrupting)
-        return object(), 1
-
-    depth, before = 0, signal.getsignal(signal.SIGINT)
-
-    def interrupting(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal depth
-        depth += 1
-        if depth < 200 and signal.getsignal(signal.SIGINT) != before:
-            signal.raise_signal(signal.SIGINT)
-        return interrupting
-
-    monkeypatch.setattr(store_command, "serve", serve_and_trace)
-    try:
-        assert main(["store", "--port", "0"]) == 0
-    finally:
-        sys.settrace(None)
-    assert capsys.readouterr().out == "tcp://127.0.0.1:1\n"
 
 
 @pytest.mark.parametrize(

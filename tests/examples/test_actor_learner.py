@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiorpc.examples import actor_learner
-from aiorpc.examples._shared.actor_critic import GAMMA, LAMBDA, ActorCritic, Fragment, Games, Learner, advantages
+from aiorpc.examples._shared.actor_critic import GAMMA, LAMBDA, Fragment, Learner, advantages
 from aiorpc.examples._shared.launch import WorkerFailed
 from tests.examples.programs import RUN_ALL, run_program, usage_error
 
@@ -27,20 +27,6 @@ def test_advantages_are_discounted_surprises() -> None:
     second = 1.0 - 2.0
     first = 1.0 + GAMMA * 2.0 - 1.0 + GAMMA * LAMBDA * second
     assert advantages(values, rewards, ended).flatten().tolist() == pytest.approx([first, second, third])
-
-
-def test_games_are_played_on_from_fragment_to_fragment() -> None:
-    """A fragment begins where the last one ended; a game that is lost begins anew, and its score is told."""
-    games, policy = Games(2, seed=1), ActorCritic()
-    with torch.no_grad():
-        [*policy.actions.parameters()][-1].copy_(
-            torch.tensor([-100.0, 100.0])
-        )  # pushing one way only: lost in about ten steps
-    one, two = games.play(policy, 20, version=3), games.play(policy, 20, version=4)
-    assert one.states.shape == (21, 2, 4) and one.actions.unique().tolist() == [1] and one.steps == 40
-    assert torch.equal(one.states[-1], two.states[0])
-    assert (one.version, two.version) == (3, 4)
-    assert len(one.scores) == int(one.ended.sum()) >= 2 and all(5 < score < 15 for score in one.scores)
 
 
 def test_the_learner_prefers_what_was_rewarded() -> None:

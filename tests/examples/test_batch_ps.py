@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc.examples import batch_ps
 from aiorpc.examples._shared.progress import Steps
 from aiorpc.examples._shared.ps import ServerBase, Settings
-from tests.examples.programs import run_all, usage_error
+from tests.examples.programs import run_all
 
 pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.batch_ps"
@@ -63,8 +62,3 @@ def test_an_update_is_one_step_with_the_average() -> None:
     assert second is first and first.done()
     assert torch.allclose(first.value()[0], before - 0.5 * 2.0)
     assert server.step_losses() == [2.0]
-
-
-def test_pictures_of_no_size_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is started, and not by an error of the model on a worker."""
-    assert "--image-size must be at least 1" in usage_error(batch_ps.main, ["--image-size", "0"], capsys)

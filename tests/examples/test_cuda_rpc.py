@@ -95,24 +95,10 @@ def test_both_ways_are_compared_with_each_other_and_with_the_recipe() -> None:
     assert said[4] == f"ratio: 25.0 (the recipe on two GPUs: {published})"
 
 
-@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
-def test_the_picture_has_a_bar_for_each_way(tmp_path: Path) -> None:
-    """A PNG in a folder that is made for it."""
-    cuda_rpc.draw(a_result(cpu=0.5, cuda=0.02), tmp_path / "new" / "c.png")
-    assert is_png(tmp_path / "new" / "c.png")
-
-
 @pytest.mark.parametrize("name", ["--rounds", "--batch", "--size"])
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """A usage error that names the option, before anything is started."""
     assert f"error: {name} must be at least 1" in usage_error(cuda_rpc.main, [name, "0"], capsys)
-
-
-def test_torchrun_must_start_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each worker has its shard: with another number, a usage error."""
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "it needs 2 workers, and torchrun started 3" in usage_error(cuda_rpc.main, [], capsys)
 
 
 @pytest.mark.gpu

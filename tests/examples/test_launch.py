@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from aiorpc.examples._shared.launch import Place, WorkerFailed, how_it_ended, launch, place_from_environment
+from aiorpc.examples._shared.launch import Place, WorkerFailed, launch, place_from_environment
 from tests.examples import roles
 
 pytestmark = pytest.mark.slow
@@ -43,15 +39,6 @@ def test_a_worker_finds_what_torchrun_would_set() -> None:
     assert result["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_worker_does_not_import_torch_again() -> None:
-    """Forked from the server, each of many workers is ready with little work of its own; the import costs a second."""
-    result = launch(roles.describe, "", [str(i) for i in range(11)], timeout=60.0)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result["cpu_seconds"] < 0.7 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-
-
 def test_a_worker_that_raises_ends_the_run_with_its_traceback() -> None:
     """The error has the worker's name and traceback, and does not wait for those that go on."""
     error, seconds = failure(roles.raise_on_one)
@@ -66,13 +53,6 @@ def test_a_killed_worker_is_named_before_those_that_missed_it() -> None:
     assert error.workers == ("two", "one")
     assert "two (rank 2, pid " in str(error).splitlines()[0] and "was killed by SIGKILL" in str(error).splitlines()[0]
     assert seconds < 30.0
-
-
-def test_a_worker_that_is_killed_while_it_says_its_result_is_named() -> None:
-    """What has come of the result is none."""
-    error, _ = failure(roles.die_on_one_while_sending)
-    assert error.workers == ("one",)
-    assert "one (rank 1, pid " in str(error) and "was killed by SIGKILL" in str(error)
 
 
 def test_a_worker_that_leaves_without_a_result_is_an_error() -> None:
@@ -100,24 +80,3 @@ def test_nothing_is_started_under_a_launcher(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "5")
     assert place_from_environment() == Place(2, 5)
     assert launch(lambda place, _: (place, os.getpid()), None, NAMES, timeout=1.0) == (Place(2, 5), os.getpid())
-
-
-def test_a_place_that_is_none_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RANK may be there for something else: the error says what it is for here."""
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match=r"error: RANK and WORLD_SIZE have to be numbers.*'first' and '2'; unset them"):
-        place_from_environment()
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (3, "exited with code 3 before it had a result"),
-        (-signal.SIGKILL, "was killed by SIGKILL"),
-        (-(signal.SIGRTMIN + 1), f"was killed by signal {signal.SIGRTMIN + 1}"),
-    ],
-)
-def test_how_a_process_ended_is_said_of_each_end(code: int, words: str) -> None:
-    """Also of signals that have no name."""
-    assert how_it_ended(code) == words

@@ -81,14 +81,6 @@ def test_a_single_trainer_learns_as_in_one_process(results: dict[str, dict[str, 
 
 
 @pytest.mark.long
-def test_accuracy_is_looked_at_as_often_as_asked(results: dict[str, dict[str, Any]]) -> None:
-    """Before the first step, then after every four of six, and once more at the end."""
-    assert len(results["few"]["accuracies"]) == 2
-    assert results["few"]["accuracies"][0] == results["one"]["accuracies"][0]
-    assert 0 <= results["few"]["accuracy"] <= 1
-
-
-@pytest.mark.long
 def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each look, what came out, a picture, and nothing on stderr."""
     assert ran.outcome.err == ""
@@ -137,22 +129,6 @@ def test_forwards_at_the_same_time_leave_the_model_as_it_was() -> None:
     assert all(one is other for one, other in zip(server.parameters(), before, strict=True))
 
 
-def test_digits_are_the_same_again_and_differ_by_reader() -> None:
-    """A seed makes a stream of pictures; each reader has its own."""
-    first, again, other = (list(itertools.islice(digits(5, reader, 6), 2)) for reader in (1, 1, 2))
-    assert first[0][0].shape == (6, 1, 10, 10) and first[0][1].shape == (6,)
-    for (a, labels), (b, same) in zip(first, again, strict=True):
-        assert torch.equal(a, b) and torch.equal(labels, same)
-    assert not torch.equal(first[0][0], other[0][0])
-    assert not torch.equal(first[0][0], first[1][0])
-
-
-def test_each_digit_looks_different() -> None:
-    """Ten glyphs of 7 rows of 5 points."""
-    assert len(set(parameter_server.GLYPHS)) == 10
-    assert all([len(row) for row in glyph.split()] == [5] * 7 for glyph in parameter_server.GLYPHS)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
@@ -163,11 +139,3 @@ def test_each_digit_looks_different() -> None:
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str, words: str) -> None:
     """A usage error that names the option, before anything is started."""
     assert words in usage_error(parameter_server.main, [option, value], capsys)
-
-
-def test_torchrun_must_start_two_or_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server alone has nobody to train its model: a usage error."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    said = usage_error(parameter_server.main, [], capsys)
-    assert "it needs at least 2 workers, and torchrun started 1: a server and a trainer" in said

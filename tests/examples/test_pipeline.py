@@ -50,15 +50,6 @@ def losses_in_one_process(settings: Settings) -> list[float]:
     return losses
 
 
-def a_result(*micro: int) -> dict[str, Any]:
-    """What ``run`` returns: each number takes half of the seconds of the one before."""
-    runs = [
-        {"micro": each, "losses": [3.0, 1.0], "seconds": [0.5, 0.4 / 2**place], "s_per_batch": 0.4 / 2**place}
-        for place, each in enumerate(micro)
-    ]
-    return {"batch_size": 60, "runs": runs}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("place", range(3))
 def test_the_loss_falls(result: dict[str, Any], place: int) -> None:
@@ -105,21 +96,6 @@ def test_a_stage_is_the_same_wherever_it_is_made() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_only_scores_may_be_negative() -> None:
-    """The first stage ends in a ReLU, the second in a plain layer."""
-    settings = Settings(width=16, depth=2)
-    hidden = Stage(0, settings).forward(torch.randn(8, 3 * SIZE * SIZE))
-    assert bool((hidden >= 0).all())
-    assert bool((Stage(1, settings).forward(hidden) < 0).any())
-
-
-def test_numbers_are_compared_with_the_first() -> None:
-    """A line for each, with how many times as fast it was."""
-    said = pipeline.lines(a_result(1, 4))
-    assert said[0] == " 1 micro-batch  :   400.0 ms for a batch of 60 (1.00x); loss 3.000 -> 1.000"
-    assert said[1] == " 4 micro-batches:   200.0 ms for a batch of 60 (2.00x); loss 3.000 -> 1.000"
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -136,10 +112,3 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     """A usage error that names the option, before anything is started."""
     assert words in usage_error(pipeline.main, options, capsys)
-
-
-def test_torchrun_must_start_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each worker has its part: with another number, a usage error."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "it needs 3 workers, and torchrun started 4" in usage_error(pipeline.main, [], capsys)

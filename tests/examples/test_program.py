@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from aiorpc.examples._shared.launch import WorkerFailed
-from aiorpc.examples._shared.program import CommandLine, exit_code, figure, tell
-from tests.examples.programs import is_png
+from aiorpc.examples._shared.program import CommandLine, exit_code, tell
 
 
 @dataclass(frozen=True)
@@ -110,16 +109,6 @@ def test_exit_codes_are_those_of_commands(capsys: pytest.CaptureFixture[str]) ->
         exit_code(raises(ValueError("mine")))
 
 
-def test_a_result_is_told_and_drawn_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its lines, and the file that was asked for; ranks without a result say nothing."""
-    drawn: list[Path] = []
-    tell(None, lambda result: ["no"], lambda result, path: drawn.append(path), "p.png")
-    tell({"a": 1}, lambda result: [f"a is {result['a']}", "b"], lambda result, path: drawn.append(path), None)
-    assert capsys.readouterr().out == "a is 1\nb\n" and drawn == []
-    tell({"a": 2}, lambda result: [f"a is {result['a']}"], lambda result, path: drawn.append(path), "p.png")
-    assert capsys.readouterr().out == "a is 2\nwrote p.png\n" and drawn == [Path("p.png")]
-
-
 def test_a_picture_that_cannot_be_written_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """After the result, which is not lost; the exit code says so."""
 
@@ -130,24 +119,3 @@ def test_a_picture_that_cannot_be_written_is_told_in_a_line(capsys: pytest.Captu
     said = capsys.readouterr()
     assert said.out == "the result\n"
     assert said.err == "error: cannot write p.png: [Errno 28] No space left on device\n"
-
-
-@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
-def test_a_picture_is_a_png_file_whatever_it_is_called(tmp_path: Path) -> None:
-    """As the help says: a name without a suffix gets none, and another suffix means nothing."""
-    for name in ("p", "p.foo"):
-        with figure(tmp_path / name, 2.0, 1.0):
-            pass
-        assert is_png(tmp_path / name)
-
-
-@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
-def test_a_figure_is_written_at_the_end_of_its_block(tmp_path: Path) -> None:
-    """A PNG file in a folder that is made for it; nothing is written when drawing fails."""
-    path = tmp_path / "new" / "p.png"
-    with pytest.raises(ValueError, match="mine"), figure(path, 2.0, 1.0):
-        raise ValueError("mine")
-    assert not path.parent.exists()
-    with figure(path, 2.0, 1.0, grid=True) as page:
-        axes = page.add_subplot()
-    assert is_png(path) and not axes.spines["top"].get_visible() and axes.spines["left"].get_visible()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from aiorpc.examples import rnn
-from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, Text, loss_of, perplexity, read_text
+from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, Text, loss_of, read_text
 from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
 pytestmark = pytest.mark.slow
@@ -101,18 +100,6 @@ def test_pieces_are_the_text_with_what_follows() -> None:
     assert all(torch.equal(following, letters + 1) for letters, following in pieces)
 
 
-def test_the_last_piece_may_be_shorter() -> None:
-    """Nothing is left out because it does not fill a piece."""
-    assert [len(letters) for letters, _ in Text("abcdefgh").pieces(length=3, batch=1)] == [3, 3, 1]
-
-
-def test_perplexity_counts_letters() -> None:
-    """Who gives all of n letters the same probability has perplexity n."""
-    even = loss_of(torch.zeros(4, 2, 7), torch.zeros(4, 2, dtype=torch.int64)).item()
-    assert perplexity([even, even]) == pytest.approx(7.0)
-    assert perplexity([800.0]) == float("inf")
-
-
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     """With both numbers that do not fit."""
     (tmp_path / "short.txt").write_text("0123456789")
@@ -137,19 +124,3 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     """A usage error that names the option, before anything is started."""
     assert words in usage_error(rnn.main, options, capsys)
-
-
-def test_torchrun_must_start_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each worker has its part: with another number, a usage error."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "it needs 3 workers, and torchrun started 2" in usage_error(rnn.main, [], capsys)
-
-
-@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
-def test_the_picture_takes_any_loss(tmp_path: Path) -> None:
-    """One step, and many."""
-    for epochs in (1, 30):
-        result = {"losses": [1.0] * epochs * 2, "perplexities": list(itertools.repeat(2.7, epochs))}
-        rnn.draw(result, tmp_path / f"{epochs}.png")
-        assert is_png(tmp_path / f"{epochs}.png")

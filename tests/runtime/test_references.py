@@ -9,17 +9,13 @@ import dataclasses
 import gc
 import logging
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
@@ -33,15 +29,10 @@ from aiorpc import (
     Worker,
     WorkerClosed,
 )
-from aiorpc.errors import ProtocolError, SerializationError
-from aiorpc.protocol import references as table_module
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.references import references as references_module
-from aiorpc.runtime.references import rref as rref_module
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
-from tests.transport.ends import interrupted
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
 class Thing:
@@ -262,17 +253,6 @@ async def test_copies_of_a_proxy_copy_no_value(workers: list[Worker], verb: str)
         assert await other.get() == 5
 
 
-async def test_remote_by_keywords(workers: list[Worker]) -> None:
-    """torch's names of the first two; a function's own keywords may have these names; one too few is a TypeError."""
-    token = current_node.set(workers[0]._node)
-    assert await aiorpc.remote(to="worker1", func=_given, args=(1,)) == ((1,), {})
-    assert await aiorpc.remote("worker1", func=_given) == ((), {})
-    assert await aiorpc.remote("worker1", _given, to=1, func=2) == ((), {"to": 1, "func": 2})
-    with pytest.raises(TypeError, match="'func'"):
-        aiorpc.remote("worker1")  # type: ignore[call-overload]  # what is missing is the point
-    current_node.reset(token)
-
-
 async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: list[Worker]) -> None:
     """to_here gives a copy on users and the object itself on the owner; local_value is for the owner alone."""
     rref = workers[0].remote("worker1", Thing, 1)
@@ -296,14 +276,6 @@ async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     assert await rref.rpc_async().get() == 3
     current_node.reset(token)
     del thing
-
-
-async def test_a_reference_to_oneself_by_remote(workers: list[Worker]) -> None:
-    """The creator may be the owner."""
-    rref = workers[0].remote("worker0", Thing, 8)
-    assert (await rref).value == 8
-    assert rref.is_owner() and rref.local_value() is await rref
-    assert await workers[0].call("worker1", read_async, rref) == 8
 
 
 async def test_to_here_with_a_timeout(workers: list[Worker], gate: Gate) -> None:
@@ -391,13 +363,6 @@ async def test_references_as_results(workers: list[Worker]) -> None:
     assert own.is_owner() and (await own).value == 10
 
 
-async def test_references_of_references(workers: list[Worker]) -> None:
-    """A value may itself be a reference."""
-    outer = workers[0].remote("worker1", remote_of, "worker2", 4)
-    inner = await outer
-    assert inner.owner_name() == "worker2" and (await inner).value == 4
-
-
 async def test_passing_on_before_the_value_exists(workers: list[Worker], gate: Gate) -> None:
     """Users on all workers, the owner included, wait for it; the creator may have dropped it by then."""
     rref = workers[0].remote("worker1", slow_thing, 6)
@@ -407,16 +372,6 @@ async def test_passing_on_before_the_value_exists(workers: list[Worker], gate: G
     await until(lambda: workers[1]._node.references.counts().forks >= 1)
     gate.open.set()
     assert await asyncio.gather(*calls) == [6] * 6
-
-
-async def test_a_tensor_behind_a_reference(workers: list[Worker]) -> None:
-    """Values with tensors: fetched as copies, changed in place through the proxy."""
-    rref = workers[0].remote("worker1", torch.zeros, 3)
-    await rref.rpc_async().add_(2)
-    copy = await rref
-    assert copy.tolist() == [2.0, 2.0, 2.0]
-    copy.fill_(9)
-    assert (await rref).tolist() == [2.0, 2.0, 2.0]
 
 
 async def test_many_references_between_all_workers(workers: list[Worker]) -> None:
@@ -582,34 +537,6 @@ async def test_a_failed_construction_leaves_nothing_to_the_garbage_collector(wor
         gc.enable()
 
 
-def refer_to_what_is_never_made(to: str) -> RRef[Thing]:
-    return aiorpc.remote(to, never_made)
-
-
-async def test_a_broken_reference_that_is_a_value_is_freed(workers: list[Worker]) -> None:
-    """Also after somebody has tried to fetch it, which raises the error that its construction has ended with."""
-    ref = workers[0].remote("worker1", refer_to_what_is_never_made, "worker2")
-    assert await ref.rpc_async().owner_name() == "worker2"
-    await workers[2].shutdown(graceful=False)
-    await until(lambda: not (workers[1]._node.references.counts().pending or workers[1].pending_calls()))
-    with pytest.raises(SerializationError, match=r"has shut down; the call of .*never_made"):
-        await ref
-    del ref
-    await until_no_references(workers)
-
-
-async def test_a_call_that_is_not_sent_as_a_reference_in_it_is_broken_leaves_nothing(workers: list[Worker]) -> None:
-    """Its owner hears that nothing of a value that such a call was to create will come."""
-    broken = workers[0].remote("worker2", never_made)
-    await workers[2].shutdown(graceful=False)
-    await until(lambda: not workers[0]._node.references.counts().pending)
-    made = workers[0].remote("worker1", Thing, broken)
-    with pytest.raises(PeerLeft):
-        await made
-    del made, broken
-    await until_no_references(workers)
-
-
 async def test_arguments_that_cannot_travel_raise_at_once(workers: list[Worker]) -> None:
     """No reference is made, and those among the arguments are given back."""
     other = workers[0].remote("worker2", Thing, 1)
@@ -695,23 +622,6 @@ async def test_what_was_lent_outlives_its_call(workers: list[Worker], gate: Gate
     await until(lambda: gc.collect() < 0 or not Thing.alive)
 
 
-async def test_the_owner_calls_the_value_of_what_it_was_lent(workers: list[Worker], gate: Gate) -> None:
-    """By its methods, and as an argument to itself, when nobody else holds it any more."""
-    rref = workers[0].remote("worker1", Thing, 3)
-    await rref
-    await workers[0].call("worker1", keep, rref)
-    await workers[0].call("worker1", keep, rref)
-    del rref
-    await until(lambda: gc.collect() < 0 or workers[1]._node.references.counts().forks == 0)
-    first, second = gate.kept
-    current_node.set(workers[1]._node)
-    assert await first.rpc_async().add(1) == 4
-    assert await workers[1].call("worker1", local, second) == (True, 4)
-    gate.kept.clear()
-    del first, second
-    await until(lambda: gc.collect() < 0 or not Thing.alive)
-
-
 async def test_calls_on_a_reference_of_a_lost_owner_fail_for_who_waits_for_them() -> None:
     """As calls by name do; and so for one that was being created, whose error is then told by that."""
     async with cluster(2) as workers:
@@ -729,18 +639,6 @@ async def test_calls_on_a_reference_of_a_lost_owner_fail_for_who_waits_for_them(
                 await asyncio.to_thread(each.rpc_sync().get)
 
 
-async def test_who_awaits_a_value_whose_creation_is_too_long_is_told_so() -> None:
-    """What its receiver takes is known only once that is connected, and by then the value was asked for."""
-    store, few = HashStore(), RpcBackendOptions(max_incoming_bytes=1 << 20, shared_memory=0)
-    async with Worker("worker0", store=store) as maker, Worker("worker1", store=store, options=few):
-        reference = maker.remote("worker1", len, torch.zeros(1 << 20))
-        with pytest.raises(RpcError, match=r"the value was never created: .*max_incoming_bytes"):
-            await reference
-        with pytest.raises(SerializationError, match="max_incoming_bytes"):
-            await reference
-        del reference
-
-
 async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Worker]) -> None:
     """The owner's handle waits for what will be the value, and breaks if that will never be."""
     table = workers[1]._node.references
@@ -754,31 +652,6 @@ async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Wo
         await waiting
     with pytest.raises(RpcError, match="cannot be used"):
         await early
-
-
-async def test_what_was_lent_before_its_creation_has_come_is_counted(workers: list[Worker]) -> None:
-    """G18: its owner passes it on, and calls its value, while the owner's own creation is under way."""
-    rref = workers[0].remote("worker0", Thing, 6)
-    lent = PassedReference(rref._rref, 0, LENT, 0)
-    passed, called, inside = workers[0]._node.references.load([lent] * 3, 1)  # worker 1 was passed it, and is faster
-    assert workers[0]._node.references.counts().placeholders == 1
-    calls = [workers[0].call("worker1", read_async, passed), called.rpc_async().get()]
-    calls.append(workers[0].call("worker2", read_all, {"list": [inside], "one": inside}))
-    del rref, passed, called, inside
-    assert await asyncio.gather(*calls) == [6, 6, [6, 6]]
-
-
-async def test_a_reference_is_lent_before_its_value_is_there(workers: list[Worker], gate: Gate) -> None:
-    """A worker that was passed it may know that it is counted, while the construction still runs."""
-    rref = workers[0].remote("worker1", slow_thing, 6)
-    await workers[0].call("worker2", keep, rref)
-    (kept,) = gate.kept
-    await until(kept.confirmed_by_owner)
-    call = workers[2].call("worker1", local, kept)
-    await until(lambda: workers[1]._node.references.counts().forks == 3)
-    gate.open.set()
-    assert await call == (True, 6)
-    gate.kept.clear()
 
 
 async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], gate: Gate) -> None:
@@ -797,12 +670,6 @@ async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], g
         late.local_value()
     with pytest.raises(RpcUsageError, match="does not exist"):
         workers[1].call("worker2", read, late)
-
-
-async def test_only_the_owner_is_lent_a_reference(workers: list[Worker]) -> None:
-    """Another worker would have nothing to wait for."""
-    with pytest.raises(ProtocolError, match=r"worker 0 lends \(0, 1\) to one that is not its owner"):
-        workers[1]._node.references.load([PassedReference(ReferenceId(0, 1), 2, LENT, 0)], 0)
 
 
 # --- references of other workers --------------------------------------------------------------------------------------
@@ -825,27 +692,6 @@ async def test_a_worker_passes_on_its_own_references_alone(workers: list[Worker]
     assert await workers[0].call("worker2", read, rref) == 3
     gate.kept.clear()
     del foreign
-
-
-async def test_a_reference_that_has_outlived_its_worker_is_not_passed_on(workers: list[Worker]) -> None:
-    """Not as an argument and not as a result; references that are made later are not taken for it."""
-    async with cluster(2) as earlier:
-        old = earlier[0].remote("worker1", Thing, 3)
-        await old
-    _gates["it"] = Gate()
-    _gates["it"].kept.append(old)
-    for to in ("worker0", "worker1", "worker2"):
-        with pytest.raises(RpcUsageError, match=r"'worker0' cannot pass on .*: worker 'worker0' has shut down"):
-            workers[0].call(to, keep, old)
-    with pytest.raises(RpcUsageError, match=r"'worker1' cannot pass on .*: worker 'worker0' has shut down"):
-        await workers[0].call("worker1", kept_first)
-    for value in range(6):  # so many that ids of the old reference would come again
-        rref = workers[0].remote("worker1", Thing, value)
-        assert await workers[0].call("worker2", read, rref) == value
-
-
-def kept_first() -> Any:
-    return _gates["it"].kept[0]
 
 
 # --- the end of a value -----------------------------------------------------------------------------------------------
@@ -929,52 +775,6 @@ async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:
 
     assert await asyncio.gather(*(asyncio.to_thread(script, worker) for worker in apart)) == [sum(range(50))] * 3
     await until_no_references(apart)
-
-
-async def test_where_handles_die_often_the_loop_is_not_woken_for_each(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks by itself, as long as there are any; the next one that dies after that wakes it again."""
-    monkeypatch.setattr(references_module, "_OFTEN", 60.0)
-    monkeypatch.setattr(references_module, "_FLUSH_PAUSE", 0.2)
-    references = workers[0]._node.references
-    soon = references._flush_soon
-    woken: list[int] = []
-
-    def post(function: Callable[[], Any]) -> None:
-        woken.append(1)
-        references.engine.call_on_loop(function)
-
-    monkeypatch.setattr(soon, "_post", post)
-
-    async def drop(count: int) -> None:
-        await asyncio.to_thread(lambda: [references.refer_to(Thing(number)) for number in range(count)].clear())
-
-    await drop(1)
-    await until(lambda: references.counts().owned == 0)
-    await drop(1)
-    await until(lambda: references.counts().owned == 0)
-    assert len(woken) == 2 and references._looking.near
-    await drop(100)
-    assert len(woken) == 2
-    await until(lambda: references.counts().owned == 0)
-    await until(lambda: not references._looking.near)
-    await drop(1)
-    await until(lambda: references.counts().owned == 0)
-    assert len(woken) == 3
-
-
-async def test_who_drops_references_and_makes_as_many_holds_no_more_than_before() -> None:
-    """Also in one turn of the loop: their owner hears of the end of the old ones first."""
-    async with cluster(2, options=RpcBackendOptions(max_references=20)) as workers:
-        made: list[RRef[Thing]] = []
-        for _ in range(3):
-            made.clear()
-            made += [workers[0].remote("worker1", Thing) for _ in range(20)]
-            await until(lambda: workers[0]._node.references.counts().pending == 0)
-        assert workers[1]._node.references.counts().owned == 20
-        made.clear()
-        await until_no_references(workers)
 
 
 async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Worker]) -> None:
@@ -1159,77 +959,3 @@ def create(worker: Worker) -> None:
 
 def pass_on(worker: Worker) -> None:
     worker.call("worker1", type, worker._node.references.refer_to(Thing())).wait()
-
-
-@pytest.mark.parametrize("work", [own, create, pass_on])
-async def test_no_value_stays_where_a_signal_handler_raises(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, work: Callable[[Worker], None]
-) -> None:
-    """Wherever it does as a reference is made or passed on: nobody has it, so the value goes."""
-    monkeypatch.setattr(RRef, "__del__", lambda _: None)  # what is raised in it goes to nobody; see the next test
-
-    def nothing_left() -> bool:
-        gc.collect()
-        for worker in pair:
-            worker._node.references.flush()  # as soon as anything of the kind is looked after
-        return not any(worker._node.references.counts().owned for worker in pair)
-
-    files = [module.__file__ or "" for module in (references_module, rref_module, table_module)]
-    at = 0
-    while True:
-        place = await asyncio.to_thread(interrupted, partial(work, pair[0]), at, *files, signals=True)
-        await until(nothing_left)
-        if place is None:
-            break
-        at += 1
-    assert at > 3, "it was not interrupted"
-
-
-async def test_the_death_of_a_handle_is_told_if_its_end_was_interrupted(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler may raise before `__del__` has done anything; Python tells that, and goes on."""
-    ref = pair[0].remote("worker1", Thing)
-    await ref.rpc_async().get()
-    assert pair[1]._node.references.counts().owned == 1
-    monkeypatch.setattr(RRef, "__del__", lambda _: None)
-    del ref
-    gc.collect()
-    monkeypatch.undo()
-    pair[0]._node.references.flush()  # as soon as anything of the kind is looked after
-    await until_no_references(pair)
-
-
-def test_a_reference_in_an_answer_that_is_interrupted_is_taken(tmp_path: Path) -> None:
-    """Its sender waits for that, although whoever was to have it has got an alarm in its place."""
-
-    def handler(*_: object) -> None:
-        raise KeyError("alarm")
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", busy_wait=0.1)
-    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    references = aiorpc.current()._node.references
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        real = references.load
-
-        def load(*args: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                signal.raise_signal(signal.SIGUSR1)
-            return real(*args)
-
-        for _ in range(20):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(references, "load", load)
-                with contextlib.suppress(KeyError):
-                    aiorpc.rpc_sync("alone", give_reference)
-        aiorpc.rpc_sync("alone", len, ((),))
-        references.flush()
-        wait_until(lambda: references.counts().owned == 0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        aiorpc.shutdown()
-
-
-def give_reference() -> RRef[Thing]:
-    return RRef(Thing())

@@ -42,13 +42,12 @@ from ...logs import logger
 from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
-from .kept import KeptForOthers, PeerForContexts
+from .kept import KeptForOthers, PeerForContexts, bytes_of, name_of
+from .piggybacked import Piggybacked
 from .reach import Reach, ReceivedTensor, SentName
-from .trailing import Trailing
 
 Tensor = torch.Tensor
 _infer_type = torch._C._jit_try_infer_type
-_new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
 # Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none. So are
 # the passes of a context that have ended.
 _REMEMBERED = 4096
@@ -58,16 +57,15 @@ MOST_BEHIND = 512
 _NAMES_IN_ONE = 8
 # Ids of contexts and of passes are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the
 # id of a worker and a number in 48 bits, here a random one. Where the worker's id takes more than 14 bits, as after
-# many joins of a free group, fewer are left for the number. A form is the bits that mark it, those of the number, and
-# those of the worker's id.
-_FORMS = ((0, 48, 14), (1 << 62, 40, 21), (3 << 61, 30, 31))
-_SECOND, _THIRD = _FORMS[1][0], _FORMS[2][0]
+# many joins of a free group, 31 are left for the number, and a bit in front marks that.
+_BITS, _BITS_OF_MARKED, _MARK = 48, 31, 1 << 62
 
 
 def _form_of(worker_id: int) -> tuple[int, int]:
     """The lowest id that a context of that worker can have, and how many bits of it are the number's."""
-    mark, bits, _ = next(form for form in _FORMS if not worker_id >> form[2])
-    return mark | worker_id << bits, bits
+    if worker_id << _BITS < _MARK:
+        return worker_id << _BITS, _BITS
+    return _MARK | worker_id << _BITS_OF_MARKED, _BITS_OF_MARKED
 
 
 def id_range(worker_id: int) -> tuple[int, int]:
@@ -78,11 +76,7 @@ def id_range(worker_id: int) -> tuple[int, int]:
 
 def opener_of(id: int) -> int:
     """The worker that the context, or the pass, of that id belongs to: see `id_range`. Of any integer."""
-    if id < _SECOND:
-        return id >> _FORMS[0][1]
-    if id < _THIRD:
-        return (id ^ _SECOND) >> _FORMS[1][1]
-    return (id ^ _THIRD) >> _FORMS[2][1]
+    return id >> _BITS if id < _MARK else (id ^ _MARK) >> _BITS_OF_MARKED
 
 
 class _Received(torch.autograd.Function):
@@ -134,7 +128,7 @@ class AutogradContext:
     ) -> None:
         self.id = id
         self.most_behind = most_behind
-        self.opener: int = id >> _FORMS[0][1] if id < _SECOND else opener_of(id)
+        self.opener: int = opener_of(id)
         self.sent: dict[SentName, GradientEdge] = {}
         self.receivers: dict[int, PeerForContexts] = {}  # of the messages in which they were sent, by number
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
@@ -170,25 +164,23 @@ class AutogradContext:
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def send(
-        self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts
-    ) -> tuple[int, list[int], list[list[int] | None]] | None:
-        """Remember those that require gradients: number of the message, their places, and for each what is behind it.
+    def send(self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts) -> Recorded | None:
+        """Remember those that require gradients; None if there are none. What the message to that worker says of them.
 
-        None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
-        untracked: types of tensors that are not remembered. to: the worker that the message goes to.
+        What is behind a tensor is said as [worker, message, place, ..], or None: ask. untracked: types of tensors that
+        are not remembered.
         """
         places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
             return None
         number = next(self._numbers)
-        behind = []
+        behind: list[object] = []
         for place in places:
-            edge = self.sent[_new(SentName, (number, place))] = _edge_of(tensors[place])
+            edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
             found = self.behind(edge)
             behind.append(None if found is None else list(itertools.chain.from_iterable(found)))
         self.receivers[number] = to
-        return number, places, behind
+        return Recorded(self.id, number, places, behind)
 
     def behind(self, edge: GradientEdge) -> set[tuple[int, int, int]] | None:
         """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many.
@@ -205,24 +197,25 @@ class AutogradContext:
                 return None
         return found
 
-    def unsend(self, number: int, places: Sequence[int]) -> None:
+    def unsend(self, recorded: Recorded) -> None:
         """Take back the entries of a message that was not sent."""
-        self.receivers.pop(number, None)
-        for place in places:
-            self.sent.pop(SentName(number, place), None)
+        self.receivers.pop(recorded.number, None)
+        for place in recorded.places:
+            self.sent.pop(SentName(recorded.number, place), None)
 
     def receive(self, sender: int, name: SentName, behind: Sequence[int] | None, tensor: Tensor) -> Tensor:
         """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # modes of the thread that reads
             with torch.inference_mode(False), torch.enable_grad():
                 return self.receive(sender, name, behind, tensor)
         received: Tensor = _make_received(self._anchor, [tensor])
         # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
         # gradient comes either.
-        edge = _new(GradientEdge, (received.grad_fn, 0, None))
-        edge.node.tensor = weakref.ref(received)  # see `is_watched`
+        node: Any = received.grad_fn
+        node.tensor = weakref.ref(received)  # see `is_watched`
+        edge = GradientEdge(node, 0, None)
         others = None if behind is None else frozenset(_named(behind) if behind else ())
-        self.received[edge.node] = _new(ReceivedTensor, (sender, name, edge, others))
+        self.received[node] = ReceivedTensor(sender, name, edge, others)
         return received
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -239,15 +232,8 @@ class AutogradContext:
         """
         with self.lock:
             if kept is not None and self.brought_by is not None:
-                size = 0
-                for leaf, gradient in gradients:
-                    if id(leaf) not in self._gradients:
-                        strided = gradient.layout is torch.strided
-                        size += gradient.nbytes if strided else _values_of(gradient).nbytes
-                if size:
-                    kept.make_room(self, size)
-            if self._arrivals:
-                self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
+                kept.make_room(self, sum(bytes_of(new) for leaf, new in gradients if id(leaf) not in self._gradients))
+            self._join(self._gradients.get(id(leaf)) for leaf, _ in gradients)
             for leaf, gradient in gradients:
                 pair = self._gradients.get(id(leaf))
                 self._gradients[id(leaf)] = leaf, gradient if pair is None else sum_of(pair[1], gradient)
@@ -256,47 +242,37 @@ class AutogradContext:
                 self._arrivals.append(made)
 
     def _join(self, pairs: Iterable[tuple[Tensor, Tensor] | None]) -> None:
-        """The current streams of this thread wait for all gradients on devices, and are about to use those of these.
-
-        There are some on devices.
-        """
+        """The current streams of this thread wait for all gradients on devices, and are about to use those of these."""
         for each in self._arrivals:
             each.join()
-        self._arrivals[-1].keep([pair[1] for pair in pairs if pair is not None])
+        if self._arrivals:
+            self._arrivals[-1].keep([pair[1] for pair in pairs if pair is not None])
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """By leaf of this worker; a copy. The current streams of this thread wait for those on devices."""
         with self.lock:
-            if self._arrivals:
-                self._join(self._gradients.values())
+            self._join(self._gradients.values())
             return dict(self._gradients.values())
 
     def gradients_of(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Of these leaves, in their order; None for one without a gradient. See `gradients`."""
         with self.lock:
             pairs = [self._gradients.get(id(leaf)) for leaf in leaves]
-            if self._arrivals:
-                self._join(pairs)
+            self._join(pairs)
             return [None if pair is None else pair[1] for pair in pairs]
 
     def take_back(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
         with self.lock:
             pair = self._gradients.get(id(tensor))
-            if self._arrivals:
-                self._join([pair])
+            self._join([pair])
             self._gradients.pop(id(tensor), None)
             return None if pair is None else pair[1]
 
     def end(self, error: Exception) -> None:
-        """The context was left: whoever still waits for a pass in it gets the error."""
+        """The context was left: passes in it that are under way end with the error."""
         for part in list(self.parts.values()):
             part.fail(error)
-
-
-def _values_of(gradient: Tensor) -> Tensor:
-    values: Tensor = gradient._values() if gradient.is_sparse else gradient.values()
-    return values
 
 
 def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
@@ -307,7 +283,7 @@ def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
     """What `get_gradient_edge` gives; that takes a view of the tensor, which a sparse one does not have."""
-    if torch.is_inference_mode_enabled():  # whatever the thread is in the midst of: a view has no node then
+    if torch.is_inference_mode_enabled():  # of the thread that sends: a view has no node then
         with torch.inference_mode(False):
             return _edge_of(tensor)
     if tensor.layout is torch.strided:
@@ -387,13 +363,11 @@ class Tape:
             each.requires_grad and isinstance(each, untracked) for each in tensors
         ):
             self._on_untracked(self._to)
-        sent = self._context.send(tensors, self.untracked, self._to)
-        if sent is None:
-            return None
-        on_unsent.append(partial(self._context.unsend, *sent[:2]))
-        if self._counts is not None:
-            self._counts.keep(self._context, self._to, len(sent[1]))
-        recorded: Recorded = _new(Recorded, (self._context.id, *sent))
+        recorded = self._context.send(tensors, self.untracked, self._to)
+        if recorded is not None:
+            on_unsent.append(partial(self._context.unsend, recorded))
+            if self._counts is not None:
+                self._counts.keep(self._context, self._to, len(recorded.places))
         return recorded
 
 
@@ -424,8 +398,8 @@ class Gradients:
         self.most_behind = MOST_BEHIND
         # The last call by which a worker was told of a context's end, unanswered.
         self.farewells: dict[int, Future[bytes]] = {}
-        self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
-        self.trailing: Trailing = Trailing(engine)
+        self.doubted: set[int] = set()  # contexts whose openers are asked whether they have ended
+        self.piggybacked: Piggybacked = Piggybacked(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
@@ -531,18 +505,17 @@ class Gradients:
     def _say_untracked(self, to: PeerForContexts) -> None:
         """As torch does it, and torch says nothing: once for each worker."""
         self._on_untracked = None
-        name = "another worker" if to.record is None else f"worker {to.record.name!r}"
         logger.warning(
             "worker %r sends a Parameter to %s in an autograd context: as with torch.distributed.rpc it arrives there "
             "without its past, and gets no gradient of what is computed there. To have one, send a tensor that was "
             "computed from it (parameter * 1), or keep the module where its parameters are and call it there; to send "
             "values alone, send parameter.detach(). This is said once",
             self._engine.name,
-            name,
+            name_of(to),
         )
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
-        """As `answers`, as torch does it for a value that somebody has made a reference to by ``RRef(value)``."""
+        """As `answers`, as torch does it for the value of an ``RRef(value)``."""
         tape = self.answers(id, peer)
         # One of TorchScript's types it does not pickle; and what has no Parameters itself need not be looked at.
         kinds = (torch.nn.Parameter, list, tuple, dict)
@@ -553,7 +526,7 @@ class Gradients:
     def called(self, id: int, peer: PeerForContexts, serves_all: Callable[[], bool] | None = None) -> int | None:
         """A call from that peer in context `id`, which it may have run, is about to: the peer takes part from now on.
 
-        serves_all: whether what it calls is served to everybody, so that to call it makes nobody take part. Returns the
+        serves_all: whether every worker may call that function, so that a call of it makes none take part. Returns the
         id, or None if the context was left by now, or never was, or if the peer takes no part. Raises Overloaded.
         """
         if id in self._left or (self._gone and opener_of(id) in self._gone):
@@ -615,7 +588,7 @@ class Gradients:
             apart: dict[int, tuple[SentName, Sequence[int] | None]] = {}
             for place, past in zip(places, behind, strict=True):
                 if place < len(tracked):
-                    name: SentName = _new(SentName, (number, place))
+                    name = SentName(number, place)
                     tracked[place] = context.receive(sender, name, past, tracked[place])
                 else:
                     apart[place - len(tracked)] = SentName(number, place), past
@@ -658,5 +631,5 @@ class Gradients:
 
     def close(self) -> None:
         """The worker closes: drop all contexts. On the loop."""
-        self.trailing.close()
+        self.piggybacked.close()
         self._contexts.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from ...errors import Overloaded
 from ...locks import Lock
 from ...protocol.identity import WorkerRecord
@@ -30,7 +32,7 @@ class CountedContext(Protocol):
 class KeptForOthers:
     """The counts of one worker, over all its contexts. Any thread.
 
-    A gradient that waits is one that another worker has given for a pass, until it is used or the pass ends.
+    A gradient waits from its arrival from another worker until a pass has used it, or has ended.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,7 +54,7 @@ class KeptForOthers:
             if count > 0 and pieces > most:
                 raise Overloaded(
                     f"worker {self._engine.name!r} has recorded {pieces - count} tensors and backward passes for "
-                    f"{_name_of(peer)} in autograd contexts that are open; {count} more are too many (max_references)"
+                    f"{name_of(peer)} in autograd contexts that are open; {count} more are too many (max_references)"
                 )
             self._pieces[peer] = pieces
             context.kept[peer] = context.kept.get(peer, 0) + count
@@ -67,7 +69,7 @@ class KeptForOthers:
             waiting = self._waiting.get(peer, 0)
             if waiting and waiting + size > most:
                 raise Overloaded(
-                    f"worker {self._engine.name!r} has {waiting} bytes of gradients of {_name_of(peer)} that wait for "
+                    f"worker {self._engine.name!r} has {waiting} bytes of gradients of {name_of(peer)} that wait for "
                     f"the rest of their backward passes; {size} more are too many (max_queued_bytes)"
                 )
             self._waiting[peer] = waiting + size
@@ -87,7 +89,7 @@ class KeptForOthers:
         Raises Overloaded if the worker that has brought it has brought others with gradients, and all are too many.
         """
         peer = context.brought_by
-        if peer is None:
+        if peer is None or not size:
             return
         most = self._engine.options.max_incoming_bytes
         with self._lock:
@@ -95,7 +97,7 @@ class KeptForOthers:
             if there > context.leaf_bytes and there + size > most:
                 raise Overloaded(
                     f"worker {self._engine.name!r} has {there} bytes of gradients in autograd contexts that "
-                    f"{_name_of(peer)} has brought; {size} more in one of several are too many (max_incoming_bytes)"
+                    f"{name_of(peer)} has brought; {size} more in one of several are too many (max_incoming_bytes)"
                 )
             self._leaf_bytes[peer] = there + size
             context.leaf_bytes += size
@@ -111,6 +113,15 @@ class KeptForOthers:
                 context.leaf_bytes = 0
 
 
+def bytes_of(gradient: torch.Tensor) -> int:
+    """The memory that a gradient takes; an expanded gradient counts as long as its storage."""
+    if gradient.layout is torch.strided:
+        return min(gradient.nbytes, gradient.untyped_storage().nbytes())
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.values().nbytes * 3  # and what says where they are
+
+
 def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: int) -> None:
     left = counts.get(peer, 0) - count
     if left > 0:
@@ -119,5 +130,6 @@ def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: 
         counts.pop(peer, None)
 
 
-def _name_of(peer: PeerForContexts) -> str:
+def name_of(peer: PeerForContexts) -> str:
+    """That worker, for messages."""
     return "another worker" if peer.record is None else f"worker {peer.record.name!r}"

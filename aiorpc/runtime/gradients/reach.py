@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, Node
 from ...locks import Lock
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what Leaf(...) and GradientEdge(...) do, without their calls into Python
 
 
 class SentName(NamedTuple):
@@ -62,18 +61,6 @@ class Leaf(NamedTuple):
     prehooks: Hooks
     posthooks: Hooks
 
-    def change(self) -> str | None:
-        """How the tensor differs from what it was as the graph was made, in words; None if it does not."""
-        if self.tensor.is_nested:  # it has no shape to tell of
-            return None
-        was, now = _described(self.edge.node._input_metadata[0]), _described(self.tensor)
-        if was == now:
-            return None
-        return (
-            f"a leaf of {now} was of {was} in the forward pass: go backward before you change it, or forward once more "
-            "after it"
-        )
-
     def before(self, gradient: Tensor) -> Tensor:
         """Run those that come before the gradient is added: what is to be added, in memory of its own."""
         given = gradient
@@ -94,17 +81,11 @@ class Leaf(NamedTuple):
             hook((), (gradient,))
 
 
-def _described(tensor: Any) -> str:
-    """Of a tensor, or of what the graph knows of one."""
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
-
-
 def _leaf_of(node: Any) -> Leaf:
     """What an ``AccumulateGrad`` node stands for."""
     # An edge without what `get_gradient_edge` adds to keep such a node alive: it has the node itself.
-    edge = _new(GradientEdge, (node, 0, None))
-    leaf: Leaf = _new(Leaf, (node.variable, edge, _registered(node.register_prehook), _registered(node.register_hook)))
-    return leaf
+    edge = GradientEdge(node, 0, None)
+    return Leaf(node.variable, edge, _registered(node.register_prehook), _registered(node.register_hook))
 
 
 def _registered(register: Callable[[Callable[..., None]], Any]) -> Hooks:
@@ -140,7 +121,7 @@ class Reach:
         self.targets: list[Target] = []  # by bit
         self._received = received
         self._kind = kind
-        self._masks: dict[Node, Kept] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
+        self._masks: dict[Node, Kept] = {}  # keeps the nodes: torch makes new objects for nodes without a reference
         self._came = 0  # the bits of received tensors
         self._lock = Lock()
 

@@ -4,5 +4,5 @@ Owns: `RRef`, the values by reference, and carrying out what `protocol.reference
 
 Shows: `References`, `RRef`.
 
-Must not touch: how a peer is found or connected: it is asked for by the `Home` of this room.
+Must not touch: how a peer is found or connected: `WorkerForReferences` says so.
 """

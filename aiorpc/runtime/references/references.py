@@ -6,28 +6,25 @@ module keeps the values, tells the table what happens, and carries out what it s
 Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
    order in which the table has decided on them.
-2. `RRef.__del__` may run anywhere, inside of any lock and of the garbage collector. So it takes no lock: it appends to
-   a deque and wakes the loop (`drop_later`), which looks by itself now and then where handles die often (`_look`).
-   What a signal handler raises in it is lost, and so is what it was to do. So each death is noted once more, in
-   `_died`, by a call of C alone; and a handle is watched (`_Watched`) from the step on in which the table counts it.
+2. A handle may die anywhere, inside of any lock and of the garbage collector. So the callback of its weak reference
+   (`_on_death`) takes no lock: it appends to a deque and wakes the loop, which looks by itself as long as it finds
+   something (`_look`).
 3. A value is dropped outside of the lock, because its destructor is code of the user.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from ... import foreign
 from ..._typing import Function, T
-from ...callbacks import Repeatable
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError, WorkerClosed
 from ...futures import Future
 from ...locks import Lock
@@ -58,32 +55,17 @@ from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from ..engine.looking import Looking
-from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
-from .rref import HomeForRRef, PeerForRRef, PeersForReferences, RRef
+from .rref import PeerForRRef, PeersForReferences, RRef, WorkerForReferences
 
-# When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
-# by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
-# for held what is about to be told.
+# When a call with references arrives, or handles die, the messages of the table wait for so many seconds and then leave
+# together. Each by itself would wake up the loops of both workers in the midst of that call, or of the next one of the
+# thread that has let go of a handle. No longer: a group that leaves would take for held what is about to be told.
 _FLUSH_PAUSE = 0.001
-# Where handles die again within so many seconds, the loop looks after such pauses, and is not woken: it would take the
-# interpreter from the thread that has let go of the handle, as a rule in the midst of its next call.
-_OFTEN = 0.002
 
-#: A value that nobody holds any more, and why there is none if it was never created.
+#: A value without holders, and the reason for which there is none if it was never created.
 _Freed = tuple[Future[object], str]
 _NO_CREATOR = "its creator is gone or gave up"
-
-_new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
-
-
-class Home(HomeForRRef, Protocol):
-    """What the references of a worker, and its handles, need of it."""
-
-    engine: Engine
-
-    @property
-    def peers(self) -> PeersForReferences: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +85,7 @@ class LeakedReference:
 
 
 class _ValueFuture(Future[object]):
-    """The Future of the value of a reference. Whoever waits for it does not own it, so nobody can cancel it.
+    """The Future of the value of a reference. Those who wait for it do not own it, so it cannot be cancelled.
 
     Each who waits gets an error of its own: this one stays as long as any handle of the reference, and the frames of
     whoever has raised it hold one, as a rule.
@@ -121,7 +103,7 @@ class _ValueFuture(Future[object]):
 
 
 class _Watched(ref["RRef[object]"]):
-    """A handle, as the references know it. It is told of its death. rref, fork: its own, once the table counts it."""
+    """A weak reference to a handle that the table counts. rref, fork: the ids of the handle, also after its death."""
 
     __slots__ = ("fork", "rref")
 
@@ -129,32 +111,12 @@ class _Watched(ref["RRef[object]"]):
     fork: ReferenceId
 
 
-class Creation(Repeatable):
-    """What waits for the answer to a call that creates a reference, which may come after the handle has gone.
-
-    asked: whether somebody has used the handle, and so hears of an error by that. Whoever sets it looks at the Future
-    of the call afterwards, and it is read once that has settled: so at least one of the two sees the other.
-    """
-
-    __slots__ = ("_fork", "_references", "_rref", "asked")
-
-    def __init__(self, references: References, rref: ReferenceId, fork: ReferenceId) -> None:
-        self._references = references
-        self._rref = rref
-        self._fork = fork
-        self.asked: bool = False
-
-    def __call__(self, future: Future[object]) -> None:
-        """The answer has come."""
-        self._references._on_created(self._rref, self._fork, future, self.asked)
-
-
 class References:
     """All references of one worker."""
 
     def __init__(
         self,
-        home: Home,
+        worker: WorkerForReferences,
         accelerators: Accelerators,
         handle_class: type[RRef[Any]] = RRef,
         *,
@@ -164,26 +126,22 @@ class References:
 
         members: the ids that workers of this group can have; None where others may join.
         """
-        self.engine: Engine = home.engine
+        self.engine: Engine = worker.engine
         self.handle_class = handle_class
-        self.home = home
+        self.worker = worker
         self._accelerators = accelerators
-        self._most = home.engine.options.max_references
+        self._most = worker.engine.options.max_references
         self._members = members
-        self._table = ReferenceTable(home.engine.id, members=members, most=self._most)
+        self._table = ReferenceTable(worker.engine.id, members=members, most=self._most)
         self._lock = Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
         # Those of `_values` that were asked for by their creators, by these: the table does not know them yet.
         self._early: dict[int, set[ReferenceId]] = {}
         self._unknown: set[int] = set()
         self._handles: dict[ReferenceId, _Watched] = {}
-        self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._died: deque[_Watched] = deque()
-        self._pausing = False  # whether `flush` will be called, after a pause
-        self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
-        self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
-        self._last_woken = 0.0
-        self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
+        self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)
+        self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with the next `flush`
         self.closed: bool = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
@@ -191,26 +149,29 @@ class References:
     @property
     def peers(self) -> PeersForReferences:
         """The workers that this one knows."""
-        return self.home.peers
+        return self.worker.peers
 
     def own(self, value: object, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
         future = self._new_value()
         future._arrival = self._accelerators.arrival(value)
         future._settle(value)
-        watched = _Watched(handle, self._died.append)
         with self._lock:
-            rref, fork = self._table.own()  # and no call behind it until the handle is watched: see the module
+            rref, fork = self._table.own()
             self._values[rref] = future
-            watched.rref, watched.fork = rref, fork
-            self._handles[fork] = watched
+            self._watch(handle, rref, fork)
         return rref, fork
 
-    def refer_to(self, value: T) -> RRef[T]:
-        """A handle of a new reference to a value of this worker. Any thread."""
+    def _watch(self, handle: RRef[object], rref: ReferenceId, fork: ReferenceId) -> None:
+        """The table counts that handle from now on, until it dies. Under the lock."""
+        watched = self._handles[fork] = _Watched(handle, self._on_death)
+        watched.rref, watched.fork = rref, fork
+
+    def refer_to(self, value: T, depth: int = 1) -> RRef[T]:
+        """A handle of a new reference to a value of this worker. depth: of the frame that makes it. Any thread."""
         handle: RRef[T] = self.handle_class.__new__(self.handle_class)
         rref, fork = self.own(value, handle)
-        handle._bind(self, rref, fork, self.engine.id, sys._getframe(1))
+        handle._bind(self, rref, fork, self.engine.id, sys._getframe(depth))
         return handle
 
     def handles(self) -> dict[ReferenceId, RRef[object]]:
@@ -233,45 +194,35 @@ class References:
 
         Raises SerializationError, with nothing sent.
         """
-        owner = self.home.peers.id_of(peer)
+        owner = self.worker.peers.id_of(peer)
         self._tell_first()
         handle = self.handle_class.__new__(self.handle_class)
-        watched = _Watched(handle, self._died.append)
-        fork: ReferenceId | None = None
-        call: Future[object] | None = None
+        with self._lock:
+            rref, fork = self._table.create(owner)
+            self._watch(handle, rref, fork)
+        handle._bind(self, rref, fork, owner, sys._getframe(depth))
+        handle._confirmed = False
         try:
-            with self._lock:
-                rref, fork = self._table.create(owner)  # as in `own`
-                watched.rref, watched.fork = rref, fork
-                self._handles[fork] = watched
-            handle._bind(self, rref, fork, owner, sys._getframe(depth))
-            handle._confirmed = False
             call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
-            handle._creation = call
-            handle._creating = creating = Creation(self, rref, fork)
-            call._when_settled(creating)
         except BaseException:
-            if call is not None:  # a signal handler has raised it: nobody will get the handle
-                call._when_settled(Creation(self, watched.rref, watched.fork))  # once more, maybe
-                call.cancel()
-            elif fork is not None:
-                self._run(self._table.create_failed_to_send, watched.rref, fork)
+            self._run(self._table.create_failed_to_send, rref, fork)
             raise
+        handle._creation = call
+        call._when_settled(partial(self._on_created, rref, fork))
         return handle
 
-    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object], asked: bool) -> None:
+    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object]) -> None:
+        """The call that creates a value has its answer, maybe after the death of its handle."""
         error = future._error
         if error is None:
             self._run(self._table.created, rref, fork)
             return
-        if asked:  # else it is logged, unless somebody uses the handle by and by
-            future._mark_seen()
         if came_from_afar(error):
             # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
             self._run(self._table.created, rref, fork)
         else:
             reason = foreign.text_of(error)
-            unsent = getattr(future, "unsent", False)  # else the call may still come there, when nobody wants it
+            unsent = getattr(future, "unsent", False)  # else the call may still come there
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
             self.end_waits(rref, future)
 
@@ -289,7 +240,7 @@ class References:
     ) -> list[RRef[Any]]:
         """Handles of the references in a message from `sender`.
 
-        left: the same; each that is taken is taken out of it. So who is interrupted knows which ones have to be taken.
+        left: the same; each that is taken leaves it.
         """
         left = [*passed] if left is None else left
         self._tell_first()
@@ -301,19 +252,9 @@ class References:
                 continue
             handle = self.handle_class.__new__(self.handle_class)
             handle._bind(self, each.rref, each.fork, each.owner)
-            watched = _Watched(handle, self._died.append)
-            watched.rref, watched.fork = each.rref, each.fork
             with self._lock:
-                try:
-                    outputs = self._table.decode(each, sender)  # as in `own`
-                except ProtocolError:
-                    raise
-                except BaseException:  # a signal handler has raised it
-                    if self._table.has(each.fork):
-                        del left[0]
-                        self._dropped.append((each.rref, each.fork))
-                    raise
-                self._handles[watched.fork] = watched
+                outputs = self._table.decode(each, sender)
+                self._watch(handle, each.rref, each.fork)
                 del left[0]
                 freed = self._carry_out(outputs)
             self._release(freed)
@@ -328,7 +269,7 @@ class References:
         """
         rref, owner, _, _ = passed
         if owner != self.engine.id:
-            raise ProtocolError(f"worker {sender} lends {rref} to one that is not its owner")
+            raise ProtocolError(f"worker {sender} lends {rref} to another worker than its owner")
         handle = self.handle_class.__new__(self.handle_class)
         handle._bind(self, rref, LENT, owner)
         value = self._values.get(rref)
@@ -341,17 +282,15 @@ class References:
 
     def count(self, handle: RRef[object]) -> None:
         """A handle that was lent is counted from now on. Any thread. RpcUsageError if its value is gone."""
-        watched = _Watched(handle, self._died.append)
         with self._lock:
             if handle._fork == LENT:
                 lent, rref = handle._lent, handle._rref
                 if lent is None or self._values.get(rref) is lent:
-                    _, fork = self._table.own(rref)  # as in `own`
+                    _, fork = self._table.own(rref)
                 else:  # all who were counted have let it go
                     handle._rref, fork = self._table.own()
                     self._values[handle._rref] = lent
-                watched.rref, watched.fork = handle._rref, fork
-                self._handles[fork] = watched
+                self._watch(handle, handle._rref, fork)
                 handle._fork = fork
 
     def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int:
@@ -363,24 +302,21 @@ class References:
         sender = getattr(out.target, "engine", None)
         if sender is not self.engine:  # the receiver would not take a fork that the sender has not named
             raise self._not_to_be_sent(sender)
-        to = self.home.peers.id_of(out.target)
-        if handle._creating is not None:
-            handle._ask()  # from now on the receiver may use it
+        to = self.worker.peers.id_of(out.target)
+        handle._ask()  # from now on the receiver may use it
         if handle._fork == LENT:
             self.count(handle)
         if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:
             out.lent.append(handle)
-            lent: PassedReference = _new(PassedReference, (handle._rref, to, LENT, position))
-            out.references.append(lent)
+            out.references.append(PassedReference(handle._rref, to, LENT, position))
             return len(out.references) - 1
         with self._lock:
-            child = self._table.name_child()
-            out.on_unsent.append(partial(self._run, self._table.unsend, child))  # first: also for who is interrupted
             try:
                 passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)
             except RpcUsageError:
                 handle._check()
                 raise
+            out.on_unsent.append(partial(self._run, self._table.unsend, passed.fork))
             freed = self._carry_out(outputs)
         self._release(freed)
         out.references.append(passed)
@@ -401,12 +337,12 @@ class References:
         asker: the worker that wants it. If that is the creator of the reference, the value cannot have been freed, as
         the creator holds a reference: the creation is still on its way, overtaken because its arguments are long.
         """
-        rref: ReferenceId = _new(ReferenceId, (worker, number, key))
+        rref = ReferenceId(worker, number, key)
         with self._lock:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self.closed:  # the table has it still, and nobody would settle it
+                if self.closed:  # the table has it still, and no answer would settle it
                     future._settle(None, WorkerClosed(self._shut_down()))
                 elif self._table.holds(rref):
                     self._values[rref] = future
@@ -479,7 +415,7 @@ class References:
             self._table.forget(worker_id)
 
     def on_unknown(self, worker_id: int) -> None:
-        """Nobody in the group has that id. On the loop."""
+        """No worker of the group has that id. On the loop."""
         if not self._unknown:  # many at once are looked after together
             self.engine.call_on_loop(self._on_unknown)
         self._unknown.add(worker_id)
@@ -488,67 +424,53 @@ class References:
         unknown, self._unknown = self._unknown, set()
         self._run(self._table.unknown, unknown)
 
-    def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None:
-        """A handle died, anywhere: tell the table from the loop."""
-        if self.closed:
-            return
-        self._dropped.append((rref, fork))
-        if not self._pausing and not self._looking.near:
-            self._flush_soon()
+    def end(self, handle: RRef[object]) -> None:
+        """That handle holds its value no longer, although the program may still have it. Any thread."""
+        self._handles.pop(handle._fork, None)
+        self._run(self._table.drop, handle._rref, handle._fork)
 
-    def _flush_dropped(self) -> None:
-        """A handle has died, and whoever let go of it has woken the loop."""
-        self.flush()
-        now = time.monotonic()
-        self._last_woken, before = now, self._last_woken
-        if now - before < _OFTEN:
-            self._looking.begin()
+    def _on_death(self, watched: _Watched) -> None:
+        """A handle has died, anywhere: the loop tells the table."""
+        if not self.closed:
+            self._died.append(watched)
+            self._looking.ask()
 
     def _look(self) -> float | None:
-        if not (self._dropped or self._died or self._unsaid):
+        if not (self._died or self._unsaid):
             return None
         self.flush()
         return _FLUSH_PAUSE
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
         """A call with these references has arrived: messages about them leave together a little later. On the loop."""
-        if not self._pausing and not self._flush_soon.asked and not all_lent(passed):
-            self._pausing = True
-            self.engine.loop.call_later(_FLUSH_PAUSE, self.flush)
+        if not all_lent(passed):
+            self._looking.begin()
 
     def flush(self) -> None:
         """Tell the table which handles have died, and send the messages that were kept. On the loop."""
         with self._lock:
-            self._pausing = False
             unsaid, self._unsaid = self._unsaid, set()
         for peer in unsaid:
             peer.flush()
-        self._tell_dropped()
-        while self._died:
-            watched = self._died.popleft()
-            fork: ReferenceId | None = getattr(watched, "fork", None)  # none if the table had not counted it yet
-            if fork is not None and self._handles.pop(fork, None) is not None:  # or before its end was told
-                self._run(self._table.drop, watched.rref, fork)
+        self._tell_died()
 
     def _tell_first(self) -> None:
         """Tell of the handles that have died before there are new ones, so that their owners do not count both, which
         may be more than they take of one worker. What is sent leaves with the next message. Any thread.
         """
-        if not self._dropped or self.closed:
+        if not self._died or self.closed:
             return
-        self._tell_dropped(later=True)
-        if self._unsaid and not self._pausing and not self._looking.near:
-            self._flush_soon()
+        self._tell_died(later=True)
 
-    def _tell_dropped(self, *, later: bool = False) -> None:
+    def _tell_died(self, *, later: bool = False) -> None:
         while True:
             try:
-                rref, dropped = self._dropped.popleft()
+                watched = self._died.popleft()
             except IndexError:  # another thread may have taken the last one
                 return
+            self._handles.pop(watched.fork, None)
             with self._lock:
-                freed = self._carry_out(self._table.drop(rref, dropped), later=later)
-            self._handles.pop(dropped, None)  # behind that: who is interrupted before finds it among those that died
+                freed = self._carry_out(self._table.drop(watched.rref, watched.fork), later=later)
             self._release(freed)
 
     def _run(self, event: Callable[..., Outputs], *args: object) -> None:
@@ -559,16 +481,17 @@ class References:
     def _carry_out(self, outputs: Sequence[Output], *, later: bool = False) -> list[_Freed]:
         """Carry out what the table says, under the lock. later: what is sent leaves with the next message, or `flush`.
 
-        Returns the values that nobody holds any more; the caller drops them after it has given the lock back.
+        Returns the values without holders; the caller drops them after it has given the lock back.
         """
         freed = []
         for output in outputs:
             if isinstance(output, Send):
-                peer = self.home.peers.by_id(output.to)
-                later = later or self._pausing or self._flush_soon.asked
+                peer = self.worker.peers.by_id(output.to)
+                later = later or self._looking.near
                 peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=later)
                 if later:
                     self._unsaid.add(peer)
+                    self._looking.ask()
             elif isinstance(output, Free):
                 value = self._values.pop(output.rref, None)
                 if value is not None:
@@ -604,7 +527,7 @@ class References:
             return self._table.counts()
 
     def leaked(self) -> list[LeakedReference]:
-        """What is still referred to: handles of users here, and values here that somebody holds."""
+        """What is still referred to: handles of users here, and values here that any worker holds."""
         with self._lock:
             records = self._table.live()
         handles = self.handles()
@@ -616,12 +539,12 @@ class References:
             value = self._values.get(record.rref)
             kind = type(value._value).__qualname__ if value is not None and value.done() else "?"
             site = describe_site(handle._site) if handle is not None and handle._site is not None else "?"
-            holder = "" if record.holder == self.engine.id else f", held by {self.home.peers.describe(record.holder)}"
+            holder = "" if record.holder == self.engine.id else f", held by {self.worker.peers.describe(record.holder)}"
             found.append(
                 LeakedReference(
                     f"{record.rref}{holder}",
                     record.role.value,
-                    self.home.peers.describe(record.owner),
+                    self.worker.peers.describe(record.owner),
                     kind,
                     site,
                 )
@@ -629,7 +552,7 @@ class References:
         return found
 
     def close(self) -> None:
-        """The worker closes: drop all values. Whoever waits for one, or asks for one from then on, gets an error."""
+        """The worker closes: drop all values. Waits for them, now and later, end with an error."""
         with self._lock:
             self.closed = True
             values = list(self._values.values())
@@ -637,7 +560,6 @@ class References:
         self._looking.close()
         for value in values:
             value._settle(None, WorkerClosed(self._shut_down()))
-        self._dropped.clear()
         self._handles.clear()
         self._died.clear()
 

@@ -9,13 +9,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ... import foreign
-from ..._typing import Function, Kwargs, T, T_co
+from ..._typing import T, T_co
 from ...collecting import wait_alone
 from ...errors import RpcError, RpcUsageError
 from ...futures import Future
 from ...protocol import codec
 from ...protocol.identity import WorkerInfo
-from ...protocol.messages import Fetch, Method, ObjectMethod
+from ...protocol.messages import Fetch, Method
 from ...protocol.reference_messages import LENT, ReferenceId
 from ...sites import call_site, describe_site
 from ..calls.current import registry
@@ -23,7 +23,6 @@ from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
 
 R = TypeVar("R")
-_new: Any = tuple.__new__  # what Method(...) does, without its call into Python
 
 
 class PeerForRRef(Protocol):
@@ -35,17 +34,8 @@ class PeerForRRef(Protocol):
     @property
     def parting(self) -> RpcError | None: ...
 
-    def call(
-        self,
-        function: Function | Method | ObjectMethod | Fetch,
-        args: Sequence[object],
-        kwargs: Kwargs | None,
-        timeout: float,
-        *,
-        creates: Sequence[int] | None = None,
-        depth: int = 2,
-        keeps: object = None,
-    ) -> Future[Any]: ...
+    @property
+    def call(self) -> Callable[..., Future[Any]]: ...
 
     def send(self, kind: int, call_id: int, body: bytes, *, urgent: bool = False, later: bool = False) -> None: ...
 
@@ -64,29 +54,17 @@ class PeersForReferences(Protocol):
     def describe(self, worker_id: int) -> str: ...
 
 
-class CreationForRRef(Protocol):
-    """How it goes with the call that creates the value (`Creation`).
+class WorkerForReferences(Protocol):
+    """The worker that holds the handles (`Node`)."""
 
-    asked: whether somebody has used the handle, and so hears of an error of the creation.
-    """
+    @property
+    def engine(self) -> Engine: ...
 
-    asked: bool
+    @property
+    def peers(self) -> PeersForReferences: ...
 
-
-class HomeForRRef(Protocol):
-    """The worker that holds a handle (`Node`)."""
-
-    def open_stream(
-        self,
-        peer: Any,
-        function: Method,
-        args: tuple[object, ...],
-        kwargs: Kwargs,
-        timeout: float,
-        *,
-        depth: int,
-        keeps: object,
-    ) -> BlockingIterator[object]:
+    @property
+    def open_stream(self) -> Callable[..., BlockingIterator[object]]:
         """The items of a method of a value (`caller.stream.open_stream`)."""
 
 
@@ -100,7 +78,7 @@ class ReferencesForRRef(Protocol):
     def peers(self) -> PeersForReferences: ...
 
     @property
-    def home(self) -> HomeForRRef: ...
+    def worker(self) -> WorkerForReferences: ...
 
     @property
     def closed(self) -> bool: ...
@@ -109,32 +87,14 @@ class ReferencesForRRef(Protocol):
 
     def count(self, handle: RRef[object]) -> None: ...
 
-    def create(
-        self,
-        peer: PeerForRRef,
-        function: Function | Method | ObjectMethod,
-        args: Sequence[object],
-        kwargs: Kwargs | None,
-        timeout: float,
-        *,
-        depth: int,
-        keeps: object = None,
-    ) -> RRef[object]: ...
+    @property
+    def create(self) -> Callable[..., RRef[object]]: ...
 
     def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int: ...
 
     def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]: ...
 
     def end_waits(self, rref: ReferenceId, creation: Future[object]) -> None: ...
-
-    def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None: ...
-
-
-class _NodeForRRef(Protocol):
-    """A running worker, whose references these are."""
-
-    @property
-    def references(self) -> ReferencesForRRef: ...
 
 
 class RRef(Generic[T_co]):
@@ -148,7 +108,7 @@ class RRef(Generic[T_co]):
 
     def __init__(self, value: T_co, type_hint: object = None) -> None:
         """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
-        references = cast(_NodeForRRef, registry.get()).references
+        references: ReferencesForRRef = cast(Any, registry.get()).references
         rref, fork = references.own(value, self)
         self._bind(references, rref, fork, references.engine.id, sys._getframe(1))
 
@@ -160,17 +120,16 @@ class RRef(Generic[T_co]):
         owner: int,
         frame: FrameType | None = None,
     ) -> None:
-        """fork: LENT for one that its owner does not count: it has the value itself, in `_lent`."""
+        """fork: LENT for a handle that its owner does not count: the handle has the value itself, in `_lent`."""
         self._lent: Future[Any] | None = None
         self._rref = rref
         self._fork = fork
         self._owner = owner
         self._confirmed = owner == references.engine.id
         self._broken: str | None = None
-        self._creation: Future[object] | None = None
-        self._creating: CreationForRRef | None = None  # of that call; it outlives this handle
+        self._creation: Future[object] | None = None  # the call that creates the value, if this handle came of it
         self._site = call_site(frame) if frame is not None else None
-        self._references = references  # the last one: until then its end is told by the references alone
+        self._references = references
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
@@ -232,46 +191,38 @@ class RRef(Generic[T_co]):
         return self._asked(peer.call(Fetch(*self._rref), (), None, seconds, depth=depth, keeps=self))
 
     def _asked(self, call: Future[T]) -> Future[T]:
-        """A call of the value was made, and its creation may have failed as it was made. Returns it."""
-        creation = self._creation
-        if self._creating is not None and creation is not None and creation.done():
-            self._references.end_waits(self._rref, creation)
+        """A call of the value was made, and its creation may have failed as it was made. Returns the call."""
+        if self._creation is not None and self._creation.done():
+            self._references.end_waits(self._rref, self._creation)
         return call
 
     def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[object]:
         """Call a method of the value on its owner; for the runtime's own."""
-        if self._creating is not None:
-            self._ask()
+        self._ask()
         peer = self._references.peers.by_id(self._owner)
         return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, keeps=self))
 
     def _name(self) -> ReferenceId:
-        """What calls name the value by: one that was lent is counted from now on, as they may come late."""
+        """The name of the value in calls. A handle that was lent is counted from now on, as calls may come late."""
         if self._fork == LENT:
             self._references.count(self)
         return self._rref
 
     def _value_future(self) -> Future[T_co]:
-        if self._creating is not None:
-            self._ask()
+        self._ask()
         return self._lent or self._references.value(*self._rref)
 
     def _ask(self) -> None:
-        """Somebody uses it, and so hears of an error of its creation by that: it is not logged. For one made here."""
-        creating, creation = self._creating, self._creation
-        if creating is not None and creation is not None:
-            creating.asked = True
-            creation._mark_seen()  # where the error has come before it was said that somebody asks
+        """The program uses the value, and so hears of an error of its creation by that: the error is not logged."""
+        if self._creation is not None:
+            self._creation._mark_seen()
 
     def _check(self) -> None:
         if self._references.closed and self.is_owner():
             return  # what is asked next says so, whether or not the answer to the creating call came before
-        creating = self._creating
-        if creating is not None:
-            creating.asked = True
-            creation = self._creation
-            if creation is not None and creation.done():
-                _raise_own(creation)  # what the construction raised
+        self._ask()
+        if self._creation is not None and self._creation.done():
+            _raise_own(self._creation)
         if self._broken is not None:
             owner = self._references.peers.by_id(self._owner)
             gone = owner.gone or owner.parting
@@ -348,15 +299,10 @@ class RRef(Generic[T_co]):
         made = f", made at {describe_site(self._site)}" if self._site is not None else ""
         return f"<{self} owned by {self._references.peers.describe(self._owner)}{made}>"
 
-    def __del__(self) -> None:
-        references = self.__dict__.get("_references")
-        if references is not None and self._fork != LENT:
-            references.drop_later(self._rref, self._fork)
-
 
 def _raise_own(creation: Future[object]) -> None:
-    """Raise the error of a Future, if it has one, as one of whoever raises it. The Future's own stays with the handle,
-    which the frames it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
+    """Raise a copy of the error of a Future, if it has one. The error itself stays with the handle, which the frames
+    that it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
     """
     error = creation.exception()
     copied = None if error is None else foreign.copy_of(error)
@@ -367,20 +313,12 @@ def _raise_own(creation: Future[object]) -> None:
     raise foreign.with_traceback(copied, None)
 
 
-def rref_of(references: ReferencesForRRef, value: T, frame: FrameType) -> RRef[T]:
-    """A handle of a value of that worker, whichever is current. frame: of who makes it."""
-    made: RRef[T] = RRef.__new__(RRef)
-    rref, fork = references.own(value, made)
-    made._bind(references, rref, fork, references.engine.id, frame)
-    return made
-
-
 class RemoteMethods(Generic[R]):
     """Methods of an RRef's value, each of which gives an `R`. Making a call needs no round trip to learn what the value
     can do.
 
     What it does not have itself is a method of the value, so those by which Python makes copies are defined here: they
-    would copy the value otherwise, where that is, by a call of which nobody knows.
+    would copy the value otherwise, where that is, by a call that no line of the program shows.
     """
 
     __slots__ = ("_rref", "_timeout", "_verb")
@@ -418,14 +356,14 @@ def _invoke(proxy: RemoteMethods[R], name: str, depth: int, /, *args: object, **
     peer = references.peers.by_id(rref._owner)
     if peer.gone is None or proxy._verb == "rpc_sync":
         rref._check()
-    else:  # it fails as a call by name does, for whoever waits for it
+    else:  # the call fails as a call by name does
         rref._ask()
-    method: Method = _new(Method, (*rref._name(), name))
+    method = Method(*rref._name(), name)
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
         return references.create(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "stream":
-        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
+        return references.worker.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
     future = rref._asked(peer.call(method, args, kwargs, seconds, depth=depth, keeps=rref))

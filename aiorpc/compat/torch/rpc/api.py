@@ -580,7 +580,7 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
     for handle in node.references.handles().values():
         if isinstance(handle, PyRRef) and not handle._deleted:
             handle._deleted = True
-            node.references.drop_later(handle._rref, handle._fork)
+            node.references.end(handle)
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:

@@ -20,7 +20,7 @@ class Flushed(Protocol):
         """Send what is queued. On the loop."""
 
 
-class Trailing:
+class Piggybacked:
     """See the module. `add` from any thread, the rest on the loop."""
 
     def __init__(self, engine: Engine) -> None:
