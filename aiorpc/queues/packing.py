@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 import torch
+from msgspec import Meta
 
 from .. import foreign
 from ..channels.accelerator import DeviceBuffer
@@ -31,13 +32,12 @@ from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, Values, read_values, write
 from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
+from ..runtime.calls import declared
 from ..runtime.calls.functions import carries, inline, system
 from ..runtime.calls.values import Results, decode, encode
 from ..runtime.node import Node, registry
-from .items import KeptItem, kept_of
+from .items import MOST, SMALL, KeptItem, Named, kept_of
 
-#: Bytes of a packed item that travels with the put; longer ones stay with their producer.
-SMALL = 32 * 1024
 #: Bytes of packed items in one message, if there is more than one item. Together they stay below what a frame may have.
 TOGETHER = 8 * SMALL
 # Bytes of the body, and how many buffers there are; the bytes of each follow.
@@ -225,16 +225,15 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
 @system
 @carries
 @inline
-def hand_over(*wanted: int) -> Results:
-    """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`).
+def hand_over(named: Annotated[list[Named], Meta(max_length=MOST)]) -> Results:
+    """Handler: items of queues that this worker has kept: which of them are packed, and the items.
 
-    It is the runtime's own, as what was taken from a queue would be lost where users' calls are too many.
+    It is the runtime's own: limits of users' calls would lose what was taken from a queue.
     """
     node: Node = registry.get()
-    given: list[Any] = [0]
     try:
-        for item in kept_of(node.references, wanted):
-            given += (True, item.packed) if item.packed is not None else (False, item.value)
+        items = kept_of(node.references, named)
     except ValueError:
         raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none") from None
-    return Results(given)
+    packed = [item.packed is not None for item in items]
+    return Results((declared.pack(packed), *(item.value if item.packed is None else item.packed for item in items)))

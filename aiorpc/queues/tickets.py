@@ -70,7 +70,7 @@ class Tickets:
         kept = type(item) is Kept
         content = repr((*item.reference._rref, item.place)).encode() if kept else item
         if type(content) is not bytes:
-            return bytes(TICKET)  # it is gone, and does not come back
+            return bytes(TICKET)  # `GoneItem` does not come back
         seal = self._keyed.copy()  # half the time of a new one with the key
         seal.update(_SEALED.pack(worker, number, kept) + content)
         return _NUMBER.pack(number) + seal.digest()

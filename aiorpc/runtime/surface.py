@@ -75,7 +75,6 @@ HANDLERS: Sequence[OwnHandler] = (
     OwnHandler(f"{_QUEUE}.withdraw", "members that may put or take items", "its own calls", CALLS),
     OwnHandler(f"{_QUEUE}.finish_items", "members that may take items", "items of the queue"),
     OwnHandler(f"{_QUEUE}.join_items", MAY_CALL_IT, "nobody", WAITS),
-    OwnHandler(f"{_QUEUE}.tell_again", "members that may join the queue", "its own calls", CALLS),
     OwnHandler(f"{_QUEUE}.qsize", MAY_CALL_IT, "nobody", CALLS),
     OwnHandler(f"{_QUEUE}.empty", MAY_CALL_IT, "nobody", CALLS),
     OwnHandler(f"{_QUEUE}.full", MAY_CALL_IT, "nobody", CALLS),
