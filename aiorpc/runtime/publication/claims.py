@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from ...errors import RpcUsageError
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import LAST_VERSION, Claim
@@ -70,7 +72,7 @@ def release_claim(rendezvous: Rendezvous, stands: StandingClaim, last: int) -> N
     Nothing if the store holds another claim by now. RendezvousError if the store cannot be asked.
     """
     last = max(last, 1)
-    free = StandingClaim(stands.claim._replace(first=last), _RELEASED, last)
+    free = StandingClaim(replace(stands.claim, first=last), _RELEASED, last)
     expected = _text(stands)
     for _ in range(_TRIES):
         held = rendezvous.swap(f"published/{stands.claim.name}", expected, _text(free), lasting=False)

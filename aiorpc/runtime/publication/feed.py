@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 
 import numpy
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ...channels.descriptors import Descriptors, DescriptorShare
 from ...channels.segments import Bytes
@@ -29,15 +31,15 @@ from ...locks import Lock
 from ...logs import logger
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import (
+    VERSION,
     AskLeader,
     Edition,
-    Message,
     SlotOffer,
     SubscriptionClosed,
     VersionArrived,
     VersionsReleased,
     Want,
-    read_any,
+    read,
 )
 from ..calls.failures import without_frames
 from ..calls.values import Results
@@ -82,7 +84,7 @@ class PublicationsForFeed(Protocol):
     def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
 
-    def tell(self, record: WorkerRecord, message: Message) -> None:
+    def tell(self, record: WorkerRecord, message: Struct) -> None:
         """Say something to a worker that needs no answer."""
 
     def feed_ended(self, feed: Feed) -> None:
@@ -289,7 +291,7 @@ class Feed:
         if type(answer) is not Results:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         said, *rest = answer
-        edition = read_any(said)
+        edition = read(VERSION, said)
         if isinstance(edition, AskLeader) and record == publisher:
             self._lead_by(edition, publisher)
             return
@@ -326,13 +328,13 @@ class Feed:
             if not await is_digest(self.engine, wanted, self.name, edition, bodies, data):
                 self._pass_by(record, changed(record, edition.version, self.name, publisher))
                 return
-            edition = edition._replace(roles=[publisher.role])
+            edition = replace(edition, roles=[publisher.role])
         maker = self._publications.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
         # Who has published it may have gone before this worker came: whoever hands it on says what role that had.
         named = [each for each in (publisher, None if compares else record, maker) if each is not None]
         roles = {*edition.roles, *(each.role for each in named if each.id != self.engine.id)}
-        edition = edition._replace(roles=sorted(roles))  # for those to whom this worker hands it on
+        edition = replace(edition, roles=sorted(roles))  # for those to whom this worker hands it on
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
         if record != publisher:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 
 from ...errors import RpcUsageError
 from ...protocol.identity import WorkerRecord
@@ -16,7 +17,6 @@ from ...protocol.publication import (
     Latest,
     LatestWanted,
     LeaveWanted,
-    Message,
     PieceWanted,
     StillFetching,
     SubscriptionClosed,
@@ -24,7 +24,6 @@ from ...protocol.publication import (
     VersionArrived,
     VersionsReleased,
     Want,
-    read,
     write,
 )
 from ..calls.current import current_call
@@ -78,34 +77,33 @@ def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
 
 @system
 @inline
-def claimed(said: bytes) -> int:
+def claimed(claim: Claim) -> int:
     """Handler: the caller publishes a name. How many subscriptions to it there are here."""
     publications, caller = _current()
-    return publications.on_claim(read(Claim, said), caller)
+    return publications.on_claim(claim, caller)
 
 
 @system
 @inline
-def leave(said: bytes) -> None:
+def leave(message: LeaveWanted) -> None:
     """Handler: NotAllowed if the caller may not publish a name, as far as this worker reads it."""
     publications, caller = _current()
-    publications.access.check_publish(caller, read(LeaveWanted, said).name)
+    publications.access.check_publish(caller, message.name)
 
 
 @system
 @inline
-def unpublished(said: bytes) -> None:
+def unpublished(message: Unpublished) -> None:
     """Handler: the caller does not publish a name any more."""
     publications, caller = _current()
-    publications.on_unpublished(read(Unpublished, said), caller.id)
+    publications.on_unpublished(message, caller.id)
 
 
 @system
 @inline
-def wanted(said: bytes) -> Results | asyncio.Future[Results]:
+def wanted(message: Want) -> Results | asyncio.Future[Results]:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller = _current()
-    message = read(Want, said)
     publications.access.check_read(caller, message.name)
     shelf = publications.shelf_of(message.name)
     before = [version for version in message.released if shelf is None or not shelf.has(version)]
@@ -120,10 +118,9 @@ def wanted(said: bytes) -> Results | asyncio.Future[Results]:
 
 
 @system
-async def pieced(said: bytes) -> torch.Tensor:
+async def pieced(message: PieceWanted) -> torch.Tensor:
     """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
     publications, caller = _current()
-    message = read(PieceWanted, said)
     publications.access.check_read(caller, message.name)
     shelf = publications.shelf_with(message.name, message.version)
     if shelf is None:
@@ -133,37 +130,35 @@ async def pieced(said: bytes) -> torch.Tensor:
 
 @system
 @inline
-def digest(said: bytes) -> asyncio.Future[bytes]:
+def digest(message: DigestWanted) -> asyncio.Future[bytes]:
     """Handler: the digest of a version that this worker publishes."""
     publications, caller = _current()
-    message = read(DigestWanted, said)
     publications.access.check_read(caller, message.name)
     return _publisher(publications, message.name).digest(message.version)
 
 
 @system
 @inline
-def arrived(said: bytes) -> None:
+def arrived(message: VersionArrived) -> None:
     """Handler: a subscription of the caller has a version whole that has come by way of another worker."""
     publications, caller = _current()
-    message = read(VersionArrived, said)
     _publisher(publications, message.name).arrived(caller, message)
 
 
 @system
 @inline
-def fetching(said: bytes) -> None:
+def fetching(message: StillFetching) -> None:
     """Handler: the caller goes on fetching for its host."""
     publications, caller = _current()
-    _publisher(publications, read(StillFetching, said).name).goes_on(caller)
+    _publisher(publications, message.name).goes_on(caller)
 
 
 @system
 @inline
-def latest(said: bytes) -> bytes:
+def latest(message: LatestWanted) -> bytes:
     """Handler: what this worker has of a name, for who may read it, or publish it next."""
     publications, caller = _current()
-    name = read(LatestWanted, said).name
+    name = message.name
     if not publications.access.may_publish(caller, name):
         publications.access.check_read(caller, name)
     return write(publications.latest(name))
@@ -171,20 +166,18 @@ def latest(said: bytes) -> bytes:
 
 @system
 @inline
-def released(said: bytes) -> None:
+def released(message: VersionsReleased) -> None:
     """Handler: the caller does not use some versions any more."""
     publications, caller = _current()
-    message = read(VersionsReleased, said)
     for shelf in publications.shelves_of(message.name):
         shelf.released(caller, message)
 
 
 @system
 @inline
-def ended(said: bytes) -> None:
+def ended(message: SubscriptionClosed) -> None:
     """Handler: a subscription of the caller has ended."""
     publications, caller = _current()
-    message = read(SubscriptionClosed, said)
     for shelf in publications.shelves_of(message.name):
         shelf.closed(caller, message)
 
@@ -197,7 +190,7 @@ def _publisher(publications: PublicationsForOthers, name: str) -> Publisher:
 
 
 #: Of what needs no answer: which function it is said by.
-SAID: dict[type[Message], Callable[[bytes], None]] = {
+SAID: dict[type[Struct], Callable[..., None]] = {
     VersionsReleased: released,
     SubscriptionClosed: ended,
     VersionArrived: arrived,

@@ -16,7 +16,17 @@ from ..._typing import Function
 from ...errors import NotAllowed, PeerLeft, PeerLost, RendezvousError, RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
-from ...protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, LeaveWanted, Unpublished, read, write
+from ...protocol.publication import (
+    LAST_VERSION,
+    LATEST,
+    Claim,
+    Latest,
+    LatestWanted,
+    LeaveWanted,
+    Unpublished,
+    read,
+    write,
+)
 from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..group.group import Group
@@ -202,7 +212,7 @@ class Names:
 
         async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest | None]:
             try:
-                return record, read(Latest, await self._ask(record, latest, write(LatestWanted(name))))
+                return record, read(LATEST, await self._ask(record, latest, write(LatestWanted(name))))
             except RpcError:
                 return record, None
 

@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..._typing import Function
-from ...callbacks import Again
 from ...errors import NotAllowed, Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
 from ...logs import logger
@@ -28,7 +29,6 @@ from ...protocol.publication import (
     Claim,
     DigestWanted,
     Latest,
-    Message,
     PieceWanted,
     StillFetching,
     Unpublished,
@@ -174,7 +174,7 @@ class Publications:
     def _begin(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
         """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
         self._pending.add(future)
-        future._when_settled(Again(self._pending.discard))
+        future._when_settled(self._pending.discard)
         self._engine.run_on_loop(self._spawn, future, make)
         if self._engine.closed:  # `close` may not have seen it
             future._settle(None, self._engine.lifetime.why_closed())
@@ -483,7 +483,7 @@ class Publications:
             raise RpcUsageError(
                 f"worker {self._engine.name!r} neither publishes {message.name!r} nor has a version of it"
             )
-        edition = newest.edition._replace(offer=None, copy=False, slots=[])
+        edition = replace(newest.edition, offer=None, copy=False, slots=[])
         data: tuple[torch.Tensor, ...] = ()
         if newest.view is not None:  # else all of it is in the bodies
             data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
@@ -493,21 +493,21 @@ class Publications:
         """Ask a worker for its newest version. limit: seconds, 0 for none."""
         return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
 
-    def tell(self, record: WorkerRecord, message: Message) -> None:
+    def tell(self, record: WorkerRecord, message: Struct) -> None:
         """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
         keep what nobody holds any more, and wait for who does not read."""
         function = SAID[type(message)]
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call._when_settled(Again(self._told, record, message))
+            call._when_settled(partial(self._told, record, message))
 
-    def _told(self, record: WorkerRecord, message: Message, future: Future[object]) -> None:
-        """Any thread. It may run twice: what is told twice is as if it were told once."""
+    def _told(self, record: WorkerRecord, message: Struct, future: Future[object]) -> None:
+        """Any thread."""
         if isinstance(future.exception(), Overloaded):
             self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
 
-    def _tell_again(self, record: WorkerRecord, message: Message) -> None:
+    def _tell_again(self, record: WorkerRecord, message: Struct) -> None:
         if not isinstance(message, StillFetching):  # it says so again by itself
             self.tell(record, message)
 

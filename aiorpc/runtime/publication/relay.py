@@ -12,6 +12,7 @@ from collections import deque
 from typing import Protocol
 
 import torch
+from msgspec import Struct
 
 from ...channels.bulk import CHUNK_SIZE
 from ...errors import NotAllowed, PeerLeft, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
@@ -19,8 +20,8 @@ from ...futures import Future
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
+    EDITION,
     Edition,
-    Message,
     PieceWanted,
     StillFetching,
     SubscriptionClosed,
@@ -54,7 +55,7 @@ class PublicationsForRelay(Protocol):
     def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
 
-    def tell(self, record: WorkerRecord, message: Message) -> None:
+    def tell(self, record: WorkerRecord, message: Struct) -> None:
         """Say something to a worker that needs no answer."""
 
     def member(self, worker_id: int) -> WorkerRecord | None:
@@ -107,7 +108,7 @@ class Relay(Shelf):
         answer = await self._publications.want(self.publisher, want)
         if type(answer) is not Results:
             raise ProtocolError(f"{self.publisher.describe()} has answered with no version of {self.name!r}")
-        edition, bodies = read(Edition, answer[0]), tuple(answer[1:])
+        edition, bodies = read(EDITION, answer[0]), tuple(answer[1:])
         if edition.publisher != self.publisher.id:
             raise ProtocolError(f"{self.publisher.describe()} has sent a version of another worker")
         if edition.version <= have or edition.source is None or not 1 <= len(bodies) <= 2:
