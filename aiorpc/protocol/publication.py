@@ -34,12 +34,12 @@ _Span = Annotated[list[_Number], Meta(min_length=2, max_length=2)]
 _Spans = Annotated[list[_Span], Meta(max_length=MAX_SEGMENTS)]
 
 
-class Claim(Struct, frozen=True, array_like=True):
+class Lease(Struct, frozen=True, array_like=True):
     """Who may publish a name, as it stands in the store of the group, and as the one who may says to all members."""
 
     #: The name.
     name: _Name
-    #: How many have had the name, this one counted. Of two claims the one with more turns is the later one.
+    #: How many have had the name, this one counted. Of two leases the one with more turns is the later one.
     turn: _Number
     #: The id of the worker that has it.
     publisher: _Number
@@ -50,10 +50,10 @@ class Claim(Struct, frozen=True, array_like=True):
 
 
 class Unpublished(Struct, frozen=True, array_like=True):
-    """I do not publish that name any more: subscriptions to it end, and others may claim it."""
+    """I do not publish that name any more: subscriptions to it end, and others may lease it."""
 
     name: _Name
-    #: That of the claim that has ended.
+    #: That of the lease that has ended.
     turn: _Number
 
 
@@ -200,7 +200,7 @@ MESSAGES = (
     LeaveWanted,
     DigestWanted,
     Latest,
-    Claim,
+    Lease,
     Unpublished,
     Want,
     AskLeader,

@@ -358,7 +358,7 @@ def taste_families(data: bytes) -> None:
 
 
 PUBLISHED: list[Struct] = [
-    publication.Claim("policy", 1, 3, "learner", 1),
+    publication.Lease("policy", 1, 3, "learner", 1),
     publication.Unpublished("policy", 1),
     publication.LatestWanted("policy"),
     publication.Latest("policy", 4, 3),

@@ -16,11 +16,11 @@ from aiorpc.protocol.publication import (
     VERSION,
     VERSIONS_LIMIT,
     AskLeader,
-    Claim,
     DigestWanted,
     Edition,
     Latest,
     LatestWanted,
+    Lease,
     LeaveWanted,
     PieceWanted,
     SlotOffer,
@@ -40,7 +40,7 @@ OFFER = SlotOffer(1, 9, 8192, b"n" * 16)
 EDITION = Edition(5, 3, "a", 64, [[0, 64]], OFFER, True, [1, 2], "m", None, ["r"])
 SENT: list[Any] = [1, 5, 3, "a", 64, [[0, 64]], [1, 9, 8192, b"n" * 16], True, [1, 2], "m", None, ["r"]]
 GOLDEN: list[tuple[Struct, str]] = [
-    (Claim("n", 2, 1, "w", 7), "95a16e0201a17707"),
+    (Lease("n", 2, 1, "w", 7), "95a16e0201a17707"),
     (Unpublished("n", 2), "92a16e02"),
     (LatestWanted("n"), "91a16e"),
     (Latest("n", 4, 3), "93a16e0403"),
@@ -72,9 +72,9 @@ def test_each_message_has_golden_bytes() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (Claim, ["no name", 1, 0, "w", 1]),
-        (Claim, ["n\n", 1, 0, "w", 1]),
-        (Claim, ["n", -1, 0, "w", 1]),
+        (Lease, ["no name", 1, 0, "w", 1]),
+        (Lease, ["n\n", 1, 0, "w", 1]),
+        (Lease, ["n", -1, 0, "w", 1]),
         (Want, ["n" * 128, 1, 0, True, [], False]),
         (Want, ["n", 1, LAST_VERSION + 1, True, [], False]),
         (Want, ["n", 1, 0, True, [1] * (VERSIONS_LIMIT + 1), False]),
@@ -85,9 +85,9 @@ def test_each_message_has_golden_bytes() -> None:
         (VersionArrived, ["n", 1, -1]),
         (DigestWanted, ["n", LAST_VERSION + 1]),
         (PieceWanted, ["n", 1, -1, 5]),
-        (Claim, ["n"]),
-        (Claim, "text"),
-        (Claim, None),
+        (Lease, ["n"]),
+        (Lease, "text"),
+        (Lease, None),
     ],
 )
 def test_what_cannot_be_is_refused(kind: type[Struct], fields: Any) -> None:

@@ -29,7 +29,7 @@ from aiorpc.transport.connection import Connection
 # Handlers of the runtime, which serve everybody.
 HANDLERS: Sequence[Any] = (
     *(group.attend, group.arrive, group.introduce, group.report_lost, group.vouch, group.present, group.poll),
-    *(handlers.claimed, handlers.unpublished, handlers.wanted, handlers.pieced, handlers.leave, handlers.latest),
+    *(handlers.leased, handlers.unpublished, handlers.wanted, handlers.pieced, handlers.leave, handlers.latest),
     *(handlers.digest, handlers.arrived, handlers.fetching),
     *(handlers.released, handlers.ended, hand_over, come_to_barrier, contexts.forget, contexts.has_ended),
     *(parts.gather, parts.plan, parts.go_on, parts.take, parts.abort),

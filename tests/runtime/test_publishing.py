@@ -25,8 +25,8 @@ from torch.distributed import HashStore
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.channels.segments import PrivateMapping
-from aiorpc.protocol.publication import Claim, Latest, SubscriptionClosed, Unpublished, Want
-from aiorpc.runtime.publication.claims import release_claim
+from aiorpc.protocol.publication import Latest, Lease, SubscriptionClosed, Unpublished, Want
+from aiorpc.runtime.publication.leases import release_lease
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
@@ -269,7 +269,7 @@ async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     await anext(versions)
     del versions
     gc.collect()
-    await until(lambda: not pair[1]._node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.prefetchers)
     last = await pair[0].publish("policy", weights(2))
     assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
 
@@ -286,7 +286,7 @@ async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[A
     await pair[0].publish("policy", weights(1))
     assert number_of((await anext(versions)).value) == 1
     versions.close()
-    await until(lambda: not pair[1]._node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.prefetchers)
 
 
 def test_a_subscription_that_is_half_made_may_be_dropped() -> None:
@@ -409,7 +409,7 @@ async def test_a_name_has_one_publisher(pair: list[Worker]) -> None:
     assert (await pair[1].publish("value", weights(1))).version == 1
 
 
-async def test_two_that_claim_a_name_at_once_are_told_apart(pair: list[Worker]) -> None:
+async def test_two_that_lease_a_name_at_once_are_told_apart(pair: list[Worker]) -> None:
     """Exactly one of them publishes it."""
     outcomes = await asyncio.gather(*(worker.publish("policy", weights(1)) for worker in pair), return_exceptions=True)
     (refusal,) = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -893,14 +893,14 @@ async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
 ) -> None:
     """A worker that refuses to be told, as it is overloaded, counts as a reader, and is told again."""
     there = pair[1]._node.publications
-    heard, refused = there.on_claim, 0
+    heard, refused = there.on_lease, 0
 
-    def refuse(claim: Claim, caller_id: int) -> int:
+    def refuse(lease: Lease, caller_id: int) -> int:
         nonlocal refused
         refused += 1
         raise rpc.Overloaded("too many calls")
 
-    monkeypatch.setattr(there, "on_claim", refuse)
+    monkeypatch.setattr(there, "on_lease", refuse)
     async with pair[1].subscribe("policy", timeout=20) as versions:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(versions), 0.01)
@@ -910,7 +910,7 @@ async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
         assert caplog.text.count("who publishes 'policy', and goes on trying: too many calls") == 1
         delivery = await published.delivered(timeout=0.01)
         assert (delivery.missing, delivery.reached) == ((pair[1].info,), False)
-        monkeypatch.setattr(there, "on_claim", heard)
+        monkeypatch.setattr(there, "on_lease", heard)
         assert number_of((await anext(versions)).value) == 1
         assert (await published.delivered()).has == (pair[1].info,)
 
@@ -1071,7 +1071,7 @@ async def test_who_has_not_heard_that_a_name_was_unpublished_may_publish_it(
 
 
 async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its claim is released, but nobody was told: for its readers it has left, and whoever publishes next goes on."""
+    """Its lease is released, but nobody was told: for its readers it has left, and whoever publishes next goes on."""
     async with (
         three_of_a_free_group() as (first, second, reader),
         reader.subscribe("policy", timeout=20) as versions,
@@ -1079,14 +1079,14 @@ async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatc
         await first.publish("policy", weights(1))
         assert (await anext(versions)).version == 1
         stands = first._node.publications.publishers["policy"].stands
-        await first._node.engine.steps.run(partial(release_claim, first._node.rendezvous, stands, 1))
+        await first._node.engine.steps.run(partial(release_lease, first._node.rendezvous, stands, 1))
         await first._drop()
         published = await second.publish("policy", weights(2))
         got = await anext(versions)
         assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 2)
 
 
-async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
+async def test_a_name_whose_end_the_store_has_not_confirmed_is_leased_anew(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have released the name, and its answer was lost: then another worker may have it by now."""
@@ -1116,7 +1116,7 @@ async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
 async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who joins while that is tried hears of the claim once it has failed."""
+    """Who joins while that is tried hears of the lease once it has failed."""
     async with cluster(2, dynamic=True) as workers:
         publisher, other = workers
         await publisher.publish("policy", [1])

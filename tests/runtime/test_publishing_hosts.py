@@ -20,7 +20,7 @@ from aiorpc.protocol.publication import PieceWanted, VersionArrived, VersionsRel
 from aiorpc.runtime.calls.values import Results
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
-from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf, Stored
+from aiorpc.runtime.publication.version_store import IN_PIECES, Origin, Stored, VersionStore
 from aiorpc.testing import cluster
 from aiorpc.types import Subscription
 from tests.processes.workers import until
@@ -251,12 +251,12 @@ async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.
     async with hosts(monkeypatch, learner="a", b="b") as workers:
         node, reader = workers["learner"]._node, workers["b"]._node.engine.record
         origin = Origin(node.engine.id, "learner", node.engine.record.main, ("",))
-        shelf, other = Shelf(node, "policy"), Shelf(node, "other")
-        stored = shelf.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
-        waits = asyncio.ensure_future(shelf.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))
+        versions, other = VersionStore(node, "policy"), VersionStore(node, "other")
+        stored = versions.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
+        waits = asyncio.ensure_future(versions.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))
         await until(lambda: bool(stored.holders))
-        shelf.filled_to(stored, PIECE_SIZE)
-        shelf.give_up(stored)
+        versions.filled_to(stored, PIECE_SIZE)
+        versions.give_up(stored)
         assert other.begin(1, origin, (b"",), [], 2 * PIECE_SIZE).slot is stored.slot
         with pytest.raises(RpcUsageError, match="has version 1 of 'policy' no more"):
             await waits

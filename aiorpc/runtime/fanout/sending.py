@@ -18,7 +18,7 @@ from ...callbacks import current_autograd
 from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import Future
-from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
+from ...protocol.frames import CALL, HEAD, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
 from ...sites import CallSite
 from ..caller.future import cannot_send
@@ -209,28 +209,21 @@ class Sending:
                 raise refusal
         call_id, nested = next(owed.ids), self._trace is not None
         call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
-        try:
-            if keeps is not None:
-                owed.lent[call_id] = [keeps]
-            owed.enter(call, None)
-            if buffers and (link is None or not link.distribution.rides(buffers)):
-                message = WaitingCall(call, body, buffers, None)
-                if link is None or connection is None:
-                    peer.send_buffers(message)
-                else:
-                    self._parcels.append((peer, link, message))
+        if keeps is not None:
+            owed.lent[call_id] = [keeps]
+        owed.enter(call, None)
+        if buffers and (link is None or not link.distribution.rides(buffers)):
+            message = WaitingCall(call, body, buffers, None)
+            if link is None or connection is None:
+                peer.send_buffers(message)
             else:
-                if buffers:
-                    frame = encode_frame(CALL, call_id, body, buffers)
-                else:  # as `encode_frame` does
-                    frame = [HEAD.pack(call_id, len(body), 0, CALL, MAGIC) + body]
-                if link is None or connection is None:
-                    peer.send_later(WaitingFrame(CALL, call_id, frame, call))
-                else:
-                    link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
-        except BaseException:  # a signal handler has raised it: nobody will get the call, so nobody could cancel it
-            call.cancel()
-            raise
+                self._parcels.append((peer, link, message))
+        else:
+            frame = encode_frame(CALL, call_id, body, buffers)
+            if link is None or connection is None:
+                peer.send_later(WaitingFrame(CALL, call_id, frame, call))
+            else:
+                link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
         if peer.gone is not None:  # as in `Peer.call`
             owed.settle(call_id, peer.gone)
         return call
@@ -251,10 +244,8 @@ class Sending:
         try:
             for peer, link, message in parcels:
                 peer.post(link, message, copies)
+        finally:
             copies.close()
-        except BaseException:  # a signal handler may have raised it as that was about to begin
-            copies.close()
-            raise
 
 
 def send_all(
@@ -265,8 +256,8 @@ def send_all(
 ) -> None:
     """Make the calls to the members of these places, one after the other, unless the call is over before.
 
-    flush: sends what `send` has kept. Who is interrupted in any of it has called off all of them: nobody gets the call.
-    What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
+    flush: sends what `send` has kept. An exception calls all of them off, because the program does not get the call.
+    A misuse that shows at the first member is raised: then nothing has been sent.
     """
     try:
         for place in places:

@@ -12,10 +12,10 @@ from msgspec import Struct
 from ...errors import RpcUsageError
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
-    Claim,
     DigestWanted,
     Latest,
     LatestWanted,
+    Lease,
     LeaveWanted,
     PieceWanted,
     StillFetching,
@@ -31,7 +31,7 @@ from ..calls.functions import inline, system
 from ..calls.values import Results
 from .access import Access
 from .publisher import Publisher
-from .shelf import Shelf
+from .version_store import VersionStore
 
 
 class PublicationsForOthers(Protocol):
@@ -45,19 +45,19 @@ class PublicationsForOthers(Protocol):
     def access(self) -> Access:
         """Who may publish a name, and who may read it."""
 
-    def on_claim(self, claim: Claim, record: WorkerRecord) -> int:
+    def on_lease(self, lease: Lease, record: WorkerRecord) -> int:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
         """A worker does not publish a name any more."""
 
-    def shelf_of(self, name: str) -> Shelf | None:
+    def version_store_of(self, name: str) -> VersionStore | None:
         """What gives versions of a name to others here; None if nothing does."""
 
-    def shelf_with(self, name: str, version: int) -> Shelf | None:
+    def version_store_with(self, name: str, version: int) -> VersionStore | None:
         """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
 
-    def shelves_of(self, name: str) -> list[Shelf]:
+    def version_stores_of(self, name: str) -> list[VersionStore]:
         """Those that may have given versions of a name to somebody."""
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
@@ -77,10 +77,10 @@ def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
 
 @system
 @inline
-def claimed(claim: Claim) -> int:
+def leased(lease: Lease) -> int:
     """Handler: the caller publishes a name. How many subscriptions to it there are here."""
     publications, caller = _current()
-    return publications.on_claim(claim, caller)
+    return publications.on_lease(lease, caller)
 
 
 @system
@@ -105,16 +105,16 @@ def wanted(message: Want) -> Results | asyncio.Future[Results]:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller = _current()
     publications.access.check_read(caller, message.name)
-    shelf = publications.shelf_of(message.name)
-    before = [version for version in message.released if shelf is None or not shelf.has(version)]
+    versions = publications.version_store_of(message.name)
+    before = [version for version in message.released if versions is None or not versions.has(version)]
     if before:  # of before the name was unpublished, and published anew
         release = VersionsReleased(message.name, message.subscription, before)
-        for other in publications.shelves_of(message.name):
-            if other is not shelf:
+        for other in publications.version_stores_of(message.name):
+            if other is not versions:
                 other.released(caller, release)
-    if shelf is None:
+    if versions is None:
         return publications.hand_on(message)
-    return shelf.want(caller, message)
+    return versions.want(caller, message)
 
 
 @system
@@ -122,10 +122,10 @@ async def pieced(message: PieceWanted) -> torch.Tensor:
     """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
     publications, caller = _current()
     publications.access.check_read(caller, message.name)
-    shelf = publications.shelf_with(message.name, message.version)
-    if shelf is None:
+    versions = publications.version_store_with(message.name, message.version)
+    if versions is None:
         raise RpcUsageError(f"worker {caller.name!r} asks for a version of {message.name!r} that is not here")
-    return await shelf.piece(caller, message)
+    return await versions.piece(caller, message)
 
 
 @system
@@ -169,8 +169,8 @@ def latest(message: LatestWanted) -> bytes:
 def released(message: VersionsReleased) -> None:
     """Handler: the caller does not use some versions any more."""
     publications, caller = _current()
-    for shelf in publications.shelves_of(message.name):
-        shelf.released(caller, message)
+    for versions in publications.version_stores_of(message.name):
+        versions.released(caller, message)
 
 
 @system
@@ -178,8 +178,8 @@ def released(message: VersionsReleased) -> None:
 def ended(message: SubscriptionClosed) -> None:
     """Handler: a subscription of the caller has ended."""
     publications, caller = _current()
-    for shelf in publications.shelves_of(message.name):
-        shelf.closed(caller, message)
+    for versions in publications.version_stores_of(message.name):
+        versions.closed(caller, message)
 
 
 def _publisher(publications: PublicationsForOthers, name: str) -> Publisher:

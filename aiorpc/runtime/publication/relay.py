@@ -31,7 +31,7 @@ from ...protocol.publication import (
 )
 from ..calls.values import Results
 from .digests import changed, is_digest
-from .shelf import IN_PIECES, Home, Origin, Shelf, Stored
+from .version_store import IN_PIECES, Home, Origin, Stored, VersionStore
 
 # Bytes of a piece, and how many are under way at a time. Not more than a chunk: chunks of several transfers take turns,
 # so that all pieces under way would come late, and each host could hand on the first one only when it has them all.
@@ -65,7 +65,7 @@ class PublicationsForRelay(Protocol):
         """Nobody reads from a relay any more, or its publisher has gone."""
 
 
-class Relay(Shelf):
+class Relay(VersionStore):
     """See the module. On the loop. publisher: whose versions these are. number: of its subscription there."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a subscription gets from the worker that publishes its name: the newest version, fetched before it is wanted.
 
-A feed asks for the next version as soon as it has one, and keeps what has come until the program takes it; what is
-newer takes its place. So the program gets the newest version there is, and one that nobody began is never read.
+A prefetcher asks for the next version as soon as it has one, and keeps it until the program takes it; a newer one takes
+its place. So the program gets the newest version there is, and a version that the program does not take is never read.
 
 A version that lies in a slot is mapped for this subscription alone. It is released when the value and all its tensors
 have died; then the pages that were written to are given back, and only after that is the publisher told.
@@ -46,7 +46,7 @@ from ..calls.values import Results
 from ..engine.engine import Engine
 from .digests import changed, is_digest
 from .names import Names
-from .shelf import in_background
+from .version_store import in_background
 
 # Seconds between two tries to get a version after an error that may pass.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
@@ -58,8 +58,8 @@ _MOST_STALLS = 6
 _MOST_IDLE = 4
 
 
-class PublicationsForFeed(Protocol):
-    """Who publishes what, as a feed needs to know it. names: the claims that are known."""
+class PublicationsForPrefetcher(Protocol):
+    """Who publishes what, as a prefetcher needs to know it. names: the leases that are known."""
 
     names: Names
 
@@ -87,8 +87,8 @@ class PublicationsForFeed(Protocol):
     def tell(self, record: WorkerRecord, message: Struct) -> None:
         """Say something to a worker that needs no answer."""
 
-    def feed_ended(self, feed: Feed) -> None:
-        """A feed is closed, and nothing that it has brought is alive any more."""
+    def prefetcher_ended(self, prefetcher: Prefetcher) -> None:
+        """A prefetcher is closed, and nothing that it has brought is alive any more."""
 
 
 class ArrivedVersion(NamedTuple):
@@ -107,7 +107,7 @@ class ArrivedVersion(NamedTuple):
     publisher: WorkerInfo
 
 
-class Feed:
+class Prefetcher:
     """See the module. On the loop, but for `take`, `forget` and `close_later`, which any thread may call.
 
     number: of the subscription, at this worker. newest: the newest version that is here whole, 0 for none.
@@ -115,7 +115,7 @@ class Feed:
     """
 
     def __init__(
-        self, engine: Engine, publications: PublicationsForFeed, descriptors: Descriptors, name: str, number: int
+        self, engine: Engine, publications: PublicationsForPrefetcher, descriptors: Descriptors, name: str, number: int
     ) -> None:
         """descriptors: of the worker, for slots that are mapped."""
         self.name = name
@@ -164,32 +164,21 @@ class Feed:
 
     def take(self, waker: Callable[[], object] | None) -> ArrivedVersion | None:
         """The newest version that was not taken yet. If there is none: None, and the waker is called once it is worth
-        looking again, if there is one. Raises what has ended the feed, and once why the newest version
+        looking again, if there is one. Raises what has ended the prefetcher, and once why the newest version
         cannot be had here."""
-        arrival: ArrivedVersion | None = None
-        try:
-            with self._lock:
-                if waker is not None:
-                    self._wakers.discard(waker)
-                arrival, self._ready = self._ready, None
-                if arrival is None:
-                    if self._error is not None:
-                        raise copy.copy(self._error)  # with the traceback of this turn alone
-                    if self._refusal is not None:
-                        refusal, self._refusal = self._refusal, None
-                        raise refusal
-                    if waker is not None:
-                        self._wakers.add(waker)
-        except BaseException:
-            self.give_back(arrival)
-            raise
-        return arrival
-
-    def give_back(self, arrival: ArrivedVersion | None) -> None:
-        """Who took that was interrupted: it is taken in a later turn, unless a newer one has come."""
         with self._lock:
-            if self._ready is None and not self.closed:
-                self._ready = arrival
+            if waker is not None:
+                self._wakers.discard(waker)
+            arrival, self._ready = self._ready, None
+            if arrival is None:
+                if self._error is not None:
+                    raise copy.copy(self._error)  # with the traceback of this turn alone
+                if self._refusal is not None:
+                    refusal, self._refusal = self._refusal, None
+                    raise refusal
+                if waker is not None:
+                    self._wakers.add(waker)
+        return arrival
 
     def forget(self, waker: Callable[[], object]) -> None:
         """That one does not wait any more."""
@@ -370,9 +359,9 @@ class Feed:
         Whoever takes a name over asks for the newest version that anybody has; but one that was under way to this
         worker just then has nobody, and whoever waited for more than its number would wait for long.
         """
-        claim = self._publications.names.get(self.name)
-        if claim is not None and claim.publisher == publisher.id != self._made_by:
-            self.newest = min(self.newest, claim.first - 1)
+        lease = self._publications.names.get(self.name)
+        if lease is not None and lease.publisher == publisher.id != self._made_by:
+            self.newest = min(self.newest, lease.first - 1)
 
     def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> tuple[SlotView, Bytes] | None:
         """The bytes of a version in a slot, with the view of it; None if this worker cannot map it."""
@@ -512,8 +501,8 @@ class Feed:
             self._end_at(self._source)
         for late in self._late:
             self._end_at(late)
-        claim = self._publications.names.get(self.name)
-        publisher = None if claim is None else self._publications.known(claim.publisher)
+        lease = self._publications.names.get(self.name)
+        publisher = None if lease is None else self._publications.known(lease.publisher)
         if publisher is not None and publisher != self._source:
             # It counts this one among the readers, though another worker fetches for this host, or waits for it to ask.
             self._publications.tell(publisher, SubscriptionClosed(self.name, self.number, []))
@@ -533,7 +522,7 @@ class Feed:
 
     def _look_whether_over(self) -> None:
         if self.closed and not self._lent:
-            self._publications.feed_ended(self)
+            self._publications.prefetcher_ended(self)
 
 
 def _bytes_of(data: tuple[object, ...] | list[object], size: int) -> Bytes:

@@ -1,8 +1,8 @@
 """The versions of one name at a worker that gives them to readers: where they lie, who has them, who waits for more.
 
-A shelf stands at the worker that publishes the name (`publisher`), and on each other host at the reader that fetches
-for all readers of that host (`relay`). A version lies in a slot (`channels/slots.py`), or where there is none to be had
-in memory of this process alone. It is kept as long as it is the newest one or somebody reads it.
+A version store stands at the worker that publishes the name (`publisher`), and on each other host at the reader that
+fetches for all readers of that host (`relay`). A version lies in a slot (`channels/slots.py`), or, where there is no
+slot to be had, in memory of this process alone. It is kept as long as it is the newest one or a reader holds it.
 
 Invariants
 1. A version is given to readers only when all of its bytes are in their place (`finish`). To the next host its pieces
@@ -117,7 +117,7 @@ class Stored:
     abandoned: bool = False
 
 
-class Shelf:
+class VersionStore:
     """See the module. On the loop. subscribers: those that are open, by worker and number."""
 
     def __init__(self, home: Home, name: str) -> None:
