@@ -498,20 +498,20 @@ async def test_a_reader_that_gives_up_holds_up_nobody(trio: list[Worker]) -> Non
     await trio[0].publish("policy", weights(1))
     me = trio[0]._node.engine.record
     publications = trio[1]._node.publications
-    asked = [publications.want(me, Want("policy", 99, 1, False, [], False)) for _ in range(2)]
+    asked = [publications.outbound.want(me, Want("policy", 99, 1, False, [], False)) for _ in range(2)]
     with pytest.raises(rpc.RpcUsageError, match="asked again"):
         await asked[0]
     asked[1].cancel()
-    kept = publications.want(me, Want("policy", 98, 1, False, [], False))
+    kept = publications.outbound.want(me, Want("policy", 98, 1, False, [], False))
     async with trio[2].subscribe("policy") as versions:
         assert (await anext(versions)).version == 1
-        publications.tell(me, SubscriptionClosed("policy", 98, []))
+        publications.outbound.tell(me, SubscriptionClosed("policy", 98, []))
         with pytest.raises(rpc.RpcUsageError, match="has ended"):
             await kept
         await trio[0].publish("policy", weights(2))
         assert (await anext(versions)).version == 2
     subscribers = trio[0]._node.publications.publishers["policy"].subscribers
-    publications.tell(me, SubscriptionClosed("policy", 99, []))
+    publications.outbound.tell(me, SubscriptionClosed("policy", 99, []))
     await until(lambda: not subscribers)
 
 

@@ -204,7 +204,7 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
         await learner.publish("policy", weights(1, SIZE))
         async with source.subscribe("policy") as versions:
             await turn([versions], 1)
-            relay, there = source._node.publications.relays["policy"], behind._node.publications
+            relay, there = source._node.publications.relays["policy"], behind._node.publications.outbound
             for version, leave in ((2, True), (3, False)):
                 await there.piece(source._node.engine.record, PieceWanted("policy", version - 1, 0, 8))
                 await learner.publish("policy", weights(version, SIZE))
@@ -223,7 +223,7 @@ async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest
         learner, late, other = workers.values()
         subscriptions = await read_first(learner, late, other)
         assert late._node.publications.relays
-        leader, there, publisher = late._node.engine.record, other._node.publications, learner._node.publications
+        leader, there, publisher = late._node.engine.record, other._node.publications.outbound, learner._node.publications
         want = there.want
 
         async def lose(record: WorkerRecord, message: Want, timeout: float = 0.0) -> Any:

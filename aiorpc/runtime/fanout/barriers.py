@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -19,27 +19,17 @@ from ...errors import Overloaded, PeerLeft, PeerLost, RpcError, RpcTimeout, RpcU
 from ...futures import Future
 from ...protocol.identity import NAME_LIMIT
 from ..caller.peer import Peer
-from ..caller.peers import Peers
 from ..caller.reworded import RewordedFuture
-from ..calls.current import CommonHome, current_call
+from ..calls.current import current_call
 from ..calls.declared import pack
 from ..calls.failures import came_from_afar
 from ..calls.functions import system
-from ..group.events import Events
-from ..group.group import Group
+from .home import Home
 
 _MOST, _MOST_MEMBERS = 256, 4096  # barriers at which one member waits here, and members of one
 # For the word who is missing a caller waits longer than the barrier itself, by this share of its time, and by so many
 # seconds at least and at most.
 _SHARE, _LEAST_GRACE, _GRACE = 0.1, 0.5, 5.0
-
-
-class Home(CommonHome, Protocol):
-    """What barriers need of the worker."""
-
-    peers: Peers
-    news: Events
-    group: Group
 
 
 def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[None]:

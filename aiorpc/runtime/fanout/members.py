@@ -12,15 +12,8 @@ from ...errors import RpcUsageError, UnknownWorker
 from ...protocol.identity import WorkerInfo
 from ...rights import check_role
 from ..caller.peer import Peer
-from ..caller.peers import Peers, To
-from ..group.group import Group
-
-
-class Home(Protocol):
-    """What the members of a group of peers are found by."""
-
-    peers: Peers
-    group: Group
+from ..caller.peers import To
+from .home import Home
 
 
 class Members(Protocol):

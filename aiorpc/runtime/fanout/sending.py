@@ -12,7 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...callbacks import current_autograd
 from ...channels.shm import Copies
@@ -27,21 +27,13 @@ from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
 from ..caller.waiting import WaitingCall, WaitingFrame, nothing
-from ..calls.current import CommonHome, current_call
+from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.values import encode
-from ..gradients.contexts import Gradients
 from ..links.link import FEW, Link
-from ..links.memory import Memory
 from .group_call import GroupCall
-
-
-class Home(CommonHome, Protocol):
-    """What a call to several workers needs of the one that makes it."""
-
-    memory: Memory
-    gradients: Gradients
+from .home import Home
 
 
 class _Arguments(NamedTuple):

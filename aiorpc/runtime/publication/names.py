@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..._typing import Function
 from ...errors import NotAllowed, PeerLeft, PeerLost, RendezvousError, RpcError
@@ -27,26 +27,14 @@ from ...protocol.publication import (
     read,
     write,
 )
-from ..caller.peers import Peers
-from ..engine.engine import Engine
-from ..group.group import Group
-from ..meeting.rendezvous import Rendezvous
 from .access import Access
 from .handlers import latest, leave
+from .home import Home
 from .known import KnownLeases
 from .leases import StandingLease, find_lease, make_lease, taken
 from .told import ToldLeases
 
 T = TypeVar("T")
-
-
-class Home(Protocol):
-    """What knowing who publishes needs of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    peers: Peers
-    group: Group
 
 
 class Names:

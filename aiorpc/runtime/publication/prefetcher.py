@@ -19,14 +19,12 @@ from typing import NamedTuple, Protocol
 
 import numpy
 import torch
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ...channels.descriptors import Descriptors, DescriptorShare
 from ...channels.segments import Bytes
 from ...channels.slots import SlotView
 from ...errors import NotAllowed, PeerLeft, PeerLost, ProtocolError, RpcError, SerializationError
-from ...futures import Future
 from ...locks import Lock
 from ...logs import logger
 from ...protocol.identity import WorkerInfo, WorkerRecord
@@ -46,6 +44,7 @@ from ..calls.values import Results
 from ..engine.engine import Engine
 from .digests import changed, is_digest
 from .names import Names
+from .outbound import Outbound
 from .version_store import in_background
 
 # Seconds between two tries to get a version after an error that may pass.
@@ -59,9 +58,10 @@ _MOST_IDLE = 4
 
 
 class PublicationsForPrefetcher(Protocol):
-    """Who publishes what, as a prefetcher needs to know it. names: the leases that are known."""
+    """What a prefetcher needs of the published values of its worker."""
 
     names: Names
+    outbound: Outbound
 
     async def source(self, name: str, newest: int) -> WorkerRecord:
         """The worker that publishes a name, once there is one; or one that has a version which it left behind.
@@ -69,23 +69,11 @@ class PublicationsForPrefetcher(Protocol):
         newest: the version that is here already.
         """
 
-    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
-        """Ask a worker for its newest version. limit: seconds, 0 for none."""
-
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
         """The member of that id, which fetches for this host what another one publishes; this worker begins to.
 
         RpcUsageError if there is no such member.
         """
-
-    def known(self, worker_id: int) -> WorkerRecord | None:
-        """The record of a member, which may have gone; None if it is not known any more."""
-
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
-        """Ask the publisher of a name for the digest of a version."""
-
-    def tell(self, record: WorkerRecord, message: Struct) -> None:
-        """Say something to a worker that needs no answer."""
 
     def prefetcher_ended(self, prefetcher: Prefetcher) -> None:
         """A prefetcher is closed, and nothing that it has brought is alive any more."""
@@ -124,6 +112,7 @@ class Prefetcher:
         self.engine = engine
         self.kept: ArrivedVersion | None = None
         self._publications = publications
+        self._outbound = publications.outbound
         self.newest: int = 0
         self._made_by = -1  # the id of the worker that has published the newest one
         self._maps = False
@@ -256,10 +245,10 @@ class Prefetcher:
         try:
             # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
-            answer = await self._publications.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
+            answer = await self._outbound.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
         except RpcError as error:
             if released:  # it may not have heard the question
-                self._publications.tell(record, VersionsReleased(self.name, self.number, released))
+                self._outbound.tell(record, VersionsReleased(self.name, self.number, released))
             if self._leader is None:
                 raise
             if isinstance(error, (NotAllowed, ProtocolError, SerializationError)):
@@ -313,12 +302,12 @@ class Prefetcher:
                 data = await in_background(self.engine, mapped.copy)
         if compares:
             view, mapped = None, None
-            wanted = await self._publications.digest(publisher, self.name, edition.version)
+            wanted = await self._outbound.digest(publisher, self.name, edition.version)
             if not await is_digest(self.engine, wanted, self.name, edition, bodies, data):
                 self._pass_by(record, changed(record, edition.version, self.name, publisher))
                 return
             edition = replace(edition, roles=[publisher.role])
-        maker = self._publications.known(edition.publisher)
+        maker = self._outbound.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
         # Who has published it may have gone before this worker came: whoever hands it on says what role that had.
         named = [each for each in (publisher, None if compares else record, maker) if each is not None]
@@ -327,7 +316,7 @@ class Prefetcher:
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
         if record != publisher:
-            self._publications.tell(publisher, VersionArrived(self.name, self.number, edition.version))
+            self._outbound.tell(publisher, VersionArrived(self.name, self.number, edition.version))
 
     def _lead_by(self, said: AskLeader, publisher: WorkerRecord) -> None:
         """The publisher says who fetches for this host. One that hands on nothing for long is passed by."""
@@ -454,7 +443,7 @@ class Prefetcher:
     def _say_released(self) -> None:
         unsaid, self._unsaid = self._unsaid, []
         for version, record in unsaid:
-            self._publications.tell(record, VersionsReleased(self.name, self.number, [version]))
+            self._outbound.tell(record, VersionsReleased(self.name, self.number, [version]))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -502,16 +491,16 @@ class Prefetcher:
         for late in self._late:
             self._end_at(late)
         lease = self._publications.names.get(self.name)
-        publisher = None if lease is None else self._publications.known(lease.publisher)
+        publisher = None if lease is None else self._outbound.known(lease.publisher)
         if publisher is not None and publisher != self._source:
             # It counts this one among the readers, though another worker fetches for this host, or waits for it to ask.
-            self._publications.tell(publisher, SubscriptionClosed(self.name, self.number, []))
+            self._outbound.tell(publisher, SubscriptionClosed(self.name, self.number, []))
         self._look_whether_over()
 
     def _end_at(self, source: WorkerRecord) -> None:
         """Tell a worker that it is asked no more, and so that nothing is held of what it has given but what is lent."""
         held = [version for version, record in self._lent.values() if record == source]
-        self._publications.tell(source, SubscriptionClosed(self.name, self.number, held))
+        self._outbound.tell(source, SubscriptionClosed(self.name, self.number, held))
 
     def let_go(self) -> None:
         """The worker ends: nobody is told any more of what is released."""

@@ -7,16 +7,14 @@ each that joins later. So a reader needs no store, knows the publisher of every 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ..._typing import Function
@@ -26,11 +24,8 @@ from ...logs import logger
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
-    DigestWanted,
     Latest,
     Lease,
-    PieceWanted,
-    StillFetching,
     Unpublished,
     Want,
     check_name,
@@ -38,21 +33,18 @@ from ...protocol.publication import (
     write,
 )
 from ...sites import call_site, outside
-from ..caller.peers import Peers
 from ..calls.current import within_call
 from ..calls.values import Results
-from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..engine.watch import ProcessWatch
-from ..group.events import Events, Listener
-from ..group.group import Group
-from ..links.links import Links
-from ..meeting.rendezvous import Rendezvous
+from ..group.events import Listener
 from .access import Access
 from .content import Content, take_apart
-from .handlers import SAID, digest, leased, pieced, unpublished, wanted
+from .handlers import leased, unpublished
+from .home import Home
 from .leases import RESERVED, raise_limit, release_lease
 from .names import Names
+from .outbound import Outbound
 from .prefetcher import Prefetcher
 from .publisher import Publisher
 from .readers import Delivery
@@ -64,21 +56,8 @@ T = TypeVar("T")
 
 # Seconds between two tries to tell a worker of a lease, or of its end.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
-# Seconds until a worker is told again what it did not take.
-_TOLD_PAUSE = 0.1
 # Names that are not read any more, of which a worker knows how far it has read them.
 _MOST_READ = 65_536
-
-
-class Home(Protocol):
-    """What published values need of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    links: Links
-    peers: Peers
-    group: Group
-    news: Events
 
 
 class Publications:
@@ -99,6 +78,7 @@ class Publications:
         self.names: Names = Names(home, self._read_here, self._on_lost)
         self._leasing: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
+        self.outbound: Outbound = Outbound(home)
         self._pending: set[Future[Any]] = set()
         self._listener: Listener | None = None
         self._watch = ProcessWatch(home.engine.loop, lambda record: self._on_dead())
@@ -422,7 +402,7 @@ class Publications:
 
         RpcUsageError if there is no such member.
         """
-        record = self.member(worker_id)
+        record = self.outbound.member(worker_id)
         if record is None:
             raise RpcUsageError(f"no member has the id {worker_id}, which fetches {name!r} for this host")
         if record.id == self._engine.id:
@@ -431,7 +411,9 @@ class Publications:
                 if relay is not None:
                     relay.stop()
                     self.relay_ended(relay)
-                self.relays[name] = Relay(self._home, self, name, publisher, next(self._numbers))
+                self.relays[name] = Relay(
+                    self._home, self.outbound, name, publisher, next(self._numbers), self.relay_ended
+                )
         return record
 
     def relay_ended(self, relay: Relay) -> None:
@@ -439,24 +421,6 @@ class Publications:
         if self.relays.get(relay.name) is relay:
             del self.relays[relay.name]
             self._ended.append(relay)
-
-    def member(self, worker_id: int) -> WorkerRecord | None:
-        """The member of that id, if there is one that lives."""
-        record = self.known(worker_id)
-        return record if record is not None and not self._home.group.is_gone(record) else None
-
-    def known(self, worker_id: int) -> WorkerRecord | None:
-        """The record of a member, which may have gone; None if it is not known any more."""
-        return self._home.group.members.get(worker_id)
-
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
-        """Ask a worker for some bytes of a version, without a limit."""
-        return self._home.peers.of(record).call(pieced, (write(message),), None, 0.0, system=True)
-
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
-        """Ask the publisher of a name for the digest of a version."""
-        said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
-        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
 
     @property
     def access(self) -> Access:
@@ -498,28 +462,6 @@ class Publications:
         if newest.view is not None:  # else all of it is in the bodies
             data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
         return Results((write(edition), *newest.bodies, *data))
-
-    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
-        """Ask a worker for its newest version. limit: seconds, 0 for none."""
-        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
-
-    def tell(self, record: WorkerRecord, message: Struct) -> None:
-        """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
-        keep what nobody holds any more, and wait for who does not read."""
-        function = SAID[type(message)]
-        with contextlib.suppress(RpcError):  # it is gone, or this worker is
-            limit = self._engine.options.rpc_timeout
-            call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call._when_settled(partial(self._told, record, message))
-
-    def _told(self, record: WorkerRecord, message: Struct, future: Future[object]) -> None:
-        """Any thread."""
-        if isinstance(future.exception(), Overloaded):
-            self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
-
-    def _tell_again(self, record: WorkerRecord, message: Struct) -> None:
-        if not isinstance(message, StillFetching):  # it says so again by itself
-            self.tell(record, message)
 
     # --- what others say ----------------------------------------------------------------------------------------------
 

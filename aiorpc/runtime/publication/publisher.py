@@ -23,9 +23,10 @@ from ...protocol.publication import AskLeader, Lease, SubscriptionClosed, Versio
 from ..calls.values import Results
 from .content import Content
 from .digests import Digests, digest_of
+from .home import Home
 from .leases import StandingLease
 from .readers import AwaitedVersion, Delivery, Readers
-from .version_store import IN_PIECES, Home, Key, Origin, Stored, Subscriber, VersionStore, in_background
+from .version_store import IN_PIECES, Key, Origin, Stored, Subscriber, VersionStore, in_background
 
 # From so many bytes on a copy does not belong on the loop.
 _LONG_COPY = 1 << 20

@@ -19,7 +19,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -42,7 +42,7 @@ from ...protocol.publication import (
 )
 from ..calls.values import Results
 from ..engine.engine import Engine
-from ..links.links import Links
+from .home import Home
 
 # Versions that one subscription may hold before it is asked to copy the next one and release it: the one that its
 # program uses, the next one that lies ready, the one that comes, and one whose release has not been told yet.
@@ -54,13 +54,6 @@ _MOST_SUBSCRIPTIONS = 4096
 IN_PIECES = 0
 
 Key = tuple[int, int]  # the id of a worker, and the number of its subscription
-
-
-class Home(Protocol):
-    """What giving versions to readers needs of the worker."""
-
-    engine: Engine
-    links: Links
 
 
 class Origin(NamedTuple):
