@@ -108,7 +108,7 @@ class StillFetching(Struct, frozen=True, array_like=True):
 
 
 class VersionsReleased(Struct, frozen=True, array_like=True):
-    """Nobody uses these versions of that subscription any more."""
+    """These versions of that subscription are not used any more."""
 
     name: _Name
     #: 0 for what the worker has fetched in pieces, and does not fetch from here any more.

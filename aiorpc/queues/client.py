@@ -84,7 +84,7 @@ R = TypeVar("R")
 
 _ITEMS_AT_ONCE = 256
 _NO_ITEMS = declared.pack([])
-# The first try of a producer that failed with one of these may be followed by one that succeeds: the item goes back.
+# The first try of a producer that failed with one of these may be followed by a try that succeeds: the item goes back.
 _PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
 # With these the producer is gone, and the items that it kept. Other errors say of an item that it cannot be had.
 _GONE = (PeerLost, PeerLeft, PeerRefused, UnknownWorker)
@@ -464,7 +464,7 @@ class Client:
         if not left[worker]:
             del left[worker]
             get.producers.pop(worker, None)
-        if isinstance(error, RpcTimeout):  # it names a function that nobody has called
+        if isinstance(error, RpcTimeout):  # it names a function that the program did not call
             error = self._not_handed_over(wanted[0].producer, error)
         head, *values = answer if type(answer) is Results else (answer,)
         packed = self._read(PACKED, head, error)
@@ -608,7 +608,7 @@ class Client:
         self.given_up(waiting)
 
     def _why_late(self, waiting: PutFuture | GetFuture, time: str) -> tuple[str, str]:
-        """What somebody has waited for all that time in vain, and the name of the worker that it depended on."""
+        """What has not come in all that time, and the name of the worker that it depended on."""
         if isinstance(waiting, GetFuture) and waiting.producers:
             names = sorted(waiting.producers.values())
             return self._keeps_back(names, time), names[0]
@@ -625,7 +625,7 @@ class Client:
         return text + self._or_busy(), self._owner
 
     def _or_busy(self) -> str:
-        """What else may be behind it that the owner has nothing to say: one that is silent looks the same."""
+        """The other reason for a wait: an owner that is busy or stopped looks the same."""
         if self._owner == self.node.engine.name:
             return ""
         return (

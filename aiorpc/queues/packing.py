@@ -1,14 +1,14 @@
-"""An item of a queue, from the worker that puts it to the one that gets it; whoever has it meanwhile does not read it.
+"""An item of a queue, from its producer to its getter; the owner of the queue has it meanwhile, and does not read it.
 
 An item is packed as it is put: its errors are raised there, and what happens to the object afterwards does not matter.
 What is packed is the body of a message and its buffers, one behind the other. If that is small it travels with the put.
 Else it stays with the worker that has put it (`items`), where it can be lent from if there is room (`Memory.keep`); and
-so does an item that has references or tensors on devices inside of it, as itself. Whoever gets the item fetches it from
+so does an item that has references or tensors on devices inside of it, as itself. The getter fetches it from
 there (`hand_over`).
 
-Nobody knows beforehand which worker that is. What the main module of its producer defines goes by name to a worker that
-runs the same one, and by value to any other: an item that names such a thing is packed in both forms, and whoever
-unpacks it takes the one for itself. All other items have one form, and so have all items of a group of fixed size whose
+It is not known beforehand which worker that is. What the main module of its producer defines goes by name to a worker
+that runs the same one, and by value to any other: an item that names such a thing is packed in both forms, and the
+getter takes the one for itself. All other items have one form, and so have all items of a group of fixed size whose
 members run the same main module: what goes by value takes many times as long to write.
 """
 
@@ -65,7 +65,7 @@ def pack(
     """
     body, buffers, out = encode(Reply, (), [item], here, owner.route)
     if out is not None or DeviceBuffer in map(type, buffers):
-        if out is not None:  # references: whoever gets the item has to be named in them
+        if out is not None:  # references: the getter has to be named in them
             out.unsend()
         return KeptItem(None, item)
     if _BY_NAME in body and others():
@@ -81,7 +81,7 @@ def pack(
         return bytes(small)
     if not copy:
         return KeptItem(None, item, size)
-    if size > here.max_segment:  # nobody could take it from here
+    if size > here.max_segment:  # no worker could take it from here
         raise SerializationError(
             f"is too large: it is kept in one piece of {size} bytes, and the limit is {here.max_segment} "
             "(max_tensor_bytes). Put less at a time, or with copy=False"
@@ -144,7 +144,7 @@ def unpack(packed: bytes | torch.Tensor, safe: bool, main: str) -> Any:
     """The item again, in the memory that it came in. safe: whether no pickles are read. main: our main module.
 
     Raises ProtocolError for what is no item, SerializationError for one that only workers with another main module can
-    read, and whatever unpickling raises.
+    read, and what unpickling raises.
     """
     if type(packed) is not bytes and not (type(packed) is torch.Tensor and packed.dtype is torch.uint8):
         raise ProtocolError("an item of a queue that is no bytes")

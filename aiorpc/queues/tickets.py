@@ -21,7 +21,7 @@ _SEALED = struct.Struct("<QQ?")  # the worker, the number, and whether the item 
 
 
 class Tickets:
-    """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
+    """What the owner gives with each item: the number of that, and a seal. The key never leaves the owner."""
 
     __slots__ = ("_count", "_keyed", "_used")
 

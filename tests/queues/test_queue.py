@@ -36,7 +36,7 @@ from aiorpc import (
 from aiorpc.errors import ItemLost, ProtocolError, UnknownWorker
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
-from aiorpc.queues import calls, packing
+from aiorpc.queues import packing
 from aiorpc.queues.calls import Calls
 from aiorpc.queues.client import Client
 from aiorpc.queues.items import (
@@ -1285,25 +1285,6 @@ async def stay(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
-async def test_who_waits_in_vain_for_a_producer_hears_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the time of the call for the item is over, and not that of the `get`: the item goes back, which it is told."""
-    options = [RpcBackendOptions(), RpcBackendOptions(), RpcBackendOptions(rpc_timeout=0.2)]
-    async with cluster(3, options=options) as workers:
-        make(workers[0])
-        await handle(workers[1]).put(torch.ones(LARGE))
-        mine = handle(workers[2])
-        with monkeypatch.context() as patched:
-            patched.setattr(calls, "hand_over", stay)
-            with pytest.raises(RpcTimeout) as raised:
-                await mine.get()
-        text = str(raised.value)
-        assert "worker 'worker1' did not hand over within 0.2 s (rpc_timeout) what was taken from queue 'q'" in text
-        assert "of worker 'worker0'" in text and "A later `get` finds it" in text and "stay" not in text
-        assert (raised.value.worker, raised.value.function, raised.value.seconds) == ("worker1", "q.get", 0.2)
-        assert (await handle(workers[0]).get()).sum() == LARGE
-        await until_no_references(workers)
-
-
 @pytest.mark.parametrize("error", [rpc.Overloaded("not now"), RpcTimeout("not in time")])
 async def test_an_item_that_is_not_handed_over_now_stays_in_the_queue(
     error: Exception, trio: list[Worker], monkeypatch: pytest.MonkeyPatch
@@ -1608,22 +1589,6 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr("aiorpc.queues.packing.encode", note)
     return times
-
-
-@pytest.mark.parametrize("other", ["one script", "another script"])
-async def test_in_a_group_of_fixed_size_it_depends_on_its_members(
-    other: str, encoded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where all of them run the same main module nobody needs what it defines by value."""
-    mains = iter(["one script", other])
-    monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: next(mains))
-    monkeypatch.setattr(main_function, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "main_function", main_function, raising=False)
-    async with cluster(2) as workers:
-        queue = make(workers[0])
-        await handle(workers[1]).put(main_function)
-        assert len(encoded) == (1 if other == "one script" else 2)
-        assert (await queue.get() is main_function) == (other == "one script")
 
 
 async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() -> None:

@@ -419,7 +419,7 @@ async def test_two_that_lease_a_name_at_once_are_told_apart(pair: list[Worker]) 
 async def test_a_turn_ends_in_time_and_may_be_tried_again(pair: list[Worker]) -> None:
     """The error says what was waited for, and why it has not come."""
     async with pair[1].subscribe("policy", timeout=0.05) as versions:
-        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* nobody publishes it at present"):
+        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* no worker publishes it at present"):
             await anext(versions)
     async with pair[1].subscribe("policy", timeout=20) as versions:
         await pair[0].publish("policy", weights(1))
@@ -1011,7 +1011,7 @@ async def test_a_delivery_of_a_name_that_was_unpublished_settles(pair: list[Work
 
 async def test_only_its_publisher_may_unpublish_a_name(pair: list[Worker]) -> None:
     """The others are told who that is; what never was one is no name here either."""
-    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*nobody publishes it"):
+    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*no worker publishes it"):
         await pair[0].unpublish("policy")
     await pair[1].publish("policy", weights(1))
     await until(lambda: pair[0]._node.publications.names.get("policy"))

@@ -217,35 +217,6 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
                 await until(lambda: relay.stored == 1)
 
 
-async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one fetches for the host then, and nobody would tell it that the version is not read from its memory."""
-    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
-        learner, late, other = workers.values()
-        subscriptions = await read_first(learner, late, other)
-        assert late._node.publications.relays
-        leader, there, publisher = late._node.engine.record, other._node.publications.outbound, learner._node.publications
-        want = there.want
-
-        async def lose(record: WorkerRecord, message: Want, timeout: float = 0.0) -> Any:
-            answer = await want(record, message, timeout)
-            if record == leader:
-                raise RpcTimeout("it has come too late")
-            return answer
-
-        monkeypatch.setattr(there, "want", lose)
-        monkeypatch.setattr(publisher.publishers["policy"], "_is_stalled", lambda leads: leads.record == leader)
-        for version in (2, 3, 4):  # the first question was under way before
-            await learner.publish("policy", weights(version, SIZE))
-            await turn(subscriptions, version)
-        assert there.relays
-        await until(lambda: not late._node.publications.relays)
-        await learner.publish("policy", weights(5, SIZE))
-        await turn(subscriptions, 5)  # its own reader had the one before from its own memory
-        await until(lambda: late._node.memory.slots.used == 0)
-        for subscription in subscriptions:
-            subscription.close()
-
-
 async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for it is woken when it has come; if the version is given up just then, another may lie there."""
     async with hosts(monkeypatch, learner="a", b="b") as workers:

@@ -1,8 +1,8 @@
 """Barriers: the members of a group wait for each other at the one with the lowest id.
 
 A barrier is known by its tag and the ids of its members. It is there from the first arrival until all have come, or
-nobody waits at it any more. Its end is decided on the loop of that member, by the arrival of the last one or by the
-first news that a member is gone; whoever gives up before is taken back, and may come again.
+no member waits at it any more. Its end is decided on the loop of that member, by the arrival of the last one or by the
+first news that a member is gone; a member that gives up before is taken back, and may come again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
 
 
 def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseException | None) -> BaseException | None:
-    """What the call has ended with, where its text names a function that nobody has called. host: where they wait."""
+    """What the call has ended with, in words of barriers. host: where they wait."""
     if error is None or came_from_afar(error):
         return error
     gone = host.gone or host.parting
@@ -69,9 +69,9 @@ class _AtBarrier(RewordedFuture):
     """This worker is at a barrier, or on its way there, until this settles."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """As of any Future; but who is interrupted, as by Ctrl-C, comes away from the barrier, if nobody else waits.
+        """As of any Future; but who is interrupted, as by Ctrl-C, comes away from the barrier, unless others wait.
 
-        Nobody would have the Future to cancel it, and to come again would be refused for as long as this one is there.
+        Else the Future could not be cancelled, and to come again would be refused for as long as this one is there.
         """
         try:
             super().wait(timeout)
@@ -161,7 +161,7 @@ class Barriers:
                 await anext(listener)
             if not over.done():
                 over.set_result(gone)
-        except StopAsyncIteration:  # this worker leaves, and whoever waits hears of that
+        except StopAsyncIteration:  # this worker leaves, and those that wait hear of that
             pass
         finally:
             await listener.aclose()

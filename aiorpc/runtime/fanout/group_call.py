@@ -63,7 +63,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         """quorum: how many values are enough; None waits for all members, whatever they answer.
 
         over: whether nothing more is to be sent, as enough have answered, or it was cancelled. calls: those to the
-        members, entered by whoever sends them.
+        members, entered by the thread that sends them.
         """
         super().__init__()
         self._subject: str = f"the call of {function} on {len(names)} workers"

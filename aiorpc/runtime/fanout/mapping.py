@@ -124,7 +124,7 @@ def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generat
                 yield begun.popleft().wait()
             if begun and len(begun) >= ahead():  # it may be less than before
                 continue
-            # An item for each result: whoever has given one is not to wait until all others are taken.
+            # One item for each result: a source of items that waits for results must not starve.
             try:
                 begun.append(call(next(source)))
             except StopIteration:

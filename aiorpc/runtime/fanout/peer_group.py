@@ -29,7 +29,7 @@ from .members import Members
 from .options import GroupOptions, Quorum, check_quorum, count_of
 from .outcomes import Outcomes
 from .rref_group import RRefGroup
-from .sending import Sending, send_all
+from .sending import Called, Sending, send_all
 
 S = TypeVar("S")
 
@@ -185,7 +185,7 @@ class PeerGroup:
         peers = self._members.now()
         quorum = count_of(options.quorum, len(peers))
         home, retry = self._home, options.retry
-        sending = Sending(home, peers, function, args, kwargs, options.timeout, wait=retry.wait, site=site)
+        sending = Sending(home, peers, Called(function, args, kwargs), options.timeout, site, retry.wait)
         sending.prepare()
         call: GroupCall[object] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
 

@@ -21,7 +21,7 @@ from .home import Home
 from .options import GroupOptions, count_of
 from .outcomes import Outcomes
 from .proxies import GroupProxy
-from .sending import Sending, send_all
+from .sending import Called, Sending, send_all
 
 
 class RRefGroup(Sequence[RRef[T]], Generic[T]):
@@ -76,8 +76,8 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
     def _call(self, name: str, args: Args, kwargs: Kwargs, timeout: float, site: CallSite) -> GroupCall[object]:
         peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
         methods = [Method(*ref._name(), name) for ref in self._refs]
-        seconds, keeps = self._seconds(timeout), self._refs
-        sending = Sending(self._home, peers, None, args, kwargs, seconds, site=site, methods=methods, keeps=keeps)
+        seconds = self._seconds(timeout)
+        sending = Sending(self._home, peers, Called(None, args, kwargs, methods, self._refs), seconds, site)
         sending.prepare()
         call = self._make(name, site)
         self._send_all(call, sending.send, sending.flush)

@@ -51,31 +51,38 @@ class _Letter(NamedTuple):
     buffers: Sequence[Any]
 
 
-class Sending:
-    """One call to these workers. `prepare` writes it, and raises what is wrong with it; then `send`, for each of them,
-    and at last `flush`.
+class Called(NamedTuple):
+    """What is called. function: a callable, or a method of an object that all workers serve; None for `methods`.
 
-    function: or a method of an object that all of them serve. methods: what to call in place of it, for each of them:
-    methods of values of references. keeps: the handles of these, as of `Peer.call`. timeout: seconds, 0 for no limit.
-    wait: as of `Peer.call`. site: where the call was made.
+    methods: a method of the value of a reference for each worker. keeps: the references, as of `Peer.call`.
+    """
+
+    function: Callable[..., object] | ObjectMethod | None
+    args: Sequence[object]
+    kwargs: dict[str, object] | None
+    methods: Sequence[Method] = ()
+    keeps: Sequence[object] = ()
+
+
+class Sending:
+    """One call to these workers. `prepare` writes it and raises what is wrong with it; then `send` sends it to each of
+    them, and at last `flush` what has large buffers.
+
+    timeout: seconds, 0 for no limit. site: where the call was made. wait: as of `Peer.call`.
     """
 
     def __init__(
         self,
         home: Home,
         peers: Sequence[Peer],
-        function: Callable[..., object] | ObjectMethod | None,
-        args: Sequence[object],
-        kwargs: dict[str, object] | None,
+        called: Called,
         timeout: float,
-        *,
         site: CallSite,
         wait: bool = False,
-        methods: Sequence[Method] = (),
-        keeps: Sequence[object] = (),
     ) -> None:
         self._home = home
         self._peers = peers
+        function, args, kwargs, methods, keeps = called
         self._function = function
         self._methods: Sequence[Method | ObjectMethod] = methods
         if type(function) is ObjectMethod:
@@ -159,7 +166,7 @@ class Sending:
         return named, self._names, remaining, self._trace, None, None, None, None
 
     def _write(self, peer: Peer, named: Function) -> _Arguments | None:
-        """The arguments as a message has them; None if something in them is bound to whoever gets it."""
+        """The arguments as a message has them; None if something in them is bound to the worker that gets it."""
         head = self._head(named)
         values = self._values if named is not None else [self._function, *self._values]
         frame = write_plain(CALL, 0, head, values, peer.max_body)

@@ -58,7 +58,7 @@ class PublicationsForOthers(Protocol):
         """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
 
     def version_stores_of(self, name: str) -> list[VersionStore]:
-        """Those that may have given versions of a name to somebody."""
+        """Those that may have given versions of a name to readers."""
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
         """The newest version of a name that this worker reads, for who has come after its publisher had gone."""

@@ -17,7 +17,7 @@ class KnownLeases:
     """The lease to each name that is known: as it stands in the store of the group (`told.py`). On the loop.
 
     worker: the name of this worker, for the log. read_here: gives the names that are read here, whose leases are kept
-    in any case; has_gone: whether the worker of that id is gone. Whoever needs a lease that is not here finds it in the
+    in any case; has_gone: whether the worker of that id is gone. A lease that is not here is found in the
     store. changed: is set, and another one is put in its place, when a lease has come, or the group has changed.
     """
 
@@ -75,12 +75,12 @@ class KnownLeases:
         return True
 
     def wake(self) -> None:
-        """Whoever waits for a change looks again."""
+        """Wake those that wait for a change."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def _look(self) -> None:
-        """One more name: forget who has published what nobody reads here, of workers that are gone.
+        """One more name: forget the leases of workers that are gone, for names that are not read here.
 
         All are looked at once as many have come as were left the last time, or as there was room for, but not before
         some have come (`_MANY_NAMES`): so it costs little on average.

@@ -1,4 +1,4 @@
-"""Who may publish a name: whoever has entered a lease to it in the store of the group, until that worker is gone.
+"""Who may publish a name: the worker that has entered a lease of it in the store of the group, until it is gone.
 
 A lease is made once for each name and publisher. It is changed by compare and set, so two that lease a name at once are
 told apart. A lease is taken over only when its worker is known to be gone, or has released it; the later lease has more

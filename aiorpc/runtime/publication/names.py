@@ -87,7 +87,7 @@ class Names:
         """Who publishes a name, for errors."""
         lease = self._leases.get(name)
         if lease is None:
-            return "nobody publishes it at present"
+            return "no worker publishes it at present"
         record = self._home.group.members.get(lease.publisher)
         what = "published it, and has left or was lost"
         if record is not None and not self._home.group.is_gone(record):

@@ -49,7 +49,7 @@ class Outbound:
 
     def tell(self, record: WorkerRecord, message: Struct) -> None:
         """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
-        keep what nobody holds any more, and wait for who does not read."""
+        keep what is not held any more, and wait for readers that are gone."""
         function = SAID[type(message)]
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout

@@ -13,7 +13,7 @@ import asyncio
 import copy
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -53,7 +53,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 _LARGE, _PATIENCE = 64 << 20, 0.2
 # So many times as long as who fetches for its host may say nothing, its readers wait for a version that there is.
 _MOST_STALLS = 6
-# Views of slots that nobody uses, and that are kept for the next version.
+# Unused views of slots that are kept for the next version.
 _MOST_IDLE = 4
 
 
@@ -175,7 +175,7 @@ class Prefetcher:
             self._wakers.discard(waker)
 
     def close_later(self) -> None:
-        """Nobody wants versions any more. Also from inside the garbage collector."""
+        """No more versions are wanted. Also from inside the garbage collector."""
         if not self.closed:
             self.engine.call_on_loop(self.close)
 
@@ -201,7 +201,7 @@ class Prefetcher:
                             self._asking = False
                         pause = _FIRST_PAUSE
                 except (PeerLost, PeerLeft):
-                    await asyncio.sleep(_FIRST_PAUSE)  # whoever publishes the name next says so
+                    await asyncio.sleep(_FIRST_PAUSE)  # the next publisher of the name says so
                 except (ProtocolError, NotAllowed):
                     raise
                 except SerializationError as error:
@@ -217,14 +217,14 @@ class Prefetcher:
             self.end(error)
 
     async def _refused(self, error: SerializationError) -> None:
-        """The newest version is not sent to here. It is told, and asked again, whenever somebody wants a version."""
+        """The newest version is not sent to here. A turn raises that, and then asks again."""
         self._trouble = str(error)
         refusal = RpcError(f"the newest version of {self.name!r} cannot come to worker {self.engine.name!r}: {error}")
         refusal.__cause__ = without_frames(error)
         self._refusal = refusal
         self._wake()
         await asyncio.sleep(_FIRST_PAUSE)
-        while self.reads and self._refusal is refusal:  # noqa: ASYNC110  # taken in any thread, which signals nobody
+        while self.reads and self._refusal is refusal:  # noqa: ASYNC110  # taken in any thread, without a signal
             await asyncio.sleep(_LAST_PAUSE)
 
     def _goes_on(self, record: WorkerRecord) -> bool:
@@ -243,7 +243,7 @@ class Prefetcher:
             self._saying.cancel()
         want = Want(self.name, self.number, self.newest, self._maps, released, False)
         try:
-            # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
+            # The leader of this host may have stalled: from time to time the publisher is asked who it is.
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
             answer = await self._outbound.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
         except RpcError as error:
@@ -276,14 +276,7 @@ class Prefetcher:
         if not isinstance(edition, Edition):
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         bodies = tuple([each for each in rest if type(each) is bytes])
-        if not 1 <= len(bodies) <= 2:
-            raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
-        if edition.version <= self.newest:
-            raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
-        own = edition.publisher == publisher.id  # else it is handed on, as its publisher has gone
-        names = self._publications.names
-        if not own and (record != publisher or names.has_published(publisher, self.name, edition.version)):
-            raise ProtocolError(f"{record.describe()} has sent a version of another worker")
+        self._check(edition, bodies, record, publisher)
         # What comes by way of another worker is compared, but where any member may have anything run here.
         others = record not in (publisher, self.engine.record)
         compares = others and not self.engine.rights.unlimited
@@ -309,7 +302,7 @@ class Prefetcher:
             edition = replace(edition, roles=[publisher.role])
         maker = self._outbound.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
-        # Who has published it may have gone before this worker came: whoever hands it on says what role that had.
+        # The publisher may have gone before this worker came: the worker that hands the version on names its role.
         named = [each for each in (publisher, None if compares else record, maker) if each is not None]
         roles = {*edition.roles, *(each.role for each in named if each.id != self.engine.id)}
         edition = replace(edition, roles=sorted(roles))  # for those to whom this worker hands it on
@@ -317,6 +310,17 @@ class Prefetcher:
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
         if record != publisher:
             self._outbound.tell(publisher, VersionArrived(self.name, self.number, edition.version))
+
+    def _check(self, edition: Edition, bodies: Sequence[bytes], record: WorkerRecord, publisher: WorkerRecord) -> None:
+        """Raise ProtocolError for a version that this worker cannot have sent."""
+        if not 1 <= len(bodies) <= 2:
+            raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
+        if edition.version <= self.newest:
+            raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
+        own = edition.publisher == publisher.id  # else it is handed on, because its publisher has gone
+        names = self._publications.names
+        if not own and (record != publisher or names.has_published(publisher, self.name, edition.version)):
+            raise ProtocolError(f"{record.describe()} has sent a version of another worker")
 
     def _lead_by(self, said: AskLeader, publisher: WorkerRecord) -> None:
         """The publisher says who fetches for this host. One that hands on nothing for long is passed by."""
@@ -345,8 +349,8 @@ class Prefetcher:
     def _follow(self, publisher: WorkerRecord) -> None:
         """Take all versions of a publisher for newer than those of the ones before, whatever numbers they have.
 
-        Whoever takes a name over asks for the newest version that anybody has; but one that was under way to this
-        worker just then has nobody, and whoever waited for more than its number would wait for long.
+        A worker that takes a name over asks for the newest version that any member has. A version that was under way
+        to this worker just then is not among them, and a wait for more than its number would be long.
         """
         lease = self._publications.names.get(self.name)
         if lease is not None and lease.publisher == publisher.id != self._made_by:
@@ -394,7 +398,7 @@ class Prefetcher:
         edition = arrival.edition
         self.newest, self._made_by, self._size, self._trouble = edition.version, edition.publisher, edition.size, ""
         # The bytes of a version without a slot are the reader's own, which may have written to them. A version that has
-        # no bytes of that kind stands in its message, which nobody changes.
+        # no bytes of that kind stands in its message, which does not change.
         self.kept = arrival if arrival.view is not None or not edition.size else None
         self._behind_since = 0.0
         with self._lock:
@@ -503,7 +507,7 @@ class Prefetcher:
         self._outbound.tell(source, SubscriptionClosed(self.name, self.number, held))
 
     def let_go(self) -> None:
-        """The worker ends: nobody is told any more of what is released."""
+        """The worker ends: say no more of what is released."""
         for view in self._lent:
             view.let_go()
         self._lent.clear()

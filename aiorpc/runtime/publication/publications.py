@@ -1,7 +1,7 @@
 """The published values of one worker: those that it publishes, and those that it reads.
 
-How a publisher and its readers find each other: whoever has leased a name (`leases`) says so to all members, and to
-each that joins later. So a reader needs no store, knows the publisher of every name, and asks that worker alone.
+How a publisher and its readers find each other: the worker that leases a name (`leases`) says so to all members,
+and to each that joins later. So a reader needs no store, knows the publisher of every name, and asks that worker alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Publications:
         self._engine.lifetime.check_begin()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
-        future._site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
+        future._site = call_site(outside("aiorpc"))  # so a failure that is not looked at is logged
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
@@ -117,7 +117,7 @@ class Publications:
         limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         prefetcher = Prefetcher(self._engine, self, self._home.links.memory.descriptors, name, next(self._numbers))
         self._engine.run_on_loop(self._open, prefetcher)
-        if self._engine.closed:  # meanwhile: the loop may have stopped, and nobody would end it
+        if self._engine.closed:  # meanwhile: the loop may have stopped, and nothing would end it
             prefetcher.end(self._engine.lifetime.why_closed())
         return Subscription(prefetcher, limit, device)
 
@@ -152,7 +152,7 @@ class Publications:
         return future
 
     def _begin(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
-        """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
+        """Have something done on the loop that settles a Future; it is settled also where the worker ends."""
         self._pending.add(future)
         future._when_settled(self._pending.discard)
         self._engine.run_on_loop(self._spawn, future, make)
@@ -180,7 +180,7 @@ class Publications:
         future._settle(Publication(name, version, partial(self.delivered, name, version)))
 
     async def _raise_limit(self, publisher: Publisher, limit: int) -> None:
-        """Let the store know that versions go further. Nothing waits for it: without the store nobody takes over."""
+        """Let the store know that versions go further. Nothing waits for it: without the store no worker takes over."""
         async with self._leasing.setdefault(publisher.name, asyncio.Lock()):
             try:
                 step = partial(raise_limit, self._home.rendezvous, publisher.stands, limit)
@@ -259,7 +259,7 @@ class Publications:
             for record in versions.on_gone(group.is_gone):
                 if record.pid != os.getpid() and record.host == self._engine.record.host:
                     self._watch.add(record)
-        self.names.wake()  # whoever follows a worker that is gone looks for another one
+        self.names.wake()  # prefetchers that follow a worker that is gone look for another one
         self._on_dead()
 
     async def _tell_lease(self, publisher: Publisher, record: WorkerRecord) -> None:
@@ -286,7 +286,7 @@ class Publications:
     async def _say(
         self, record: WorkerRecord, function: Function, message: Lease | Unpublished, goes_on: Callable[[], bool]
     ) -> object:
-        """Say something to a worker until it has heard it, as one that is overloaded runs no calls. Its answer.
+        """Say something to a worker until it has heard it, because an overloaded worker runs no calls. Its answer.
 
         None if it is gone, or this worker is, or if there is nothing to say any more (goes_on).
         """
@@ -320,7 +320,7 @@ class Publications:
         return [*self.publishers.values(), *self.relays.values(), *self._ended]
 
     def version_stores_of(self, name: str) -> list[VersionStore]:
-        """Those that may have given versions of a name to somebody."""
+        """Those that may have given versions of a name to readers."""
         return [versions for versions in self._version_stores() if versions.name == name]
 
     # --- the group ----------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class Publications:
                 look.cancel()
 
     async def _look_for(self, name: str, lease: Lease | None) -> WorkerRecord | None:
-        """Whoever has a version of a name whose publisher is not known, or has gone; None if there is none."""
+        """A worker that has a version of a name whose publisher is not known, or has gone; None if there is none."""
         if lease is None:
             lease = await self.names.look_up(name)
             record = None if lease is None else self.names.holder(lease)
@@ -417,7 +417,7 @@ class Publications:
         return record
 
     def relay_ended(self, relay: Relay) -> None:
-        """Nobody reads from a relay any more, or its publisher has gone."""
+        """No worker reads from a relay any more, or its publisher has gone."""
         if self.relays.get(relay.name) is relay:
             del self.relays[relay.name]
             self._ended.append(relay)
@@ -431,7 +431,7 @@ class Publications:
         """What this worker has of a name."""
         versions = self.version_store_of(name)
         prefetchers = [prefetcher for prefetcher in self.prefetchers.values() if prefetcher.name == name]
-        # What was read once shall not be followed by versions before it, though nobody reads the name just now.
+        # What was read once shall not be followed by versions before it, though the name is not read just now.
         seen = self._were_read.get(name, 0)
         newest = max(
             [seen, 0 if versions is None else versions.newest, *(prefetcher.newest for prefetcher in prefetchers)]
@@ -515,7 +515,7 @@ class Publications:
             prefetcher.close()
 
     def close(self) -> None:
-        """This worker has left: nobody waits here any more."""
+        """This worker has left: end all waits."""
         error, prefetchers = self._engine.lifetime.why_closed(), list(self.prefetchers.values())
         self.leave()
         for prefetcher in prefetchers:

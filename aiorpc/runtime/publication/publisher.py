@@ -84,7 +84,7 @@ class Publisher(VersionStore):
         return self._next - 1
 
     async def put(self, content: Content) -> int:
-        """Copy a value and give it to whoever waits; its version. Returns when its buffers are not read any more."""
+        """Copy a value and give it to the readers that wait; its version. Its buffers are free then."""
         version, self._next = self._next, self._next + 1
         self._copying += 1
         self.idle.clear()
@@ -194,7 +194,7 @@ class Publisher(VersionStore):
         return before
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
-        """As of a version store; of a leader it says that nobody of its host reads any more.
+        """As of a version store; of a leader it says that no worker of its host reads any more.
 
         Who has ended its subscription before it was heard of is not waited for.
         """
@@ -206,7 +206,7 @@ class Publisher(VersionStore):
         self.on_readers()
 
     def _end_leader(self, key: Key) -> bool:
-        """Nobody fetches for the host of that subscription, if it did so. Whether it did."""
+        """That subscription fetches for its host no more, if it did so. Whether it did."""
         ended = [host for host, leader in self._leaders.items() if leader.key == key]
         for host in ended:
             del self._leaders[host]
@@ -235,7 +235,7 @@ class Publisher(VersionStore):
             self._readers.lost(subscriber.record.info, key[1], subscriber.have, self.newest)
 
     def forget_gone(self, gone: list[WorkerRecord]) -> None:
-        """Of members that have gone nobody expects anything, also where they have never asked."""
+        """Expect nothing of members that have gone, also where they have never asked."""
         for record in gone:
             self._readers.expect_no_more(record.info)
             leader = self._leaders.get(record.host)

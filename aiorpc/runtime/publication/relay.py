@@ -205,7 +205,7 @@ class Relay(VersionStore):
             self.stop()
 
     def stop(self) -> None:
-        """Fetch no more: nobody reads, or this worker ends."""
+        """Fetch no more: no worker reads, or this worker ends."""
         self._say_closed()
         self._task.cancel()
 

@@ -116,7 +116,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits there
                 loop.call_soon_threadsafe(arrived.set)
 
         engine = self._prefetcher.engine

@@ -175,7 +175,7 @@ class VersionStore:
         self._look_at(stored)
 
     def _wake(self) -> None:
-        """There is a newer version, or none comes any more: answer whoever waits for it."""
+        """There is a newer version, or none comes any more: answer the readers that wait for it."""
         newest = self._newest
         for key, subscriber in self.subscribers.items():
             if subscriber.asked is None or subscriber.asked[1].done():
@@ -385,7 +385,7 @@ class VersionStore:
         """A reader has left or was lost."""
 
     def on_dead(self, is_dead: Callable[[WorkerRecord], bool]) -> None:
-        """Processes have ended: what their workers held is nobody's any more."""
+        """Processes have ended: forget what their workers held."""
         for key, subscriber in list(self._gone.items()):
             if is_dead(subscriber.record):
                 for version in list(subscriber.held):
@@ -403,7 +403,7 @@ class VersionStore:
                 self._look_at(stored)
 
     def _look_at(self, stored: Stored) -> None:
-        """Let a version go that nobody needs."""
+        """Let a version go that is not needed."""
         if stored is self._newest or stored.holders or stored.answers:
             return
         if stored.filled < len(stored.data) and not stored.abandoned:
@@ -414,7 +414,7 @@ class VersionStore:
                 self._slots.give(stored.slot)
 
     def end(self, reason: str) -> None:
-        """No more versions come: whoever waits for one is told why. Those that are held stay until then."""
+        """No more versions come: fail the questions that wait for one. Those that are held stay until then."""
         self._over = reason
         newest, self._newest = self._newest, None
         if newest is not None:
@@ -430,7 +430,7 @@ class VersionStore:
 async def in_background(
     engine: Engine, work: Callable[[], T], submit: Callable[[Callable[[], None]], None] | None = None
 ) -> T:
-    """Have something done in a background thread that takes long. It is not cancelled with whoever awaits it.
+    """Have something done in a background thread that takes long. It is not cancelled with the task that awaits it.
 
     submit: hands it to a thread, those of the engine if None.
     """
