@@ -422,7 +422,7 @@ async def test_digests_are_those_of_the_latest_versions() -> None:
     """One that has gone is an error, which says so."""
     async with cluster(2) as workers:
         await workers[0].publish("policy", weights(1))
-        there, record = workers[1]._node.publications, workers[0]._node.engine.record
+        there, record = workers[1]._node.publications.outbound, workers[0]._node.engine.record
         first = await there.digest(record, "policy", 1)
         assert type(first) is bytes and len(first) == 32 and await there.digest(record, "policy", 1) == first
         await workers[0].publish("policy", weights(2))
