@@ -65,7 +65,7 @@ def whole() -> str:
         *family(reference_messages.MESSAGES),
         "## What workers say of published values",
         prose(first_part(publication)),
-        *family(publication.MESSAGES),
+        *map(section, publication.MESSAGES),
         section(publication.SlotOffer),
         "## What channels say",
         prose(first_part(families)),

@@ -1,19 +1,21 @@
 """What workers say to each other about published values, and which names and numbers there can be. Without I/O.
 
-The messages are arguments and results of calls of the runtime's own. Each is packed into bytes (`write`), so that it is
-the same with pickles and without them, and is compared with its declaration where it arrives (`read`).
+The messages are arguments and results of calls of the runtime's own, as MessagePack arrays of their fields. Each is
+read by its declaration: a call with one that does not fit ends with ProtocolError.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple, TypeVar
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, MsgspecError, Struct
+from msgspec.msgpack import Decoder, encode
 
 from ..errors import ProtocolError, RpcUsageError
-from .families import Family
 from .frames import MAX_SEGMENTS
-from .packing import pack, unpack
+from .identity import NAME_LIMIT as WORKER_NAME_LIMIT
 
 #: Characters that a name has less of.
 NAME_LIMIT = 128
@@ -23,253 +25,209 @@ VERSIONS_LIMIT = 4096
 LAST_VERSION = (1 << 62) - 1
 _NAME = re.compile(r"[A-Za-z0-9\-_:./]+")
 
+M = TypeVar("M")
+_Name = Annotated[str, Meta(max_length=NAME_LIMIT - 1, pattern=rf"\A{_NAME.pattern}\Z")]
+_Worker = Annotated[str, Meta(max_length=WORKER_NAME_LIMIT)]
+_Number = Annotated[int, Meta(ge=0, le=LAST_VERSION)]
+_Versions = Annotated[list[_Number], Meta(max_length=VERSIONS_LIMIT)]
+_Span = Annotated[list[_Number], Meta(min_length=2, max_length=2)]
+_Spans = Annotated[list[_Span], Meta(max_length=MAX_SEGMENTS)]
 
-class Claim(NamedTuple):
+
+class Lease(Struct, frozen=True, array_like=True):
     """Who may publish a name, as it stands in the store of the group, and as the one who may says to all members."""
 
     #: The name.
-    name: str
-    #: How many have had the name, this one counted. Of two claims the one with more turns is the later one.
-    turn: int
+    name: _Name
+    #: How many have had the name, this one counted. Of two leases the one with more turns is the later one.
+    turn: _Number
     #: The id of the worker that has it.
-    publisher: int
+    publisher: _Number
     #: What that worker is called.
-    worker: str
+    worker: _Worker
     #: Its first version.
-    first: int
+    first: _Number
 
 
-class Unpublished(NamedTuple):
-    """I do not publish that name any more: subscriptions to it end, and others may claim it."""
+class Unpublished(Struct, frozen=True, array_like=True):
+    """I do not publish that name any more: subscriptions to it end, and others may lease it."""
 
-    name: str
-    #: That of the claim that has ended.
-    turn: int
+    name: _Name
+    #: That of the lease that has ended.
+    turn: _Number
 
 
-class Want(NamedTuple):
+class Want(Struct, frozen=True, array_like=True):
     """Give me the newest version of that name, once it is newer than what I have."""
 
-    name: str
+    name: _Name
     #: The number of the subscription, at the worker that has it.
-    subscription: int
+    subscription: _Number
     #: The newest version that it has whole; 0 for none.
-    have: int
+    have: _Number
     #: Whether it can map memory of this host.
     maps: bool
     #: Versions that it does not use any more.
-    released: list[int]
+    released: _Versions
     #: Whether it asks for all readers of its host, to fetch the version in pieces.
     leads: bool
 
 
-class AskLeader(NamedTuple):
+class AskLeader(Struct, frozen=True, array_like=True, tag=0):
     """In place of a version: ask that worker, which fetches for all readers of your host; it may be you."""
 
-    name: str
+    name: _Name
     #: Its id.
-    leader: int
+    leader: _Number
     #: The newest version that there is; 0 for none.
-    newest: int
+    newest: _Number
 
 
-class PieceWanted(NamedTuple):
+class PieceWanted(Struct, frozen=True, array_like=True):
     """Give me these bytes of a version, once you have them; they come as a tensor."""
 
-    name: str
-    version: int
+    name: _Name
+    version: _Number
     #: Where they begin, and how many they are.
-    start: int
-    length: int
+    start: _Number
+    length: _Number
 
 
-class VersionArrived(NamedTuple):
+class VersionArrived(Struct, frozen=True, array_like=True):
     """I have that version whole. It has come from the worker that fetches for my host, which does not say so for me."""
 
-    name: str
-    subscription: int
-    version: int
+    name: _Name
+    subscription: _Number
+    version: _Number
 
 
-class StillFetching(NamedTuple):
+class StillFetching(Struct, frozen=True, array_like=True):
     """I go on fetching for the readers of my host."""
 
-    name: str
+    name: _Name
 
 
-class VersionsReleased(NamedTuple):
-    """Nobody uses these versions of that subscription any more."""
+class VersionsReleased(Struct, frozen=True, array_like=True):
+    """These versions of that subscription are not used any more."""
 
-    name: str
+    name: _Name
     #: 0 for what the worker has fetched in pieces, and does not fetch from here any more.
-    subscription: int
-    versions: list[int]
+    subscription: _Number
+    versions: _Versions
 
 
-class SubscriptionClosed(NamedTuple):
+class SubscriptionClosed(Struct, frozen=True, array_like=True):
     """That subscription has ended; tensors of these versions are still alive."""
 
-    name: str
-    subscription: int
-    held: list[int]
+    name: _Name
+    subscription: _Number
+    held: _Versions
 
 
-class SlotOffer(NamedTuple):
+class SlotOffer(Struct, frozen=True, array_like=True):
     """The memory file that a version lies in."""
 
     #: The number of the slot, at its owner.
-    slot: int
+    slot: _Number
     #: Its file descriptor in the process that answers.
-    fd: int
+    fd: _Number
     #: Bytes of the file.
-    size: int
+    size: _Number
     #: What it begins with.
     nonce: bytes
 
 
-class Edition(NamedTuple):
+class Edition(Struct, frozen=True, array_like=True, tag=1):
     """A version, as it is given to one reader: how it is to be read, and where its bytes are."""
 
-    version: int
+    version: Annotated[int, Meta(ge=1, le=LAST_VERSION)]
     #: The id of the worker that has published it, and what that is called.
-    publisher: int
-    worker: str
+    publisher: _Number
+    worker: _Worker
     #: How many bytes all of its buffers take together.
-    size: int
+    size: _Number
     #: Where each of its buffers begins in them, and how long it is.
-    spans: list[list[int]]
+    spans: _Spans
     #: Where the bytes are; nil if they come with the answer.
     offer: SlotOffer | None
     #: Whether the reader is to copy them and release them at once, because it has not released others.
     copy: bool
     #: The numbers of all slots that the worker has: the reader unmaps the others.
-    slots: list[int]
+    slots: _Versions
     #: The main module of the worker that has published it: others read the second form of what it says of its value.
     main: str
     #: For who leads: the worker that has the pieces, or will have them; nil for others.
-    source: int | None
+    source: _Number | None
     #: The roles of the worker that has published it and of those that have handed it on, as the one who answers knows.
-    roles: list[str]
+    roles: list[_Worker]
+
+    def __post_init__(self) -> None:
+        if any(start + length > self.size for start, length in self.spans):
+            raise ValueError("a buffer outside of the version that it is part of")
 
 
-class LatestWanted(NamedTuple):
+class LatestWanted(Struct, frozen=True, array_like=True):
     """What do you have of that name?"""
 
-    name: str
+    name: _Name
 
 
-class LeaveWanted(NamedTuple):
+class LeaveWanted(Struct, frozen=True, array_like=True):
     """May I publish that name, as far as you would read it?"""
 
-    name: str
+    name: _Name
 
 
-class DigestWanted(NamedTuple):
+class DigestWanted(Struct, frozen=True, array_like=True):
     """What is the digest of that version that you have published?"""
 
-    name: str
-    version: int
+    name: _Name
+    version: _Number
 
 
-class Latest(NamedTuple):
+class Latest(Struct, frozen=True, array_like=True):
     """What the worker has of that name."""
 
-    name: str
+    name: _Name
     #: The newest version that it has published or read; 0 for none.
-    newest: int
+    newest: _Number
     #: The newest one that it can hand on, although it has not published it; 0 for none.
-    kept: int
+    kept: _Number
 
 
-Message = (
-    LatestWanted
-    | LeaveWanted
-    | DigestWanted
-    | Latest
-    | Claim
-    | Unpublished
-    | Want
-    | AskLeader
-    | PieceWanted
-    | VersionArrived
-    | StillFetching
-    | VersionsReleased
-    | SubscriptionClosed
-    | Edition
+MESSAGES = (
+    LatestWanted,
+    LeaveWanted,
+    DigestWanted,
+    Latest,
+    Lease,
+    Unpublished,
+    Want,
+    AskLeader,
+    PieceWanted,
+    VersionArrived,
+    StillFetching,
+    VersionsReleased,
+    SubscriptionClosed,
+    Edition,
 )
-M = TypeVar("M", bound=Message)
-MESSAGES: Family[Message] = Family(
-    "published values",
-    {
-        "latest wanted": LatestWanted,
-        "leave wanted": LeaveWanted,
-        "digest wanted": DigestWanted,
-        "latest": Latest,
-        "claim": Claim,
-        "unpublished": Unpublished,
-        "want": Want,
-        "ask": AskLeader,
-        "piece": PieceWanted,
-        "arrived": VersionArrived,
-        "fetching": StillFetching,
-        "released": VersionsReleased,
-        "closed": SubscriptionClosed,
-        "edition": Edition,
-    },
-)
+#: Decoders of answers, which no handler declares.
+LATEST: Decoder[Latest] = Decoder(Latest)
+EDITION: Decoder[Edition] = Decoder(Edition)
+VERSION: Decoder[Edition | AskLeader] = Decoder(Edition | AskLeader)
 
 
-def write(message: Message) -> bytes:
+def write(message: Struct) -> bytes:
     """The message as it travels."""
-    return pack(MESSAGES.write(message))
+    return encode(message)
 
 
-def read(declared: type[M], said: object) -> M:
-    """The message of that class that somebody has sent. Raises ProtocolError for anything else."""
-    message = read_any(said)
-    if not isinstance(message, declared):
-        raise ProtocolError(f"a {type(message).__name__} about published values, in place of a {declared.__name__}")
-    return message
-
-
-def read_any(said: object) -> Message:
-    """The message that somebody has sent. Raises ProtocolError for what is none."""
-    if type(said) is not bytes:
-        raise ProtocolError(f"a message about published values that is none: {type(said).__name__}")
-    message = MESSAGES.read(unpack(said))
-    if isinstance(message, Edition):
-        _check_edition(message)
-    else:
-        if not is_name(message.name):
-            raise ProtocolError("a message about published values without a name that can be")
-        numbers: list[int] = []
-        for field in message:
-            if type(field) is int:
-                numbers.append(field)
-            elif type(field) is list:
-                if len(field) > VERSIONS_LIMIT:
-                    raise ProtocolError(f"{len(field)} versions of one subscription, of at most {VERSIONS_LIMIT}")
-                numbers += field
-        _check_numbers(numbers)
-    return message
-
-
-def _check_edition(edition: Edition) -> None:
-    _check_numbers([edition.version - 1, edition.publisher, edition.size, *edition.slots])
-    if len(edition.spans) > MAX_SEGMENTS:
-        raise ProtocolError(f"a version of {len(edition.spans)} buffers")
-    for span in edition.spans:
-        if len(span) != 2 or not 0 <= span[0] <= span[0] + span[1] <= edition.size:
-            raise ProtocolError("a buffer outside of the version that it is part of")
-    if edition.source is not None:
-        _check_numbers([edition.source])
-    if edition.offer is not None:
-        _check_numbers(list(edition.offer[:3]))
-
-
-def _check_numbers(numbers: list[int]) -> None:
-    if numbers and not 0 <= min(numbers) <= max(numbers) <= LAST_VERSION:
-        raise ProtocolError("a number in a message about published values that cannot be")
+def read(decoder: Decoder[M], answer: object) -> M:
+    """The message that another worker has answered with. Raises ProtocolError for anything else."""
+    try:
+        return decoder.decode(answer)  # type: ignore[arg-type]  # it raises TypeError for what has no bytes
+    except (MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"an answer about published values that is none: {error!s:.200}") from None
 
 
 def is_name(name: object) -> bool:

@@ -1,11 +1,10 @@
-"""The calls that one handle of a queue makes: to the owner of the queue, and to those who have kept items of it.
+"""The calls that one handle of a queue makes: to the owner of the queue, and to the producers that keep items of it.
 
-The calls that put and take items have no deadline, and nobody cancels them once they were sent: an answer that brings
-items must not be dropped. When nobody waits any more for what one is for, the owner is asked to end it (`withdraw`); or
-it is taken back, if it was not sent, as the owner has not joined. Else whoever leaves would wait for a call that was
-given up.
+The calls that put and take items have no deadline and are never cancelled once they were sent: an answer that brings
+items must not be dropped. When no Future waits for such a call any more, the owner is asked to end it (`withdraw`). If
+the owner has not joined yet, the call was not sent and is taken back: else a worker that leaves would wait for it.
 
-All of it is on the loop of the worker, but where a method says otherwise.
+All of it is on the loop of the worker, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -16,29 +15,27 @@ from functools import partial
 from typing import Any
 
 from .. import foreign
-from ..callbacks import Again
-from ..errors import Overloaded, RpcError, RpcTimeout, UnknownObject, UnknownWorker
+from ..errors import Overloaded, RpcError, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
-from ..protocol.states import PeerState
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer, Try
-from ..runtime.caller.reworded import reworded
+from ..runtime.caller.reworded import Words, reworded
+from ..runtime.calls.declared import pack
 from ..runtime.calls.failures import without_frames
 from ..runtime.node import Node
 from ..sites import CallSite
+from .items import Named
 from .packing import hand_over
-from .waiting import JoinFuture
+from .waiting import Request, State
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # A call puts and takes for several callers, and none of them is on the stack.
 _NOWHERE = Try(None, None)
 
-#: What is called with the value of a call, or with its error. The loop's current streams have waited for the value.
+#: Takes the value of a call, or its error. The current streams of the loop have waited for the value.
 Then = Callable[[Any, BaseException | None], None]
-#: What is asked for the error of somebody whose time was up, with the peer that has not answered.
-Late = Callable[[Peer, RpcTimeout], RpcTimeout]
 
 
 class Calls:
@@ -49,45 +46,54 @@ class Calls:
         self._node = node
         self._queue = queue
         self._owner = owner
-        self._context = contextvars.Context()  # no call and no context of autograd: whoever puts next has another one
-        self._under_way: dict[int, tuple[Peer, CallFuture]] = {}  # those that can be taken back, by their numbers
+        self._context = contextvars.Context()  # no call and no context of autograd: each item is put in another one
 
-    def call(self, method: str, wait: bool, number: int, args: Sequence[Any], then: Then) -> None:
+    def begin(self, request: Request, method: str, waits: bool, args: Sequence[Any], then: Then) -> None:
         """Call a method of the queue that puts or takes items, for as long as that takes.
 
-        wait: whether it is to wait at the owner until `withdraw`. number: no other call of this worker has it.
+        waits: whether it waits at the owner until it is withdrawn.
         """
+        request.state, request.waits = State.UNDER_WAY, waits
 
         def call() -> Future[Any]:
-            peer = self.peer = self._node.peers.find(self._owner)
-            # What does not wait there cannot be withdrawn there, so that its number does not matter.
-            said = (wait, number if wait else 0, *args)
-            future = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, one_try=_NOWHERE)
-            self._under_way[number] = peer, future
-            return future
+            peer = request.peer = self.peer = self._node.peers.find(self._owner)
+            said = (waits, request.number if waits else 0, *args)
+            request.call = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, one_try=_NOWHERE)
+            return request.call
 
-        self._begin(call, then, number)
+        def ended(value: Any, error: BaseException | None) -> None:
+            request.state = State.ENDED
+            then(value, error)
+
+        self._begin(call, ended)
+
+    def end(self, request: Request) -> bool:
+        """No Future waits for that request. True if it was not sent and is over; then its `then` is not called."""
+        call, peer = request.call, request.peer
+        if request.state is not State.UNDER_WAY or call is None or peer is None or call.done():
+            return False  # it is over, or its answer is there
+        if peer.take_back(call.call_id):
+            request.state = State.ENDED
+            return True
+        request.state = State.WITHDRAWN
+        peer.owed.give_up(call.call_id)
+        if request.waits:
+            self.tell("withdraw", request.number)
+        return False
 
     def ask(self, method: str, args: Sequence[object], timeout: float, site: CallSite) -> Future[Any]:
-        """Call a method of the queue for whoever has called that of the handle, as part of the call that it is in.
+        """Call a method of the queue for the caller of a method of the handle, as part of the call that it is in.
 
-        timeout: seconds, 0 for no limit. site: where that was. Any thread. Raises what `Peer.call` raises.
+        timeout: seconds, 0 for no limit. site: of that caller. Any thread. Raises what `Peer.call` raises.
         """
         return reworded(self._call(method, args, timeout, site)[1], self._advised)
 
-    def join(self, number: int, timeout: float, site: CallSite, late: Late) -> Future[Any]:
-        """As `ask`, for a `join`. number: no other call has it. late: gives the error for when the time is over."""
-        peer, call = self._call("join_items", (number,), timeout, site)
+    def join(self, timeout: float, site: CallSite, words: Callable[[Peer], Words]) -> Future[Any]:
+        """As `ask`, for a `join`. words: gives the words for its errors, for the owner as a peer."""
+        peer, call = self._call("join_items", (), timeout, site)
         call.parked = True
-
-        def advised(error: BaseException | None) -> BaseException | None:
-            return late(peer, error) if isinstance(error, RpcTimeout) else self._advised(error)
-
-        def not_heard() -> None:
-            if peer.state is not PeerState.CONNECTING and not self._node.engine.closed:  # else nothing was sent
-                self._node.engine.run_on_loop(self.tell, "tell_again", number)
-
-        return reworded(call, advised, partial(JoinFuture, not_heard=not_heard))
+        late = words(peer)
+        return reworded(call, lambda error: late(self._advised(error)))
 
     def _call(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> tuple[Peer, CallFuture]:
         peer = self._node.peers.find(self._owner)
@@ -100,35 +106,15 @@ class Calls:
         except RpcError:
             return True
 
-    def take_back(self, number: int) -> bool:
-        """Nobody wants that call any more. True if it was not sent and is over by that; its `then` is not called."""
-        found = self._under_way.get(number)
-        if found is None:
-            return False
-        peer, future = found
-        if not peer.take_back(future.call_id):
-            peer.owed.give_up(future.call_id)
-            return False
-        del self._under_way[number]
-        return True
-
-    def withdraw(self, number: int) -> bool:
-        """As `take_back`; if the call was sent, the owner is asked to end it."""
-        if self.take_back(number):
-            return True
-        if number in self._under_way:  # else its answer is there
-            self.tell("withdraw", number)
-        return False
-
     def tell(self, method: str, *args: object) -> None:
         """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue.
 
-        An owner that takes no further calls now is told again: items would be lost by that, too.
+        An owner that takes no further calls now is told again: else items would be lost.
         """
 
         def call() -> Future[Any]:
             peer = self._node.peers.find(self._owner)
-            # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
+            # The runtime's own: a limit of users' calls that refused it would lose items.
             return peer.call(ObjectMethod(self._queue, method), args, None, 0.0, system=True)
 
         def told(_: object, error: BaseException | None) -> None:
@@ -137,33 +123,31 @@ class Calls:
 
         self._begin(call, told)
 
-    def fetch(self, worker: int, named: Sequence[object], then: Then) -> None:
-        """Have items that the worker of that id has kept. named: as `items.to_named` gives them."""
+    def fetch(self, worker: int, named: Sequence[Named], then: Then) -> None:
+        """Have items that the worker of that id keeps."""
 
         def call() -> Future[Any]:
             peer = self._node.peers.by_id(worker)
             # The runtime's own, as in `tell`.
-            return peer.call(hand_over, named, None, self._node.engine.default_timeout, system=True)
+            return peer.call(hand_over, (pack(named),), None, self._node.engine.default_timeout, system=True)
 
         self._begin(call, then)
 
-    def _begin(self, call: Callable[[], Future[Any]], then: Then, number: int = 0) -> None:
+    def _begin(self, call: Callable[[], Future[Any]], then: Then) -> None:
         try:
             future = self._context.run(call)
         except Exception as error:
-            # Its frames lead to who waits, and who waits to the error: nothing would ever free what they have.
+            # Its frames lead to the Futures that wait, and these to the error: nothing would ever free what they have.
             failure = error.with_traceback(None) if isinstance(error, UnknownWorker) else without_frames(error)
             if self._node.engine.closed:  # the loop may stop soon
                 then(None, failure)
             else:
                 self._node.engine.loop.call_soon(then, None, failure)
             return
-        future._when_settled(Again(self._ended, [then], number))
+        future._when_settled(partial(self._ended, then))
 
-    def _ended(self, once: list[Then], number: int, future: Future[Any]) -> None:
-        """once: whom to tell, taken out on the loop. Whoever brings the answer may be interrupted in this, and does it
-        again. Any thread."""
-        self._under_way.pop(number, None)
+    def _ended(self, then: Then, future: Future[Any]) -> None:
+        """A call has ended: have its end dealt with on the loop. Any thread."""
         future._mark_seen()
         # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
         value, error, arrival = future._value, self._advised(future._error), future._arrival
@@ -171,9 +155,6 @@ class Calls:
             return
 
         def tell() -> None:
-            if not once:
-                return
-            then = once.pop()
             try:
                 if arrival is not None:
                     arrival.join()
@@ -187,7 +168,7 @@ class Calls:
         self._node.engine.run_on_loop(tell)
 
     def _advised(self, error: BaseException | None) -> BaseException | None:
-        """What a call has ended with, in words of queues. Any thread."""
+        """The error of a call, in words of queues. Any thread."""
         if not isinstance(error, UnknownObject):
             return error
         known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""

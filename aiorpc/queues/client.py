@@ -1,13 +1,13 @@
-"""One worker's side of a queue: what it puts and gets there, gathered into few calls.
+"""One worker's side of a queue: what it puts and gets there, gathered into few requests.
 
-A handle has at most one call under way that puts items, and one that takes some. What is put or wanted meanwhile goes
-together in the next one. The calls have no deadline (`calls`); who waits here has one of its own (`waiting`). When
-nobody waits any more for what a call is for, it is to end, and items that come all the same are put back to the front.
+A handle has at most one request under way that puts items and waits for room, and one that takes items and waits for
+some. What is put or wanted meanwhile goes together in the next one. Requests have no deadline (`calls`); the Futures
+have one each (`waiting`). A request that no Future waits for ends, and items that come all the same are put back.
 
-No reference can be written for an owner that has not joined yet. So before items that stay here are put, it is asked
-whether the queue is there, by a call that puts nothing: that waits for the owner, and fails, as a put of small ones.
+No reference can be written for an owner that has not joined yet. So before items that stay here are put, a request
+without items asks whether the queue is there: it waits for the owner, and fails, as a put of small items does.
 
-All of it is on the loop of the worker, but where a method says otherwise.
+All of it is on the loop of the worker, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
+
+from msgspec import MsgspecError
+from msgspec.msgpack import Decoder
 
 from .. import foreign
 from ..errors import (
@@ -41,21 +44,32 @@ from ..errors import (
     WorkerClosed,
 )
 from ..futures import Future
+from ..logs import logger
 from ..protocol.states import PeerState
 from ..runtime.caller.owed import NotArrived
 from ..runtime.caller.peer import Peer
+from ..runtime.caller.reworded import Words
+from ..runtime.calls import declared
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
+from ..runtime.references.rref import RRef
 from ..sites import call_site
 from .calls import Calls
 from .items import (
     KEPT_BYTES,
     KEPT_ITEMS,
+    MOST,
+    PACKED,
+    PUT,
+    TAKEN,
+    GoneItem,
     Item,
     Kept,
     KeptItem,
     KeptItems,
+    Put,
+    Shut,
     Taken,
     from_wire,
     gone_with,
@@ -63,26 +77,25 @@ from .items import (
     to_wire,
 )
 from .packing import TOGETHER, pack, unpack
-from .served import HERE, MOST, SHUT
-from .tickets import TICKET, split_tickets
-from .waiting import GetFuture, PutFuture
+from .tickets import split_tickets
+from .waiting import GetFuture, PutFuture, Request
+
+R = TypeVar("R")
 
 _ITEMS_AT_ONCE = 256
-# What the items that come with an answer are: `items.Item`.
-_ITEMS = frozenset((Kept, bytes, str))
-_BOOLS = frozenset((bool,))
-# With these a producer may have, and hand over later, what it did not hand over now.
+_NO_ITEMS = declared.pack([])
+# The first try of a producer that failed with one of these may be followed by a try that succeeds: the item goes back.
 _PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
-# And with these it is gone, and what it has kept with it. Others say of an item that it cannot be had.
+# With these the producer is gone, and the items that it kept. Other errors say of an item that it cannot be had.
 _GONE = (PeerLost, PeerLeft, PeerRefused, UnknownWorker)
-# After one of these nothing reaches the owner of the queue, whoever puts it.
+# After one of these no put reaches the owner of the queue.
 _AWAY = (*_GONE, RendezvousError)
 
 
 class _Fetching(NamedTuple):
-    """Items on their way to one who waits. left: calls that are under way, by the worker that they are made to.
+    """Items on their way to a `get`. left: how many calls to each producer are under way, by its id.
 
-    fetched: what has come of each item that its producer has kept: whether it is packed, and that; or an error.
+    fetched: what has come of each item that its producer keeps: whether it is packed, and the item; or an error.
     """
 
     get: GetFuture
@@ -103,14 +116,13 @@ class Client:
         self._calls = Calls(node, name, owner)
         self._numbers = secrets.randbits(42) << 20  # other handles of this worker have others
         self._puts: deque[PutFuture] = deque()
-        self._putting: Sequence[PutFuture] = ()
-        self._put_number = 0
-        self._asking: set[PutFuture] = set()  # those of `put_nowait` that wait to hear that the owner is there
-        self._most = _ITEMS_AT_ONCE  # items in the next call that puts
+        self._put: Request | None = None  # the one that puts, and waits for room
+        self._probing: set[Request] = set()  # those that ask whether the owner is there
+        self._most = _ITEMS_AT_ONCE  # items in the next request that puts
         self._gets: deque[GetFuture] = deque()
-        self._get_number = 0  # of the call that takes items; 0: none is under way
-        self.waits: set[PutFuture | GetFuture] = set()  # those that somebody waits for
-        self._lost: deque[ItemLost] = deque()
+        self._get: Request | None = None  # the one that takes items, and waits for them
+        self.waits: set[PutFuture | GetFuture] = set()  # Futures that have begun and have not settled
+        self._lost: deque[ItemLost] = deque()  # for the next gets
         self._scheduled = False
         self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
         node.engine.call_on_loop(node.engine.waits.add, self)
@@ -157,22 +169,27 @@ class Client:
         unfinished: how many are not, where this worker can see that; None where it cannot.
         """
 
-        def late(peer: Peer, cause: RpcTimeout) -> RpcTimeout:
-            time = f"{cause.seconds:g} s"
-            text = self._why_silent(peer, time)
-            if text is None:
-                count = unfinished()
-                what = "some of the items" if count is None else "1 item" if count == 1 else f"{count} items"
-                verb = "is" if count == 1 else "are"
-                text = (
-                    f"{what} of {self.describe()} {verb} not done after {time}: not got yet, or got and not finished "
-                    f"(`task_done`){self._or_busy()}"
-                )
-            if cause.late:
-                text += f". {cause.late}"
-            return RpcTimeout(text, worker=self._owner, function=f"{self._name}.join", seconds=cause.seconds)
+        def words(owner: Peer) -> Words:
+            def late(error: BaseException | None) -> BaseException | None:
+                if not isinstance(error, RpcTimeout):
+                    return error
+                time = f"{error.seconds:g} s"
+                text = self._why_silent(owner, time)
+                if text is None:
+                    count = unfinished()
+                    what = "some of the items" if count is None else "1 item" if count == 1 else f"{count} items"
+                    verb = "is" if count == 1 else "are"
+                    text = (
+                        f"{what} of {self.describe()} {verb} not done after {time}: not got yet, or got and not "
+                        f"finished (`task_done`){self._or_busy()}"
+                    )
+                if error.late:
+                    text += f". {error.late}"
+                return RpcTimeout(text, worker=self._owner, function=f"{self._name}.join", seconds=error.seconds)
 
-        return self._calls.join(secrets.randbits(62) + 1, timeout, call_site(sys._getframe(2)), late)
+            return late
+
+        return self._calls.join(timeout, call_site(sys._getframe(2)), words)
 
     def _packed(self, item: object, copy: bool) -> Item:
         self.node.engine.lifetime.check_begin()
@@ -199,7 +216,7 @@ class Client:
         if isinstance(waiting, PutFuture):
             self._puts.append(waiting)
         elif self._lost:
-            self._tell_loss(waiting)
+            self._raise_loss(waiting)
             return
         else:
             self._gets.append(waiting)
@@ -220,28 +237,65 @@ class Client:
         self._send_gets()
 
     def _send_puts(self) -> None:
-        if self._putting or not self._puts:
+        if self._put is not None or not self._puts:
             return
         batch: list[PutFuture] = []
         size = 0
-        refers = False
         while self._puts and len(batch) < self._most and size <= self._most_bytes:
             put = self._puts.popleft()
             if not put.done():
                 batch.append(put)
-                if type(put.item) is bytes:
-                    size += len(put.item)
-                else:
-                    refers = True
+                size += len(put.item) if type(put.item) is bytes else 0
         if batch:
-            self._putting = batch
-            self._put_number = self._next_number()
-            if refers and not self._calls.knows_owner():  # all of them wait: they keep their order
-                self._calls.call("put_items", False, self._put_number, (), self._on_there)
-                return
-            self._refer_to(batch)
-            items = to_wire([put.item for put in batch])
-            self._calls.call("put_items", True, self._put_number, items, self._on_put)
+            self._put = self._request(batch)
+            self._put_items(self._put, True, self._on_put)
+
+    def _request(self, puts: Sequence[PutFuture]) -> Request:
+        request = Request(self._next_number(), puts)
+        for put in puts:
+            put.request = request
+        return request
+
+    def _put_items(self, request: Request, wait: bool, then: Callable[[Request, Put | BaseException], None]) -> None:
+        """Put the items of a request, once the owner is there. then: gets its reply, or its error."""
+
+        def on_there(answer: object, error: BaseException | None) -> None:
+            self._probing.discard(request)
+            there = self._read(PUT, answer, error)
+            if not isinstance(there, Put) or there.shut or all(put.done() for put in request.futures):
+                then(request, there)
+            else:
+                send()
+
+        def send() -> None:
+            puts = cast(Sequence[PutFuture], request.futures)
+            self._refer_to(puts)
+            # Those that were given up meanwhile have no item any more.
+            items, references = to_wire([put.item for put in puts if not put.done()])
+            self._calls.begin(request, "put_items", wait, (declared.pack(items), *references), on_put)
+
+        def on_put(answer: object, error: BaseException | None) -> None:
+            put = self._read(PUT, answer, error)
+            if isinstance(put, Put) and put.count > len(request.futures):
+                put = ProtocolError(f"{self.describe()} has taken {put.count} of {len(request.futures)} items")
+            then(request, put)
+
+        kept = any(type(put.item) is KeptItem for put in cast(Sequence[PutFuture], request.futures))
+        # All others ask as well, as long as one does: they keep their order.
+        if self._probing or (kept and not self._calls.knows_owner()):
+            self._probing.add(request)
+            self._calls.begin(request, "put_items", False, (_NO_ITEMS,), on_there)
+        else:
+            send()
+
+    def _read(self, decoder: Decoder[R], answer: Any, error: BaseException | None) -> R | BaseException:
+        """The reply of the owner; or the error, or a ProtocolError for an answer that is no such reply."""
+        if error is not None:
+            return error
+        try:
+            return decoder.decode(answer)
+        except (MsgspecError, TypeError, ValueError, RecursionError):
+            return ProtocolError(f"{self.describe()} has answered with what is no reply of a queue")
 
     def _refer_to(self, batch: Sequence[PutFuture]) -> None:
         """Items that are to be kept here: make references to them, each for as many as it may have."""
@@ -262,89 +316,79 @@ class Client:
         reference = self.node.references.refer_to(KeptItems(items))
         return [Kept(reference, place) for place in range(len(items))]
 
-    def _on_there(self, answer: object, error: BaseException | None) -> None:
-        if error is not None or type(answer) is not int or answer:  # as if they had been put
-            self._on_put(answer, error)
-            return
-        self._puts.extendleft(reversed(self._putting))
-        self._putting = ()
-        self._put_number = 0
-        self._send_puts()
-
-    def _on_put(self, put: Any, error: BaseException | None) -> None:
-        batch, self._putting = self._putting, ()
-        self._put_number = 0
-        if error is None and (type(put) is not int or not -1 - len(batch) <= put <= len(batch)):
-            error = ProtocolError(f"{self.describe()} does not say how many of {len(batch)} items it has taken")
-        if error is not None:
-            # Those behind them would hear the same, but one lot after the other, each when its own search has ended.
-            if self.node.engine.closed or isinstance(error, _AWAY):
+    def _on_put(self, request: Request, put: Put | BaseException) -> None:
+        self._put = None
+        batch = cast(Sequence[PutFuture], request.futures)
+        for each in batch:
+            each.request = None
+        if not isinstance(put, Put):
+            # Those behind them would get the same, but one lot after the other, each when its own search has ended.
+            if self.node.engine.closed or isinstance(put, _AWAY):
                 batch, self._puts = [*batch, *self._puts], deque()
             for each in batch:
-                each.finish(None, error)
+                each.finish(None, put)
         else:
-            count = put if put >= 0 else -1 - put
-            for each in batch[:count]:
+            for each in batch[: put.count]:
                 each.finish(None)
-            if put < 0:
-                for each in batch[count:]:
-                    each.finish(None, QueueShutDown(f"{self.describe()} was shut down: it takes no more items"))
+            rest = batch[put.count :]
+            if put.shut:
+                for each in rest:
+                    each.finish(None, self._was_shut())
             else:
-                self._puts.extendleft(reversed(batch[count:]))
+                self._puts.extendleft(reversed(rest))
             # Those that there was no room for come again: with a full queue as few at a time as it takes.
-            self._most = min(_ITEMS_AT_ONCE, 2 * self._most) if count == len(batch) else max(1, count)
+            self._most = max(1, put.count) if rest else min(_ITEMS_AT_ONCE, 2 * self._most)
         self._send_puts()
 
     def _put_now(self, timeout: float, put: PutFuture) -> None:
-        if put.done():  # given up by now
-            return
-        put.number = self._next_number()
-        self._start_timer(put, timeout)
-        # Also behind one that waits to hear that the owner is there: they keep their order.
-        if self._asking or (type(put.item) is not bytes and not self._calls.knows_owner()):
-            self._asking.add(put)
-            self._calls.call("put_items", False, put.number, (), partial(self._on_there_now, put))
+        if not put.done():  # else it was given up by now
+            put.at_once = True
+            self._start_timer(put, timeout)
+            self._put_items(self._request([put]), False, self._on_put_now)
+
+    def _on_put_now(self, request: Request, put: Put | BaseException) -> None:
+        (future,) = request.futures
+        future.request = None
+        if not isinstance(put, Put):
+            future.finish(None, put)
+        elif put.shut:
+            future.finish(None, self._was_shut())
+        elif put.count:
+            future.finish(None)
         else:
-            self._send_now(put)
+            future.finish(None, QueueFull(f"{self.describe()} is full"))
 
-    def _on_there_now(self, put: PutFuture, answer: object, error: BaseException | None) -> None:
-        self._asking.discard(put)
-        if error is not None or type(answer) is not int or answer:
-            self._on_put_now(put, answer, error)
-        elif not put.done():
-            self._send_now(put)
-
-    def _send_now(self, put: PutFuture) -> None:
-        self._refer_to([put])
-        self._calls.call("put_items", False, put.number, to_wire([put.item]), partial(self._on_put_now, put))
-
-    def _on_put_now(self, future: PutFuture, put: object, error: BaseException | None) -> None:
-        if error is None and (type(put) is not int or not -2 <= put <= 1):
-            error = ProtocolError(f"{self.describe()} does not say whether it has taken an item")
-        elif error is None and put == 0:
-            error = QueueFull(f"{self.describe()} is full")
-        elif error is None and put != 1:
-            error = QueueShutDown(f"{self.describe()} was shut down: it takes no more items")
-        future.finish(None, error)
+    def _was_shut(self) -> QueueShutDown:
+        return QueueShutDown(f"{self.describe()} was shut down: it takes no more items")
 
     # --- getting ------------------------------------------------------------------------------------------------------
 
     def _send_gets(self) -> None:
         while self._gets and self._gets[0].done():
             self._gets.popleft()
-        if self._get_number or not self._gets:
+        if self._get is not None or not self._gets:
             return
         wanted = sum(get.count for get in self._gets if not get.done())
-        self._get_number = self._next_number()
-        self._calls.call("take_items", True, self._get_number, (min(wanted, MOST), *self._apart()), self._on_got)
+        self._get = Request(self._next_number(), ())
+        self._take(self._get, True, min(wanted, MOST), self._on_got)
 
-    def _on_got(self, got: object, error: BaseException | None) -> None:
-        self._get_number = 0
-        items, error = self._items(got, error)
-        if error is not None:
+    def _take(
+        self, request: Request, wait: bool, count: int, then: Callable[[list[Taken] | BaseException], None]
+    ) -> None:
+        """Take items from the owner. It also gets the workers that this one has lost, the last ones: it fetches what
+        they keep, which this worker cannot."""
+        lost = self.node.group.lost
+        apart = declared.pack([*lost][-MOST:]) if lost else _NO_ITEMS
+        self._calls.begin(
+            request, "take_items", wait, (count, apart), lambda answer, error: then(self._items(answer, error))
+        )
+
+    def _on_got(self, items: list[Taken] | BaseException) -> None:
+        self._get = None
+        if isinstance(items, BaseException):
             gets, self._gets = self._gets, deque()
             for each in gets:
-                each.finish(None, error)
+                each.finish(None, items)
             return
         place = 0
         while self._gets and place < len(items):
@@ -357,51 +401,43 @@ class Client:
         self._send_gets()
 
     def _get_now(self, timeout: float, get: GetFuture) -> None:
-        get.number = self._next_number()
+        get.at_once = True
+        get.request = Request(self._next_number(), (get,))
         self._start_timer(get, timeout)
-        self._calls.call("take_items", False, get.number, (1, *self._apart()), partial(self._on_got_now, get))
 
-    def _apart(self) -> list[int]:
-        """The ids of those that this worker has lost, the last ones: it cannot fetch what they have kept."""
-        lost = self.node.group.lost
-        return [*lost][-MOST:] if lost else []
+        def on_got(items: list[Taken] | BaseException) -> None:
+            get.request = None
+            if isinstance(items, BaseException):
+                get.finish(None, items)
+            elif not items:
+                get.finish(None, QueueEmpty(f"{self.describe()} is empty"))
+            else:
+                self._fetch(get, items)
 
-    def _on_got_now(self, get: GetFuture, got: object, error: BaseException | None) -> None:
-        items, error = self._items(got, error)
-        if error is None and not items:
-            error = QueueEmpty(f"{self.describe()} is empty")
-        if error is not None:
-            get.finish(None, error)
-        else:
-            self._fetch(get, items)
+        self._take(get.request, False, 1, on_got)
 
-    def _items(self, got: object, error: BaseException | None) -> tuple[list[Taken], BaseException | None]:
+    def _items(self, answer: Any, error: BaseException | None) -> list[Taken] | BaseException:
         """The items of an answer, or why there are none."""
-        if error is not None:
-            return [], error
-        head, *rest = got if type(got) is Results else (got,)
-        if type(head) is not int or head not in (HERE, SHUT):
-            return [], ProtocolError(f"{self.describe()} answers with what are no items")
-        if head == SHUT:
-            return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
-        tickets, said, *values = rest if len(rest) >= 2 else (None, None)
-        items: list[Item] | None = None
-        with contextlib.suppress(ValueError):
-            items = from_wire(values, said if type(said) is dict else {})
-        if (
-            items is None
-            or not _ITEMS.issuperset(map(type, items))
-            or type(tickets) is not bytes
-            or len(tickets) != TICKET * len(items)
-        ):
-            return [], ProtocolError(f"{self.describe()} gives items that are none")
-        return [*map(Taken, split_tickets(tickets), items)], None
+        head, *references = answer if type(answer) is Results else (answer,)
+        reply = self._read(TAKEN, head, error)
+        if isinstance(reply, BaseException):
+            return reply
+        if isinstance(reply, Shut):
+            return QueueShutDown(f"{self.describe()} was shut down, and has no more items")
+        tickets = split_tickets(reply.tickets)
+        try:
+            if not all(isinstance(each, RRef) for each in references):
+                raise ValueError("references that are none")
+            items = from_wire(reply.items, references, reply.producers)
+            return [Taken(ticket, item) for ticket, item in zip(tickets, items, strict=True)]
+        except ValueError as refused:
+            return ProtocolError(f"{self.describe()} gives items that are none: {refused}")
 
     def _fetch(self, get: GetFuture, items: Sequence[Taken]) -> None:
-        """Have the items that their producers have kept; then give all to the one who waits."""
+        """Fetch the items that their producers keep; then give all of them to the `get`."""
         kept: dict[int, list[Kept]] = {}
         for _, item in items:
-            if isinstance(item, Kept):
+            if type(item) is Kept:
                 kept.setdefault(item.reference._owner, []).append(item)
         if not kept:
             self._give(get, items, {})
@@ -428,18 +464,19 @@ class Client:
         if not left[worker]:
             del left[worker]
             get.producers.pop(worker, None)
-        if isinstance(error, RpcTimeout):  # it names a function that nobody has called
+        if isinstance(error, RpcTimeout):  # it names a function that the program did not call
             error = self._not_handed_over(wanted[0].producer, error)
-        given = list(answer)[1:] if type(answer) is Results else []
-        if error is None and (len(given) != 2 * len(wanted) or not _BOOLS.issuperset(map(type, given[::2]))):
-            error = ProtocolError("a producer gives something else than its items")
-        for number, each in enumerate(wanted):
-            fetched[each] = error if error is not None else (given[2 * number], given[2 * number + 1])
+        head, *values = answer if type(answer) is Results else (answer,)
+        packed = self._read(PACKED, head, error)
+        if isinstance(packed, list) and not len(packed) == len(values) == len(wanted):
+            packed = ProtocolError("a producer gives something else than its items")
+        for place, each in enumerate(wanted):
+            fetched[each] = packed if isinstance(packed, BaseException) else (packed[place], values[place])
         if not left:
             self._give(get, items, fetched)
 
     def _give(self, get: GetFuture, items: Sequence[Taken], fetched: dict[Kept, object]) -> None:
-        if get.done():  # nobody waits any more
+        if get.done():  # it was given up
             self.put_back(items)
             return
         values: list[object] = []
@@ -458,9 +495,9 @@ class Client:
                         failure = found
                         continue
                     gone.setdefault(item.producer, []).append(found)
-                elif isinstance(found, str):
-                    gone.setdefault(found, []).append(None)
-                    finished -= 1  # the owner has seen to that
+                elif type(found) is GoneItem:
+                    gone.setdefault(found.worker, []).append(None)
+                    finished -= 1  # the owner counts it so already
                 else:
                     values.append(self._opened(found))
                     there.append(taken)
@@ -469,11 +506,11 @@ class Client:
                 self._lost.append(cast(ItemLost, without_frames(error)))  # they have all that has come
             finished += 1
         self._lose(gone, finished)
-        if withheld:  # whoever gets them next may be luckier
+        if withheld:
             self.put_back(withheld)
         if not values:
             if self._lost:
-                self._tell_loss(get)
+                self._raise_loss(get)
             else:
                 get.finish(None, failure)
             return
@@ -506,19 +543,17 @@ class Client:
             ) from broken
 
     def _lose(self, gone: dict[str, list[BaseException | None]], finished: int) -> None:
-        """Tell of items that are gone, by the workers that had them. finished: how many the owner waits for in vain."""
-        self._lost.extend(self._loss(worker, causes) for worker, causes in gone.items())
+        """Items are gone, by the workers that had them. finished: how many of them the owner still waits for."""
+        for worker, causes in gone.items():
+            self._lost.append(self._loss(worker, causes))
+            logger.warning("worker %s: %s", self.node.engine.name, self._lost[-1])
         if finished:
             self._calls.tell("finish_items", finished)
 
-    def _tell_loss(self, get: GetFuture) -> None:
-        """Raise the first loss that nobody was told of at that one; the next one hears it if that waits no longer."""
+    def _raise_loss(self, get: GetFuture) -> None:
+        """Raise the first loss at that `get`; at the next one, if that one was given up."""
         if get.finish(None, self._lost[0]):
             self._lost.popleft()
-
-    def not_told(self, loss: ItemLost) -> None:
-        """Whoever was to hear of that loss waits no longer: the next one does."""
-        self._lost.appendleft(loss)
 
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
@@ -545,22 +580,23 @@ class Client:
         return error
 
     def put_back(self, items: Sequence[Taken]) -> None:
-        """Items that nobody here wants: others get them. What is gone meanwhile is told here."""
+        """Give items that are not wanted here back to the owner. Those that are gone meanwhile are losses here."""
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
         there: list[Taken] = []
         for taken in items:
             item = taken.item
-            if isinstance(item, str):
-                gone.setdefault(item, []).append(None)  # the owner has seen to that
-            elif not isinstance(item, Kept) or gone_with(item) is None:
+            if type(item) is GoneItem:
+                gone.setdefault(item.worker, []).append(None)  # the owner counts it so already
+            elif type(item) is not Kept or gone_with(item) is None:
                 there.append(taken)
             else:
                 gone.setdefault(item.producer, []).append(None)
                 finished += 1
         if there:
             tickets, unwanted = zip(*there, strict=True)
-            self._calls.tell("return_items", b"".join(tickets), *to_wire(unwanted))
+            sent, references = to_wire(unwanted)
+            self._calls.tell("return_items", b"".join(tickets), declared.pack(sent), *references)
         self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------
@@ -572,7 +608,7 @@ class Client:
         self.given_up(waiting)
 
     def _why_late(self, waiting: PutFuture | GetFuture, time: str) -> tuple[str, str]:
-        """What somebody has waited for all that time in vain, and the name of the worker that it depended on."""
+        """What has not come in all that time, and the name of the worker that it depended on."""
         if isinstance(waiting, GetFuture) and waiting.producers:
             names = sorted(waiting.producers.values())
             return self._keeps_back(names, time), names[0]
@@ -580,7 +616,7 @@ class Client:
         silent = None if peer is None else self._why_silent(peer, time)
         if silent is not None:
             return silent, self._owner
-        if waiting.number:  # it was to be told at once whether there is room, or an item
+        if waiting.at_once:
             return (
                 f"{queue} has not answered for {time}: worker {self._owner!r} is busy, stopped or cut off",
                 self._owner,
@@ -589,7 +625,7 @@ class Client:
         return text + self._or_busy(), self._owner
 
     def _or_busy(self) -> str:
-        """What else may be behind it that the owner has nothing to say: one that is silent looks the same."""
+        """The other reason for a wait: an owner that is busy or stopped looks the same."""
         if self._owner == self.node.engine.name:
             return ""
         return (
@@ -625,25 +661,24 @@ class Client:
         return error
 
     def given_up(self, waiting: PutFuture | GetFuture) -> None:
-        """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
+        """That Future is not waited for any more: a request that is made for no other one is to end."""
         waiting.stop_waiting()
-        if waiting.number:
-            if self._calls.take_back(waiting.number) and isinstance(waiting, PutFuture):
-                self._asking.discard(waiting)
+        request = waiting.request
+        if request is not None:
+            if self._calls.end(request):
+                self._probing.discard(request)
+                if request is self._put:
+                    self._on_put(request, Put(0))
         elif isinstance(waiting, PutFuture):
-            if waiting not in self._putting:
-                with contextlib.suppress(ValueError):  # it has been put
-                    self._puts.remove(waiting)
-            elif self._calls.withdraw(self._put_number):
-                self._on_put(0, None)
+            with contextlib.suppress(ValueError):  # it has been put
+                self._puts.remove(waiting)
         else:
-            with contextlib.suppress(ValueError):  # it was given something
+            with contextlib.suppress(ValueError):  # it was given items
                 self._gets.remove(waiting)
-            if not self._get_number or not all(get.done() for get in self._gets):
-                return
-            self._gets.clear()
-            if self._calls.withdraw(self._get_number):
-                self._get_number = 0
+            if self._get is not None and all(get.done() for get in self._gets):
+                self._gets.clear()
+                if self._calls.end(self._get):
+                    self._get = None
 
     def end_waits(self, why: Callable[[str], WorkerClosed]) -> list[str]:
         """See `engine.Waits`."""

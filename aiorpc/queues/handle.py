@@ -18,7 +18,8 @@ from ..runtime.callee.objects import NameTaken, ServedObject
 from ..runtime.calls.current import within_call
 from ..runtime.node import Node, registry
 from .client import Client
-from .served import MOST, ServedQueue, end, watch
+from .items import MOST
+from .served import ServedQueue, end, watch
 
 
 @register_safe

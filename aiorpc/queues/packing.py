@@ -1,14 +1,14 @@
-"""An item of a queue, from the worker that puts it to the one that gets it; whoever has it meanwhile does not read it.
+"""An item of a queue, from its producer to its getter; the owner of the queue has it meanwhile, and does not read it.
 
 An item is packed as it is put: its errors are raised there, and what happens to the object afterwards does not matter.
 What is packed is the body of a message and its buffers, one behind the other. If that is small it travels with the put.
 Else it stays with the worker that has put it (`items`), where it can be lent from if there is room (`Memory.keep`); and
-so does an item that has references or tensors on devices inside of it, as itself. Whoever gets the item fetches it from
+so does an item that has references or tensors on devices inside of it, as itself. The getter fetches it from
 there (`hand_over`).
 
-Nobody knows beforehand which worker that is. What the main module of its producer defines goes by name to a worker that
-runs the same one, and by value to any other: an item that names such a thing is packed in both forms, and whoever
-unpacks it takes the one for itself. All other items have one form, and so have all items of a group of fixed size whose
+It is not known beforehand which worker that is. What the main module of its producer defines goes by name to a worker
+that runs the same one, and by value to any other: an item that names such a thing is packed in both forms, and the
+getter takes the one for itself. All other items have one form, and so have all items of a group of fixed size whose
 members run the same main module: what goes by value takes many times as long to write.
 """
 
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 import torch
+from msgspec import Meta
 
 from .. import foreign
 from ..channels.accelerator import DeviceBuffer
@@ -31,13 +32,12 @@ from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, Values, read_values, write
 from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
+from ..runtime.calls import declared
 from ..runtime.calls.functions import carries, inline, system
 from ..runtime.calls.values import Results, decode, encode
 from ..runtime.node import Node, registry
-from .items import KeptItem, kept_of
+from .items import MOST, SMALL, KeptItem, Named, kept_of
 
-#: Bytes of a packed item that travels with the put; longer ones stay with their producer.
-SMALL = 32 * 1024
 #: Bytes of packed items in one message, if there is more than one item. Together they stay below what a frame may have.
 TOGETHER = 8 * SMALL
 # Bytes of the body, and how many buffers there are; the bytes of each follow.
@@ -65,7 +65,7 @@ def pack(
     """
     body, buffers, out = encode(Reply, (), [item], here, owner.route)
     if out is not None or DeviceBuffer in map(type, buffers):
-        if out is not None:  # references: whoever gets the item has to be named in them
+        if out is not None:  # references: the getter has to be named in them
             out.unsend()
         return KeptItem(None, item)
     if _BY_NAME in body and others():
@@ -81,7 +81,7 @@ def pack(
         return bytes(small)
     if not copy:
         return KeptItem(None, item, size)
-    if size > here.max_segment:  # nobody could take it from here
+    if size > here.max_segment:  # no worker could take it from here
         raise SerializationError(
             f"is too large: it is kept in one piece of {size} bytes, and the limit is {here.max_segment} "
             "(max_tensor_bytes). Put less at a time, or with copy=False"
@@ -144,7 +144,7 @@ def unpack(packed: bytes | torch.Tensor, safe: bool, main: str) -> Any:
     """The item again, in the memory that it came in. safe: whether no pickles are read. main: our main module.
 
     Raises ProtocolError for what is no item, SerializationError for one that only workers with another main module can
-    read, and whatever unpickling raises.
+    read, and what unpickling raises.
     """
     if type(packed) is not bytes and not (type(packed) is torch.Tensor and packed.dtype is torch.uint8):
         raise ProtocolError("an item of a queue that is no bytes")
@@ -225,16 +225,15 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
 @system
 @carries
 @inline
-def hand_over(*wanted: int) -> Results:
-    """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`).
+def hand_over(named: Annotated[list[Named], Meta(max_length=MOST)]) -> Results:
+    """Handler: items of queues that this worker has kept: which of them are packed, and the items.
 
-    It is the runtime's own, as what was taken from a queue would be lost where users' calls are too many.
+    It is the runtime's own: limits of users' calls would lose what was taken from a queue.
     """
     node: Node = registry.get()
-    given: list[Any] = [0]
     try:
-        for item in kept_of(node.references, wanted):
-            given += (True, item.packed) if item.packed is not None else (False, item.value)
+        items = kept_of(node.references, named)
     except ValueError:
         raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none") from None
-    return Results(given)
+    packed = [item.packed is not None for item in items]
+    return Results((declared.pack(packed), *(item.value if item.packed is None else item.packed for item in items)))

@@ -1,18 +1,18 @@
-"""A queue at its owner: its items as they were packed, who waits for one, and who waits for room.
+"""A queue at its owner: its items as they were packed, and the calls that wait for an item or for room.
 
-States of a queue: OPEN, then SHUT (nothing is put any more; what there is can be got). Of somebody who waits
-(`_Waiter`): WAITING, then GIVEN (its items were taken from the queue or put into it), or WITHDRAWN (none of them were).
+States of a queue: OPEN, then SHUT (it takes no more items; those that it has can be got). States of a call that waits
+(`_Waiter`): WAITING, then GIVEN (its items were taken from the queue or put into it), or WITHDRAWN (none were).
 All of it changes on the loop of the owner alone.
 
 Invariants
-1. An item is in the queue, or with one getter, or gone for good: `_match` moves it, and nobody else takes one out.
-2. Nobody waits for an item while there is one, or for room while there is some.
-3. What was given to a getter whose call ends before its answer is made goes back to the front, or is dropped if the
-   queue was shut down at once.
-4. `_unfinished` is what was put, less what was finished or is gone for good.
-5. `_given` has no more items than were got and are not finished, whoever has said of them that they are.
-6. What is put back was got by the worker that says so, as it is and once: each item that is given has a ticket
-   (`tickets`), which is the owner's own seal. So nothing has to be kept of items that were given.
+1. An item is in the queue, or with one getter, or gone for good: only `_match` takes one out.
+2. No call waits for an item while there is one, or for room while there is some.
+3. Items of a getter whose call ends before its answer is made go back to the front; or are dropped if the queue was
+   shut down at once.
+4. `_unfinished` is the number of items that were put, less those that were finished or are gone for good.
+5. `_given` has no more items than were got and are not finished, whichever worker has finished them.
+6. An item comes back once, from the worker that got it, unchanged: each item that is given has a ticket (`tickets`), a
+   message authentication code of the owner. So the owner keeps nothing of items that were given.
 """
 
 from __future__ import annotations
@@ -21,30 +21,53 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ..errors import ItemLost, Overloaded, QueueShutDown, RpcError, RpcUsageError
 from ..futures import Future
+from ..logs import logger
 from ..protocol.identity import WorkerInfo
 from ..runtime.calls.current import caller, current_call, permits
+from ..runtime.calls.declared import pack
 from ..runtime.calls.functions import by_right, resource, system
 from ..runtime.calls.values import Results
 from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
 from ..runtime.node import serving
-from .items import Item, Kept, KeptItem, KeptItems, Said, Taken, from_wire, gone_with, to_named, to_wire
-from .packing import SMALL, TOGETHER, hand_over
+from ..runtime.references.rref import RRef
+from .items import (
+    MOST,
+    PACKED,
+    GoneItem,
+    Item,
+    Items,
+    Kept,
+    KeptItem,
+    KeptItems,
+    Put,
+    PutItems,
+    Shut,
+    Taken,
+    from_wire,
+    gone_with,
+    to_named,
+    to_wire,
+)
+from .packing import TOGETHER, hand_over
 from .tickets import TICKET, Tickets, split_tickets
 
-#: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
-HERE, SHUT = 0, 1
-MOST = 1024  # items that one call puts or takes
-# Words of one worker that end a call which is not there, the last ones; most calls have their answer by then.
+# Calls that were withdrawn before they came, of one worker, the last ones; most have their answer by then.
 _MOST_WITHDRAWN = 1000
-MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
+MOST_TOLD = 100  # lost workers that had items, the last ones, of which `join` tells
+_SHUT = pack(Shut())
+
+#: The number of a call of one worker; by it the call can be withdrawn. 0 where it cannot.
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Waiter:
-    """Somebody who waits: to take `count` items, or to put `items`. future: of the items, or of how many were put."""
+    """A call that takes `count` items, or puts `items`. future: of the items (None: it is shut down), or of a `Put`."""
 
     __slots__ = ("count", "future", "items")
 
@@ -54,7 +77,7 @@ class _Waiter:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def give(self, value: Any) -> None:
-        """It waits no longer."""
+        """End the wait."""
         if not self.future.done():
             self.future.set_result(value)
 
@@ -63,11 +86,10 @@ class _Waiter:
 class ServedQueue:
     """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
 
-    What puts, takes, returns and finishes items is the runtime's own as far as its answers go: none is dropped because
-    too much waits to be sent, as items would be lost by that, or be told of again and so be there twice. So is
-    `join_items`, else an owner that leaves a group without a size would wait for whoever joins. So no limit of calls
-    holds for them, but one of their own for those that wait. Who may put, or get, by the option ``allow``, may call
-    what ends it, too: what a handle has given up would be put all the same, or be lost. maxsize: 0 for no limit.
+    The calls that put, take, return and finish items are the runtime's own: a limit of users' calls that dropped one of
+    their answers would lose items, or duplicate them. `join_items` is, too: else an owner that leaves a group without a
+    size would wait for it. They have a limit of their own instead, for calls that wait. A role that may put, or get, by
+    the option ``allow``, may call what ends that, too. maxsize: 0 for no limit.
     """
 
     def __init__(self, name: str, maxsize: int, worker: str, max_frame: int, most_waits: int = 1 << 62) -> None:
@@ -82,65 +104,60 @@ class ServedQueue:
         self._putters: deque[_Waiter] = deque()
         self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
         self._most_waits = most_waits
-        self._waits: dict[int, int] = {}  # how many of each worker wait
-        # What was to end when nobody waited under that number, by worker: one that says many drops none of others.
+        self._waits: dict[int, int] = {}  # calls of each worker that wait
+        # Numbers of calls that were withdrawn before they came, by worker: many of one worker drop none of others.
         self._withdrawn: dict[int, dict[int, None]] = {}
         self._shut = False
-        self._emptied = False  # whether it was shut down at once: what there is, and what comes back, is dropped
+        self._emptied = False  # whether it was shut down at once: its items, and those that come back, are dropped
         self._ended = False
         self._unfinished = 0
         self._given: dict[int, int] = {}  # items that each worker has got and not finished
         self._tickets = Tickets()
-        self._taken_along: dict[str, int] = {}  # of those, what went with workers that are gone, by their names
-        # Of which of them somebody was told who joined, the last ones, by that worker and the number of its call.
-        self._told: dict[tuple[int, int], tuple[str, int]] = {}
+        self._taken_along: dict[str, int] = {}  # items that went with lost workers, by their names
         self._joiners: list[asyncio.Future[bool]] = []  # of whether all is finished; if not, the queue was closed
 
     # --- putting and getting ------------------------------------------------------------------------------------------
 
     @system
     @by_right("put")
-    async def put_items(self, wait: bool, number: int, *said: Said) -> int:
-        """Put those items (`items.to_wire`) in their order, as far as there is room; returns how many.
+    async def put_items(self, wait: bool, number: Number, items: PutItems, *references: RRef[KeptItems]) -> bytes:
+        """Put items in their order, as far as there is room; the reply is a `Put`.
 
-        wait: until there is room for one, or until that `number` is withdrawn. Negative once the queue is shut down: -1
-        for none, -2 for one, and so on. RpcUsageError for what is no item, and for one that another worker keeps than
-        the one that puts it. Without items, and where it is not to wait, it tells whether items can be put, and nothing
-        is.
+        wait: until there is room for one, or until the call of that number is withdrawn. No items, and wait False: the
+        reply tells whether the queue is there, and not shut. Raises RpcUsageError for an item that the caller does not
+        keep itself.
         """
-        if not said and wait is False:
-            return -1 if self._shut else 0
-        items = _items(said)
-        if items is None or not all(type(each) is bytes or _is_kept_by_caller(each) for each in items):
+        if not items and not wait:
+            return pack(Put(0, self._shut))
+        put = self._read(items, references)
+        if not put or not all(type(each) is bytes or _is_kept_by_caller(each) for each in put):
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
-        _check(wait, number, len(items))
         if wait and self._was_withdrawn(number):
-            return 0
-        putter = _Waiter(0, items)
+            return pack(Put(0))
+        putter = _Waiter(0, put)
         self._putters.append(putter)
         self._match()
         if not putter.future.done() and not wait:
             self._putters.pop()  # it is still the last one
-            putter.give(0)
-        put: int = await self._settled(putter, number, self._putters)
-        return put
+            putter.give(Put(0))
+        return pack(await self._settled(putter, number, self._putters))
 
     @system
     @by_right("get")
-    async def take_items(self, wait: bool, number: int, count: int, *apart: int) -> Results:
-        """Take up to so many items, but one at least; none if it is not to wait, or if that `number` is withdrawn.
+    async def take_items(
+        self,
+        wait: bool,
+        number: Number,
+        count: Annotated[int, Meta(ge=1, le=MOST)],
+        apart: Annotated[list[int], Meta(max_length=MOST)],
+    ) -> Results:
+        """Take up to so many items. The reply is `Items` and the references behind it, or `Shut`.
 
-        apart: the ids of workers that the caller has lost. What they have kept is fetched for it, if they live.
-
-        The answer begins with `HERE` or `SHUT`. Behind `HERE` come the tickets of the items (`return_items`); the names
-        of those who have kept some of them, by their ids, or None, as whoever gets the items may never have met them;
-        then the items (`items.to_wire`), and for one that is gone the name of the worker that had it.
+        wait: until there is one item, or until the call of that number is withdrawn. apart: ids of workers that the
+        caller has lost; what they keep is fetched for it from here, if they live.
         """
-        _check(wait, number, count)
-        if len(apart) > MOST or not all(type(each) is int for each in apart):
-            raise RpcUsageError(f"the workers that a getter has lost have ids, {MOST} at most")
         if wait and self._was_withdrawn(number):
-            return Results((HERE, b"", None))
+            return Results((pack(Items(b"", {}, [])),))
         getter = _Waiter(count, ())
         self._getters.append(getter)
         self._match()
@@ -149,28 +166,30 @@ class ServedQueue:
             getter.give([])
         items: list[Item] | None = await self._settled(getter, number, self._getters)
         if items is None:
-            return Results((SHUT,))
+            return Results((_SHUT,))
         if apart:
             await self._take_in(items, apart)
         who = caller().id
         self._given[who] = self._given.get(who, 0) + len(items)
-        names: dict[int, str] = {}
+        producers: dict[int, str] = {}
         for place, item in enumerate(items):
             if type(item) is not Kept:
                 continue
             # In the step in which the answer is made: a reference to a worker that is gone could not be sent.
             gone = gone_with(item)
             if gone is not None:
-                items[place] = gone
+                items[place] = GoneItem(gone)
                 self._finish(1, who)
-            elif item.reference._owner not in names:
-                names[item.reference._owner] = item.reference.owner_name()
-        return Results((HERE, self._tickets.issue(_id_of_caller(), items), names or None, *to_wire(items)))
+            elif item.reference._owner not in producers:
+                producers[item.reference._owner] = item.reference.owner_name()
+        sent, references = to_wire(items)
+        tickets = self._tickets.issue(_id_of_caller(), items)
+        return Results((pack(Items(tickets, producers, sent)), *references))
 
     async def _take_in(self, items: list[Item], apart: Sequence[int]) -> None:
-        """Have this worker keep those of the items that their getter cannot fetch, as it has lost who has kept them.
+        """Fetch those of the items here whose producers the getter has lost, so that this worker keeps them.
 
-        That may live all the same, if the network between the two is broken. What cannot be had here stays as it is.
+        Such a producer may live, if only the network between the two is broken. An item that cannot be fetched stays.
         """
         node = serving()[0]
         far: list[int] = []
@@ -179,7 +198,7 @@ class ServedQueue:
             if type(item) is Kept and item.reference._owner in apart and gone_with(item) is None:
                 peer, patience = node.peers.by_id(item.reference._owner), node.engine.default_timeout
                 with contextlib.suppress(RpcError):  # nothing was sent
-                    calls.append(peer.call(hand_over, to_named([item]), None, patience, system=True))
+                    calls.append(peer.call(hand_over, (pack(to_named([item])),), None, patience, system=True))
                     far.append(place)
         try:
             answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -187,13 +206,13 @@ class ServedQueue:
             self._put_back(items)
             raise
         for place, answer in zip(far, answers, strict=True):
-            if type(answer) is Results and len(answer) == 3:
-                _, packed, content = answer
-                kept = KeptItem(content) if packed else KeptItem(None, content)
+            if type(answer) is Results and len(answer) == 2:
+                packed, content = answer
+                kept = KeptItem(content) if PACKED.decode(packed) == [True] else KeptItem(None, content)
                 items[place] = Kept(node.references.refer_to(KeptItems((kept,))), 0)
 
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:
-        """What the waiter is given. If its caller gives up, nothing of it happens, as far as nothing has yet."""
+        """What the waiter is given. If the call is cancelled, its items go back."""
         who = caller().id
         key = who, number
         waits = not waiter.future.done()
@@ -220,7 +239,7 @@ class ServedQueue:
                 self._waits_no_more(who)
 
     def _waits_here(self, who: int) -> None:
-        """One more call of that worker waits here. Raises Overloaded where too many do."""
+        """Count one more call of that worker that waits. Raises Overloaded where too many do."""
         count = self._waits.get(who, 0)
         if count >= self._most_waits:
             raise Overloaded(
@@ -235,7 +254,7 @@ class ServedQueue:
             del self._waits[who]
 
     def _match(self) -> None:
-        """Give items to those who wait for them, and room to those who wait for it, the first first."""
+        """Give items and room to the calls that wait for them, in their order."""
         while True:
             while self._putters and (self._shut or self._room()):
                 self._put(self._putters.popleft())
@@ -258,39 +277,45 @@ class ServedQueue:
         if putter.future.done():
             return
         if self._shut:
-            putter.give(-1)
+            putter.give(Put(0, True))
             return
         items = putter.items[: self._room()]
         self._items.extend(items)
         self._unfinished += len(items)
-        putter.give(len(items))
+        putter.give(Put(len(items)))
 
     def _room(self) -> int:
         return max(0, self.maxsize - len(self._items)) if self.maxsize else MOST
 
     @system
     @by_right("get")
-    async def return_items(self, tickets: bytes, *said: Said) -> None:
-        """Put back to the front what the caller was given and does not want: as if it had not been taken.
+    async def return_items(self, tickets: bytes, items: PutItems, *references: RRef[KeptItems]) -> None:
+        """Put items back to the front that the caller got and does not want: as if it had not taken them.
 
-        tickets: as they were given with the items. RpcUsageError if it was not given all of these, or if they are
+        tickets: those that came with the items. Raises RpcUsageError for an item that the caller did not get, or has
         finished.
         """
-        items, who = _items(said), caller().id
-        if items is None or not 0 < len(items) <= MOST or len(tickets) != TICKET * len(items):
+        back, who = self._read(items, references), caller().id
+        if not back or len(tickets) != TICKET * len(back):
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
         given = self._given.get(who, 0)
-        if len(items) > given:
+        if len(back) > given:
             raise RpcUsageError(
-                f"{len(items)} items are put back, and worker {caller().name!r} has {given} of {self.name!r}"
+                f"{len(back)} items are put back, and worker {caller().name!r} has {given} of {self.name!r}"
             )
-        if not self._tickets.redeem(_id_of_caller(), who, [*map(Taken, split_tickets(tickets), items)]):
+        if not self._tickets.redeem(_id_of_caller(), who, [*map(Taken, split_tickets(tickets), back)]):
             raise RpcUsageError(
                 f"what is put back into queue {self.name!r} was not given to worker {caller().name!r}, or is back "
                 "already"
             )
-        self._take_share(who, len(items))
-        self._put_back(items)
+        self._take_share(who, len(back))
+        self._put_back(back)
+
+    def _read(self, items: PutItems, references: Sequence[RRef[Any]]) -> list[Item]:
+        try:
+            return from_wire(items, references)
+        except ValueError as error:
+            raise RpcUsageError(f"queue {self.name!r} got items that are none: {error}") from None
 
     def _put_back(self, items: Sequence[Item]) -> None:
         if self._emptied:
@@ -301,12 +326,11 @@ class ServedQueue:
         self._match()
 
     @by_right("put", "get")
-    async def withdraw(self, number: int) -> None:
-        """Whoever waits under that number, in a call of the same worker, is to wait no longer.
+    async def withdraw(self, number: Number) -> None:
+        """End the wait of the call of that number, of the same worker.
 
-        Where nobody does, the answer is under way; or that call comes behind this one, as its items are long.
+        Where none waits, its answer is under way; or the call comes behind this one, because its items are long.
         """
-        _check_number(number)
         key = caller().id, number
         waiter = self._waiting.get(key)
         if waiter is None:
@@ -317,7 +341,7 @@ class ServedQueue:
         elif not waiter.future.done():
             getter = waiter in self._getters
             (self._getters if getter else self._putters).remove(waiter)
-            waiter.give([] if getter else 0)
+            waiter.give([] if getter else Put(0))
 
     def _was_withdrawn(self, number: int) -> bool:
         withdrawn = self._withdrawn.get(caller().id)
@@ -327,13 +351,11 @@ class ServedQueue:
 
     @system
     @by_right("get")
-    async def finish_items(self, count: int) -> None:
+    async def finish_items(self, count: Annotated[int, Meta(ge=1)]) -> None:
         """So many items that were got are finished. ValueError if there are not so many.
 
-        Those that other workers have got can be finished by a caller that could end the queue as well.
+        A caller that may shut the queue down can also finish items that other workers have got.
         """
-        if type(count) is not int or count < 1:
-            raise RpcUsageError("task_done() takes the number of items that are finished, from 1")
         if count > self._unfinished:
             raise ValueError("task_done() called too many times")
         who, limits = caller(), permits()
@@ -346,10 +368,10 @@ class ServedQueue:
         self._finish(count, who.id)
 
     def _finish(self, count: int, worker: int) -> None:
-        """So many items are finished, says that worker: those that it has got, and beyond that those of others.
+        """That worker has finished so many items: first those that it has got, then those of others.
 
-        Nobody knows whose; most likely of those who have had theirs the longest. If they stayed with whoever got them,
-        they would be told as lost when it leaves.
+        Of the others, the workers that have had theirs the longest come first. Items that stayed with the worker that
+        got them would be reported as lost when it leaves.
         """
         rest = self._take_share(worker, count)
         while rest and self._given:
@@ -385,14 +407,11 @@ class ServedQueue:
 
     @system
     @by_right("put", "get")
-    async def join_items(self, number: int = 0) -> None:
-        """Wait until all items are finished. QueueShutDown if the queue is closed before that.
+    async def join_items(self) -> None:
+        """Wait until all items are finished. Raises QueueShutDown if the queue is closed before that.
 
-        ItemLost if some went with workers that had got them; once for each, as far as that was heard (`tell_again`).
-        number: no other call of the same worker has it; 0 for one that hears what it is told.
+        Raises ItemLost if some went with lost workers that had got them; once for each worker.
         """
-        if number:
-            _check_number(number)
         finished = self._unfinished <= 0
         if not finished and not self._ended:
             who = caller().id
@@ -412,9 +431,6 @@ class ServedQueue:
             )
         if self._taken_along:
             worker, count = self._taken_along.popitem()
-            if number:
-                self._told[caller().id, number] = worker, count
-                _keep_last(self._told)
             raise ItemLost(
                 f"{count} items of queue {self.name!r} on worker {self._worker!r} were got by worker {worker!r}, which "
                 "has gone without finishing them; all others are finished",
@@ -423,27 +439,23 @@ class ServedQueue:
                 count=count,
             )
 
-    @by_right("put", "get")
-    async def tell_again(self, number: int) -> None:
-        """Nobody has heard what a call of `join_items` of that number was told: if that was a loss, the next one is."""
-        _check_number(number)
-        told = self._told.pop((caller().id, number), None)
-        if told is not None:
-            self._lose(*told)
-
     def _on_gone(self, worker: WorkerInfo) -> None:
         self._withdrawn.pop(worker.id, None)
         self._tickets.forget(worker.id)
         count = min(self._given.pop(worker.id, 0), self._unfinished - len(self._items))
         if count > 0:
-            self._lose(worker.name, count)
+            logger.warning(
+                "%d items of queue %r on worker %s went with worker %s, which had not finished them",
+                count,
+                self.name,
+                self._worker,
+                worker.name,
+            )
+            self._taken_along[worker.name] = self._taken_along.pop(worker.name, 0) + count
+            if len(self._taken_along) > MOST_TOLD:  # none joins
+                del self._taken_along[next(iter(self._taken_along))]
             self._unfinished -= count
             self._look_at_joiners()
-
-    def _lose(self, worker: str, count: int) -> None:
-        """Tell of so many items that went with that worker whoever joins next."""
-        self._taken_along[worker] = self._taken_along.pop(worker, 0) + count
-        _keep_last(self._taken_along)  # nobody joins, so nobody wants to know
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
@@ -465,7 +477,7 @@ class ServedQueue:
     @by_right("shutdown")
     async def shut_down(self, immediate: bool) -> None:
         """See `QueueHandle.shutdown`."""
-        self._shut_down(immediate is True)
+        self._shut_down(immediate)
 
     def _shut_down(self, immediate: bool) -> None:
         self._shut = True
@@ -475,21 +487,6 @@ class ServedQueue:
             self._items.clear()
             self._look_at_joiners()
         self._match()
-
-
-def _keep_last(told: dict[Any, Any]) -> None:
-    if len(told) > MOST_TOLD:
-        del told[next(iter(told))]
-
-
-def _check_number(number: object) -> None:
-    if type(number) is not int or not 0 < number < 1 << 63:
-        raise RpcUsageError("the number of a call of a queue is a positive integer of 63 bits")
-
-
-def _check(wait: object, number: object, count: object) -> None:
-    if type(wait) is not bool or type(number) is not int or type(count) is not int or not 0 < count <= MOST:
-        raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time")
 
 
 def _id_of_caller() -> int:
@@ -505,20 +502,8 @@ def _is_kept_by_caller(item: Kept) -> bool:
     return owner == _id_of_caller()
 
 
-def _items(said: Sequence[Said]) -> list[Item] | None:
-    """The items of a call; None for what cannot be one."""
-    try:
-        items = from_wire(said)
-    except ValueError:
-        return None
-    return items if all(type(each) is Kept or (type(each) is bytes and len(each) <= SMALL) for each in items) else None
-
-
 async def watch(queue: ServedQueue, news: Listener) -> None:
-    """Until the worker ends: what other workers have got that are gone will not be finished.
-
-    What is in the queue goes then, whoever keeps a handle of it: nobody can get it any more.
-    """
+    """Until the worker ends: forget the items that lost workers have got. Then drop the items of the queue."""
     try:
         async for event in news:
             if isinstance(event, (WorkerLost, WorkerLeft)):
@@ -528,5 +513,5 @@ async def watch(queue: ServedQueue, news: Listener) -> None:
 
 
 def end(queue: ServedQueue) -> None:
-    """Nobody can reach the queue any more: whoever waits there waits no longer."""
+    """The queue is closed: end all waits at it."""
     queue._end()

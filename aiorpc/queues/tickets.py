@@ -21,7 +21,7 @@ _SEALED = struct.Struct("<QQ?")  # the worker, the number, and whether the item 
 
 
 class Tickets:
-    """What the owner gives with each item: the number of that, and a seal. The key of the seals is sent to nobody."""
+    """What the owner gives with each item: the number of that, and a seal. The key never leaves the owner."""
 
     __slots__ = ("_count", "_keyed", "_used")
 
@@ -70,7 +70,7 @@ class Tickets:
         kept = type(item) is Kept
         content = repr((*item.reference._rref, item.place)).encode() if kept else item
         if type(content) is not bytes:
-            return bytes(TICKET)  # it is gone, and does not come back
+            return bytes(TICKET)  # `GoneItem` does not come back
         seal = self._keyed.copy()  # half the time of a new one with the key
         seal.update(_SEALED.pack(worker, number, kept) + content)
         return _NUMBER.pack(number) + seal.digest()

@@ -1,18 +1,19 @@
-"""Who waits for a queue: the Futures of `put` and `get`."""
+"""The Futures of `put` and `get`, and the requests to the owner that are made for them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
 from ..callbacks import Executor
-from ..errors import ItemLost, RpcCancelled, RpcTimeout
+from ..errors import RpcCancelled
 from ..futures import ERROR, Future
 from ..locks import RLock
 from ..runtime.caller.future import CallFuture
-from ..runtime.caller.reworded import RewordedFuture, Words
+from ..runtime.caller.peer import Peer
 from ..runtime.caller.unawaited import Unawaited
 from ..runtime.calls.current import is_nested
 from ..runtime.node import Node
@@ -29,19 +30,50 @@ class ClientForWaiting(Protocol):
         """The queue, for errors."""
 
     def given_up(self, waiting: Any) -> None:
-        """Nobody waits for it any more. On the loop."""
+        """That Future is not waited for any more. On the loop."""
 
     def put_back(self, items: Sequence[Taken]) -> None:
-        """Nobody here wants those items. On the loop."""
+        """Those items are not wanted here. On the loop."""
 
-    def not_told(self, loss: ItemLost) -> None:
-        """Nobody here has heard of that loss. On the loop."""
+
+class State(Enum):
+    """Of a request. The table of `Request` says what leads from one to the next."""
+
+    UNDER_WAY = auto()
+    WITHDRAWN = auto()
+    ENDED = auto()
+
+
+class Request:
+    """A call to the owner that puts or takes items for some Futures.
+
+    from       event                                                 to
+    UNDER_WAY  the answer comes, or the call fails                   ENDED; `then` gets that
+    UNDER_WAY  no Future waits for it, and it was not sent           ENDED; the call is taken back
+    UNDER_WAY  no Future waits for it, and it was sent               WITHDRAWN; the owner ends it, if it waits there
+    WITHDRAWN  the answer comes, or the call fails                   ENDED; `then` gets that, and puts items back
+
+    A put begins once more, from ENDED, when the owner has joined (`Client._put_items`).
+
+    number: no other call of this worker has it. waits: whether it waits at the owner for an item, or for room.
+    """
+
+    __slots__ = ("call", "futures", "number", "peer", "state", "waits")
+
+    def __init__(self, number: int, futures: Sequence[WaitingFuture]) -> None:
+        self.number = number
+        self.futures = futures
+        self.waits = False
+        self.state = State.ENDED
+        self.peer: Peer | None = None
+        self.call: CallFuture | None = None
 
 
 class WaitingFuture(Unawaited, Future[Any]):
     """The Future of a `put` or a `get`.
 
-    timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0. began: when that was, by
+    timer: of its timeout, on the loop. request: the one that is under way for it; None if there is none, and for a
+    `get` that shares one. at_once: whether the owner answers at once. began: when it began to wait, by
     ``time.monotonic``. nested: whether it is part of a call that is served here.
     """
 
@@ -50,7 +82,8 @@ class WaitingFuture(Unawaited, Future[Any]):
     _loop: asyncio.AbstractEventLoop | None
 
     timer: asyncio.TimerHandle | None = None
-    number = 0
+    request: Request | None = None
+    at_once: bool = False
     began: float = 0.0
 
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
@@ -65,23 +98,23 @@ class WaitingFuture(Unawaited, Future[Any]):
         """Have it begun on the loop. Any thread."""
         engine = self._client.node.engine
         engine.run_on_loop(begin, self)
-        if engine.closed:  # meanwhile: the loop may have stopped, and nobody would settle it
+        if engine.closed:  # meanwhile: the loop may have stopped, and nothing would settle it
             self._settle(None, engine.lifetime.why_closed())
 
     def stop_waiting(self) -> None:
-        """Nobody waits for it any more. On the loop."""
+        """It is not waited for any more. On the loop."""
         self._client.waits.discard(self)
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def finish(self, value: object, error: BaseException | None = None) -> bool:
-        """Settle it, unless somebody has. On the loop."""
+        """Settle it, unless it is settled. On the loop."""
         self.stop_waiting()
         return self._settle(value, error)
 
     def _end_overdue(self, now: float) -> float:
-        """As of any Future. WorkerClosed in a forked child, where nobody settles it."""
+        """As of any Future. WorkerClosed in a forked child, where nothing settles it."""
         self._client.node.engine.lifetime.check_not_forked()
         return super()._end_overdue(now)
 
@@ -103,19 +136,15 @@ class PutFuture(WaitingFuture):
 
 
 class GetFuture(WaitingFuture):
-    """Up to `count` items that somebody wants; many: as a list. items: those that it was given, until they are taken.
+    """Up to `count` items; many: as a list. items: those that it was given, until they are taken.
 
-    It begins when somebody waits for it, as the coroutine of ``asyncio.Queue.get`` does. Else an item could be given to
-    a Future that nobody has any more, as that of a task that was cancelled before it ran. producers: the names of those
-    who have yet to hand over items that it was given, by their ids.
+    It begins when it is waited for, as the coroutine of ``asyncio.Queue.get`` does: an item could otherwise be given to
+    a Future that was dropped, as that of a task that was cancelled before it ran. producers: names of the workers that
+    have yet to hand over items that it was given, by their ids.
 
-    Its items are taken once: by the first who gets its value, or by a callback, which is sure to run. If the last one
-    who waits leaves without the value, which may come in the turn of the loop in which its task was cancelled, they go
-    back, and the Future has no value any more. All this is decided under `_lock`, as several threads may wait.
-
-    A signal handler may raise at any instruction of a main thread that waits, also when it has the value already: then
-    it leaves without. So the items are forgotten in the last step before the value is returned: until then they can go
-    back.
+    Its items are taken once: by the first waiter that gets the value, or by a callback, which is sure to run. When the
+    last waiter leaves without the value, as a task that is cancelled in the turn of the loop in which it comes, the
+    items go back, and the Future has no value any more. `_lock` guards this, because several threads may wait.
     """
 
     def __init__(self, client: ClientForWaiting, count: int, many: bool, begin: Callable[[GetFuture], object]) -> None:
@@ -128,10 +157,10 @@ class GetFuture(WaitingFuture):
         self._begin: Callable[[GetFuture], object] | None = begin
         self._lock = RLock()  # the garbage collector may end a task that waits here, and run `_leave` within
         self._waiting: set[object] = set()  # one for each task and thread that is inside of `__await__` and `wait`
-        self._takers: set[object] = set()  # those of them that have got the value; None for whoever else has it
+        self._taken = False  # whether the value was taken, or a callback will take it
 
     def begin(self) -> None:
-        """Somebody waits for it. Any thread. WorkerClosed if the worker has shut down."""
+        """Begin, the first time that it is waited for. Any thread. WorkerClosed if the worker has shut down."""
         begin, self._begin = self._begin, None
         if begin is not None:
             self._client.node.engine.lifetime.check_begin(begun=self.nested)
@@ -140,7 +169,7 @@ class GetFuture(WaitingFuture):
     def _when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """As of any Future."""
         with self._lock:
-            self._takers.add(None)
+            self._taken = True
         super()._when_settled(callback)
         self.begin()
 
@@ -153,65 +182,58 @@ class GetFuture(WaitingFuture):
         """As of any Future."""
         with self._lock:
             value = super().value()
-            self._takers.add(None)
+            self._taken = True
         return value
 
     def __await__(self) -> Generator[Any, None, Any]:
         waiter = object()
+        self._waiting.add(waiter)
         try:
-            self._waiting.add(waiter)
             self.begin()
             value = yield from super().__await__()
             self._take(waiter)
-            self.items = ()  # and no call from here on: a signal handler may raise in it
             return value
-        except BaseException as error:
-            self._leave(waiter, error)
+        except BaseException:
+            self._leave(waiter)
             raise
         finally:
             del self  # the traceback of its error holds this frame, see `Future`
 
     def wait(self, timeout: float | None = None) -> Any:
-        """As of any Future; but one that all have waited for in vain is given up, so that it takes no item with it."""
+        """As of any Future; but when its last waiter has waited in vain it is given up, so that it takes no item."""
         waiter = object()
+        self._waiting.add(waiter)
         try:
-            self._waiting.add(waiter)
             self.begin()
             value = super().wait(timeout)
             self._take(waiter)
-            self.items = ()  # as above
             return value
-        except BaseException as error:
+        except BaseException:
             if self._waiting <= {waiter} and not self._waiters:
                 self.cancel()
-            self._leave(waiter, error)
+            self._leave(waiter)
             raise
         finally:
             del self
 
     def _take(self, waiter: object) -> None:
-        """That one has got the value."""
+        """That waiter has the value."""
         with self._lock:
-            self._takers.add(waiter)
+            self._taken = True
             self._waiting.discard(waiter)
+            self.items = ()
 
-    def _leave(self, waiter: object, error: BaseException) -> None:
-        """That one gets no value, also if it has taken it just now. error: is what it hears."""
+    def _leave(self, waiter: object) -> None:
+        """That waiter leaves without a value."""
         with self._lock:
-            self._takers.discard(waiter)
             self._waiting.discard(waiter)
-            items, loss = self._left(), self._error
-            if error is loss:
-                self._takers.add(None)  # of that
-            elif isinstance(loss, ItemLost) and not (self._waiting or self._takers):
-                self._forget("as a loss was told, of which the next one hears")
-                self._client.node.engine.call_on_loop(self._client.not_told, loss)
+            items = self._left()
         if items:
             self._client.node.engine.call_on_loop(self._client.put_back, items)
 
     def finish_with(self, value: Any, items: Sequence[Taken]) -> bool:
-        """Give it those items; False if nobody waits for them any more. On the loop."""
-        with self._lock:  # whoever has the value by then waits until its items are there, which it is to forget
+        """Give it those items; False if it is not waited for any more. On the loop."""
+        with self._lock:  # a waiter that has the value by then waits until its items are there
             self.items = items
             if not self.finish(value):
                 self.items = ()
@@ -219,63 +241,16 @@ class GetFuture(WaitingFuture):
             return not self._left()
 
     def _left(self) -> Sequence[Taken]:
-        """The items that it was given, once nobody will take them; it forgets them. Under the lock."""
-        if self._waiting or self._takers or not self.items:
+        """The items that it was given, once no waiter will take them; it forgets them. Under the lock."""
+        if self._waiting or self._taken or not self.items:
             return ()
         items, self.items = self.items, ()
-        self._forget("as its value came, which went back into the queue")
-        return items
-
-    def _forget(self, when: str) -> None:
-        """It has not what it was given, as somebody else is to have that. when: it was cancelled."""
-        text = f"{self._describe()} was cancelled {when}"
+        text = f"{self._describe()} was cancelled as its value came, which went back into the queue"
         self._error = RpcCancelled(text)
         self._value = None
         self._state = ERROR
         self._set_unwrap_func(partial(_raise_cancelled, text))  # torch's half keeps the value
-
-
-class JoinFuture(RewordedFuture):
-    """The Future of a `join`. A loss that comes as nobody waits any more is told to whoever joins next.
-
-    not_heard: has the owner of the queue told so, if its answer was a loss.
-    """
-
-    def __init__(self, call: CallFuture, words: Words, not_heard: Callable[[], None]) -> None:
-        self._not_heard = not_heard
-        self._heard = False
-        super().__init__(call, words)
-
-    def _on_settled(self, call: Future[Any]) -> None:
-        super()._on_settled(call)
-        if isinstance(call._error, (RpcCancelled, RpcTimeout)) or (call._error is not None and self.cancelled()):
-            self._not_heard()
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        try:
-            return (yield from super().__await__())
-        except BaseException as error:
-            self._leave(error)
-            raise
-        finally:
-            del self  # as of a GetFuture
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """As of any Future."""
-        try:
-            return super().wait(timeout)
-        except BaseException as error:
-            self._leave(error)
-            raise
-        finally:
-            del self
-
-    def _leave(self, error: BaseException) -> None:
-        """Somebody waits no longer. error: is what it hears."""
-        if error is self._error:
-            self._heard = True
-        elif isinstance(self._error, ItemLost) and not (self._heard or self._waiters):
-            self._not_heard()
+        return items
 
 
 def _raise_cancelled(text: str, _: object) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 import msgpack
 import numpy
 import torch
+from msgspec import Struct
+from msgspec.msgpack import Decoder
 
 from aiorpc.channels import bulk, layout, shared_messages
 from aiorpc.channels.arena import Arena, Block
@@ -355,8 +357,8 @@ def taste_families(data: bytes) -> None:
         FAMILIES[data[0] % 5].read(fields)
 
 
-PUBLISHED: list[publication.Message] = [
-    publication.Claim("policy", 1, 3, "learner", 1),
+PUBLISHED: list[Struct] = [
+    publication.Lease("policy", 1, 3, "learner", 1),
     publication.Unpublished("policy", 1),
     publication.LatestWanted("policy"),
     publication.Latest("policy", 4, 3),
@@ -389,9 +391,9 @@ PUBLISHED: list[publication.Message] = [
 def taste_published(data: bytes) -> None:
     """What workers say of published values, as arguments and results of calls."""
     outcome: ProtocolError | None = None
-    for kind in publication.MESSAGES.classes.values():
+    for decoder in map(Decoder, publication.MESSAGES):
         try:
-            publication.read(kind, data)
+            publication.read(decoder, data)
             return
         except ProtocolError as error:
             outcome = error

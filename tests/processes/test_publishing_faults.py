@@ -178,7 +178,7 @@ async def test_publishers_killed_while_they_end_names_are_followed_by_others(see
                 assert not reading.done()
             reading.cancel()
             await asyncio.wait([reading])
-            await until(lambda: not worker._node.publications.feeds)
+            await until(lambda: not worker._node.publications.prefetchers)
             await until(lambda: len(worker.worker_infos()) == 1)
             published = await worker.publish("policy", weights(1))
             async with worker.subscribe("policy", timeout=20) as versions:

@@ -32,30 +32,38 @@ from aiorpc import (
     RRef,
     Worker,
     WorkerClosed,
-    futures,
 )
 from aiorpc.errors import ItemLost, ProtocolError, UnknownWorker
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
-from aiorpc.queues import calls, packing, waiting
+from aiorpc.queues import packing
 from aiorpc.queues.calls import Calls
 from aiorpc.queues.client import Client
-from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems, Taken
+from aiorpc.queues.items import (
+    KEPT_BYTES,
+    KEPT_ITEMS,
+    At,
+    GoneItem,
+    Items,
+    Kept,
+    KeptItem,
+    KeptItems,
+    Put,
+    Taken,
+    to_wire,
+)
 from aiorpc.queues.packing import hand_over
-from aiorpc.queues.served import HERE, ServedQueue
+from aiorpc.queues.served import ServedQueue
 from aiorpc.queues.waiting import GetFuture
-from aiorpc.runtime.callee.answers import Answers
-from aiorpc.runtime.caller import reworded
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.calls.values import Results, encode
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.links.distribution import LOOP_COPY
 from aiorpc.testing import Faults, cluster
 from aiorpc.types import QueueHandle
 from tests.runtime.joining import unheard_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 LONG = 30.0
@@ -92,9 +100,15 @@ async def put_all(queue: QueueHandle[Any], items: Sequence[Any]) -> None:
 
 async def taken(client: Client, count: int) -> list[Taken]:
     """So many items from the owner of a queue, as that has given them."""
-    items, error = client._items(await client.ask("take_items", True, 1, count), None)
-    assert error is None
+    items = client._items(await client.ask("take_items", True, 1, count, pack([])), None)
+    assert isinstance(items, list)
     return items
+
+
+def written(*items: Any) -> tuple[Any, ...]:
+    """Items as the last arguments of a call of a queue."""
+    sent, references = to_wire(items)
+    return (pack(sent), *references)
 
 
 async def served(worker: Worker, method: str) -> None:
@@ -168,38 +182,6 @@ async def test_large_items_wait_in_shared_memory(pair: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-async def test_the_loop_lends_what_lies_in_shared_memory(
-    copy: bool, pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many items at once are handed over without a thread, unless they have to be copied for it."""
-    queue, other = make(pair[0]), handle(pair[1])
-    memory = pair[1]._node.memory
-    items = [torch.full((LOOP_COPY // 2,), number, dtype=torch.uint8) for number in range(6)]
-
-    async def together() -> list[torch.Tensor]:
-        await asyncio.gather(*(other.put(item, copy=copy) for item in items))
-        return await queue.get_many(6)
-
-    async with asyncio.timeout(LONG):
-        while memory.arena.blocks < 6:  # until there is memory for all
-            got = await together()
-            await asyncio.sleep(0.005)
-    del got
-    await until(lambda: not memory.arena.used)
-    in_threads: list[str] = []
-    answer = Answers._answer_buffers
-
-    def noted(self: Answers, *about: Any) -> None:
-        in_threads.append(threading.current_thread().name)
-        answer(self, *about)
-
-    monkeypatch.setattr(Answers, "_answer_buffers", noted)
-    got = await together()
-    assert all(map(torch.equal, got, items)) and memory.arena.blocks == 6 == memory.leases
-    assert bool(in_threads) is not copy
-
-
-@pytest.mark.parametrize("copy", [True, False])
 async def test_items_that_are_put_together_have_a_reference_together(pair: list[Worker], copy: bool) -> None:
     """As far as their number and their bytes allow; each is got once, and all are there as long as any is wanted."""
     queue, other = make(pair[0]), handle(pair[1])
@@ -218,37 +200,6 @@ async def test_items_that_are_put_together_have_a_reference_together(pair: list[
     await until_no_references(pair)
 
 
-async def test_sixteen_items_of_a_megabyte_have_two_references(pair: list[Worker]) -> None:
-    """What is packed with each of them has room beside the bytes of eight."""
-    queue, other = make(pair[0]), handle(pair[1])
-    items = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(16)]
-    await put_all(other, items)
-    assert [len(future.value()) for future in pair[1]._node.references._values.values()] == [8, 8]
-    assert len(await queue.get_many(16)) == 16
-    await until_no_references(pair)
-
-
-async def test_an_item_is_fetched_without_passing_its_reference(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who fetches it holds the reference meanwhile; the worker that has put it is handed none, which it would count."""
-    make(trio[0])
-    producer, consumer = handle(trio[1]), handle(trio[2])
-    loaded: list[Any] = []
-    references = trio[1]._node.references
-    load = references.load
-
-    def note(*args: Any) -> Any:
-        loaded.append(args)
-        return load(*args)
-
-    monkeypatch.setattr(references, "load", note)
-    await put_all(producer, [torch.full((LARGE,), number) for number in range(3)])
-    got = await consumer.get_many(3)
-    assert [int(each[0]) for each in got] == [0, 1, 2] and not loaded
-    await until_no_references(trio)
-
-
 async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
     """Numbers that name no item of a queue, or no value at all, are refused; nothing else of the worker is given."""
     make(pair[0])
@@ -259,42 +210,15 @@ async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
     (item,) = (rref for rref in pair[1]._node.references._values if rref != other._rref)
     _, number, key = item
     _, others_number, others_key = other._rref
-    for wanted in [(number,), (number, key), (number, key, 1), (number, key, -1)]:
+    for refused in [(number, key, 1), (others_number, others_key, 0)]:
         with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
-            await consumer.call(hand_over, wanted, None, LONG)
-    for undeclared in [(number, key, True), ("a", "b", "c")]:
-        with pytest.raises(rpc.errors.ProtocolError, match="Expected `int`, got"):
-            await consumer.call(hand_over, undeclared, None, LONG)
-    with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
-        await consumer.call(hand_over, (others_number, others_key, 0), None, LONG)
+            await consumer.call(hand_over, (pack([refused]),), None, LONG)
+    for undeclared in [(number,), (number, key), (number, key, True), ("a", "b", "c"), (number, key, -1)]:
+        with pytest.raises(rpc.errors.ProtocolError, match="Expected `"):
+            await consumer.call(hand_over, (pack([undeclared]),), None, LONG)
     with pytest.raises(rpc.RpcError, match="names no value of this worker"):
-        await consumer.call(hand_over, (number, key + 1, 0), None, LONG)
-    assert len(await consumer.call(hand_over, (number, key, 0), None, LONG)) == 3
-
-
-async def test_what_may_be_on_a_device_is_kept_by_the_thread_that_puts_it(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its streams are those that the tensors are ready on. So it is with whatever is put by itself."""
-    queue, other = make(pair[0]), handle(pair[1])
-    references = pair[1]._node.references
-    refer_to, threads = references.refer_to, []
-
-    def note(value: Any) -> Any:
-        threads.append(threading.get_ident())
-        return refer_to(value)
-
-    monkeypatch.setattr(references, "refer_to", note)
-
-    def put(item: Any) -> None:
-        other.put(item).wait()
-
-    with acting(pair[1]):
-        items = [[RRef(1)], torch.ones(KEPT_BYTES, dtype=torch.uint8)]
-    for item in items:
-        await asyncio.to_thread(put, item)
-        await queue.get()
-    assert len(threads) == 2 and threading.get_ident() not in threads
+        await consumer.call(hand_over, (pack([(number, key + 1, 0)]),), None, LONG)
+    assert len(await consumer.call(hand_over, (pack([(number, key, 0)]),), None, LONG)) == 2
 
 
 async def test_references_travel_in_items(trio: list[Worker]) -> None:
@@ -388,7 +312,7 @@ async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_que
 
     async def nothing_taken(self: ServedQueue, *_: Any) -> Results:
         await goes_on.wait()
-        return Results((HERE, None))
+        return Results((pack(Items(b"", {}, [])),))
 
     with monkeypatch.context() as patched:
         patched.setattr(ServedQueue, "put_items", nothing_put)
@@ -458,28 +382,6 @@ async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker])
             await future
         assert "no worker of that name has joined" in str(raised.value)
         assert (raised.value.worker, raised.value.function) == ("nobody", f"q.{verb}")
-
-
-async def test_a_timeout_tells_of_the_owner_that_was_lost(free: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name has had a worker, and whether another one has taken it is still looked for as the time is up."""
-    make(free[0])
-    mine = handle(free[1], timeout=0.05)
-    await mine.put(1, timeout=LONG)
-    await free[0]._drop()
-    await until(lambda: free[1]._node.peers._peers["worker0"].gone is not None)
-    looks, found = free[1]._node.rendezvous.members, threading.Event()
-
-    def look_for_long() -> Any:
-        found.wait(LONG)
-        return looks()
-
-    monkeypatch.setattr(free[1]._node.rendezvous, "members", look_for_long)
-    try:
-        for future in (mine.put(1), mine.put(torch.ones(LARGE)), mine.get()):
-            with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker0 .* was lost: .*not known yet"):
-                await future
-    finally:
-        found.set()
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -620,7 +522,7 @@ async def test_large_items_wait_for_an_owner_that_has_not_joined(verb: str) -> N
                 got += await mine.get_many(32)
             assert [int(item[0]) for item in got] == list(range(len(got)))
             assert [len(item) for item in got] == [*sizes, 1, 1, 1]
-            assert not mine._client()._asking
+            assert not mine._client()._probing
             del got
             await until_no_references([worker, owner])
 
@@ -843,32 +745,6 @@ async def test_what_was_given_up_is_not_kept_behind_a_get_that_waits(pair: list[
     assert await waits == "here"
 
 
-@pytest.mark.parametrize("verb", ["put", "put_nowait", "get"])
-async def test_who_puts_or_gets_as_its_worker_ends_hears_of_it(
-    verb: str, pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the worker's loop has stopped between the look whether it is open and what was to be done there."""
-    ending = await Worker("ending", store=HashStore(), options=RpcBackendOptions(dedicated_loop=True))
-    mine = handle(ending, owner="ending")
-    client = mine._client()
-    run_on_loop = client.node.engine.run_on_loop
-
-    def end_first(function: Callable[..., object], *args: Any) -> None:
-        asyncio.run(ending.shutdown())
-        run_on_loop(function, *args)
-
-    def use() -> str:
-        future = mine.get() if verb == "get" else getattr(mine, verb)(1)
-        try:
-            future.wait(LONG)
-        except rpc.WorkerClosed as error:
-            return str(error)
-        return "nothing"
-
-    monkeypatch.setattr(client.node.engine, "run_on_loop", end_first)
-    assert "shut down" in await asyncio.to_thread(use)
-
-
 async def test_who_may_not_wait_at_all_gives_up_what_it_puts(pair: list[Worker]) -> None:
     """`asyncio.timeout(0)` begins to wait, and so it ends it; `asyncio.wait_for` with 0 never does."""
     make(pair[0], maxsize=1)
@@ -972,69 +848,6 @@ async def test_what_others_have_finished_is_not_lost_with_who_got_it(free: list[
     await queue.join()
 
 
-async def test_who_joins_is_told_of_the_last_workers_that_took_items_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many, as a queue that nobody joins must not remember all that ever came and went."""
-    monkeypatch.setattr("aiorpc.queues.served.MOST_TOLD", 2)
-    async with cluster(4, dynamic=True) as workers:
-        queue = make(workers[0])
-        for worker in workers[1:]:
-            await queue.put(1)
-            await handle(worker).get()
-        join = queue.join()
-        for worker in workers[1:]:
-            await worker.shutdown()
-        told = set()
-        for each in (join, queue.join()):
-            with pytest.raises(ItemLost) as raised:
-                await each
-            told.add(raised.value.worker)
-        assert told == {"worker2", "worker3"}
-        await queue.join()
-
-
-@pytest.mark.parametrize("way", ["cancelled as it is sent", "cancelled as it comes", "late"])
-async def test_a_loss_that_nobody_has_heard_is_told_once_more(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who joined was there no more as the owner told it; what was heard is told once."""
-    tell = ServedQueue.join_items
-
-    @functools.wraps(tell)
-    async def join_items(self: ServedQueue, *args: Any) -> None:
-        try:
-            await tell(self, *args)
-        except ItemLost:
-            if way == "cancelled as it is sent":
-                waits.cancel()
-            elif way == "late":
-                with contextlib.suppress(asyncio.CancelledError):
-                    await until(joined.done)
-            raise
-
-    async def hear(join: Any) -> None:
-        await join
-
-    def give_up(_: Any) -> None:
-        waits.cancel()
-
-    monkeypatch.setattr(ServedQueue, "join_items", join_items)
-    async with cluster(3, dynamic=True) as workers:
-        queue, mine, taker = make(workers[0]), handle(workers[1]), handle(workers[2])
-        await queue.put(1)
-        await taker.get()
-        joined = mine.join(timeout=0.5 if way == "late" else LONG)
-        waits = asyncio.ensure_future(hear(joined))
-        if way == "cancelled as it comes":
-            joined._when_settled(give_up)
-        await until(lambda: len(queue._served._joiners) == 1)
-        queue._served._on_gone(workers[2].info)
-        with pytest.raises(RpcTimeout if way == "late" else asyncio.CancelledError):
-            await waits
-        monkeypatch.undo()
-        await until(lambda: queue._served._taken_along)
-        with pytest.raises(ItemLost, match=r"1 items of queue 'q' .* got by worker 'worker2'"):
-            await mine.join()
-        await mine.join()
-
-
 async def test_an_owner_that_leaves_waits_for_nobody_who_joins() -> None:
     """As it waits for nobody who puts and gets: in a group without a size it would stay for as long as they wait."""
     async with cluster(2, dynamic=True) as workers:
@@ -1107,11 +920,12 @@ async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Work
     queue, mine = make(pair[0]), handle(pair[1])
     await put_all(queue, ["first", "second", "third"])
     peer = pair[1]._node.peers.find("worker0")
-    _, tickets, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
+    items = await taken(mine._client(), 2)
     join = mine.join()
     await served(pair[0], "join_items")
     await queue.shutdown(immediate=True)
-    await peer.call(ObjectMethod("q", "return_items"), (tickets, *items), None, LONG)
+    tickets = b"".join(each.ticket for each in items)
+    await peer.call(ObjectMethod("q", "return_items"), (tickets, *written(*[each.item for each in items])), None, LONG)
     await join
     assert await queue.empty()
     with pytest.raises(QueueShutDown):
@@ -1367,31 +1181,6 @@ async def test_what_a_producer_has_kept_that_the_consumer_alone_has_lost_comes_b
     await until_no_references([free[0], free[2]])
 
 
-async def test_a_loss_that_is_told_as_its_waiter_is_cancelled_is_told_to_the_next_one(free: list[Worker]) -> None:
-    """Once, as an item that comes in that moment is given once."""
-    make(free[0])
-    other = handle(free[2])
-    await put_all(handle(free[1]), [torch.ones(LARGE)])
-    await free[1].shutdown()
-    get = other.get()
-
-    async def wait() -> None:
-        await get
-
-    waiting = asyncio.ensure_future(wait())
-    while not get.done():  # noqa: ASYNC110  # in that turn of the loop
-        await asyncio.sleep(0)
-    assert waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    with pytest.raises(rpc.RpcCancelled, match="cancelled as a loss was told"):
-        await get
-    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
-        await other.get()
-    with pytest.raises(rpc.QueueEmpty):
-        await other.get_nowait()
-
-
 async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker]) -> None:
     """In good order or not makes no difference; it is told at once, also by `get_nowait`."""
     queue = make(free[0])
@@ -1496,25 +1285,6 @@ async def stay(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
-async def test_who_waits_in_vain_for_a_producer_hears_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the time of the call for the item is over, and not that of the `get`: the item goes back, which it is told."""
-    options = [RpcBackendOptions(), RpcBackendOptions(), RpcBackendOptions(rpc_timeout=0.2)]
-    async with cluster(3, options=options) as workers:
-        make(workers[0])
-        await handle(workers[1]).put(torch.ones(LARGE))
-        mine = handle(workers[2])
-        with monkeypatch.context() as patched:
-            patched.setattr(calls, "hand_over", stay)
-            with pytest.raises(RpcTimeout) as raised:
-                await mine.get()
-        text = str(raised.value)
-        assert "worker 'worker1' did not hand over within 0.2 s (rpc_timeout) what was taken from queue 'q'" in text
-        assert "of worker 'worker0'" in text and "A later `get` finds it" in text and "stay" not in text
-        assert (raised.value.worker, raised.value.function, raised.value.seconds) == ("worker1", "q.get", 0.2)
-        assert (await handle(workers[0]).get()).sum() == LARGE
-        await until_no_references(workers)
-
-
 @pytest.mark.parametrize("error", [rpc.Overloaded("not now"), RpcTimeout("not in time")])
 async def test_an_item_that_is_not_handed_over_now_stays_in_the_queue(
     error: Exception, trio: list[Worker], monkeypatch: pytest.MonkeyPatch
@@ -1595,6 +1365,7 @@ async def test_items_that_an_owner_does_not_take_back_now_are_given_back_later(
     return_items = ServedQueue.return_items
     tries: list[Any] = []
 
+    @functools.wraps(return_items)
     async def refuse_first(self: ServedQueue, *said: Any) -> None:
         tries.append(said)
         if len(tries) < 3:
@@ -1621,23 +1392,10 @@ async def test_what_was_put_back_or_finished_is_not_told_again_where_its_answer_
     service._backlog.limit = -1  # whatever is said to that one is too much
     with pytest.raises(rpc.Overloaded):
         await mine.qsize()
-    await client.ask("return_items", second.ticket, second.item)
+    await client.ask("return_items", second.ticket, *written(second.item))
     await mine.task_done()
     assert (await queue.qsize(), queue._unfinished()) == (2, 2)
     assert [await queue.get(), await queue.get()] == [1, 2]
-
-
-async def test_who_joins_is_told_of_a_loss_although_little_else_is_told(free: list[Worker]) -> None:
-    """Nobody else would be: the next one who joins hears nothing of it."""
-    queue, mine, other = make(free[0]), handle(free[1]), handle(free[2])
-    await queue.put("here")
-    assert await other.get() == "here"
-    await free[2]._drop()
-    await until(lambda: not queue._unfinished())
-    (service,) = [each for each in free[0]._node.services if each.record.name == "worker1"]
-    service._backlog.limit = -1  # whatever is said to that one is too much
-    with pytest.raises(ItemLost, match="worker2"):
-        await mine.join()
 
 
 async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
@@ -1733,7 +1491,7 @@ async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
         await gets.task_done(2)
         await queue.join()
         other = handle(workers[3])
-        for who, method in ((puts, "return_items"), (puts, "finish_items"), (other, "tell_again"), (other, "withdraw")):
+        for who, method in ((puts, "return_items"), (puts, "finish_items"), (other, "withdraw")):
             with pytest.raises(rpc.NotAllowed, match="queue/q:"):
                 await who._client().ask(method, 1)
 
@@ -1833,38 +1591,6 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return times
 
 
-async def test_only_what_names_the_main_module_is_packed_twice(scripts: list[Worker], encoded: list[Any]) -> None:
-    """All other items cost what they cost before; tensors are in an item once, whatever else is in it."""
-    first, twin, _ = scripts
-    queue = make(twin)
-    plain = [1, {"a": [2.0]}, torch.ones(3), [torch.ones(LARGE)], threading.Thread, torch.device("cpu")]
-    await put_all(handle(first, owner="twin"), plain)
-    assert len(encoded) == len(plain)
-    assert [type(each) for each in await queue.get_many(len(plain))] == [*map(type, plain)]
-    await handle(first, owner="twin").put("load_main")
-    assert await queue.get() == "load_main"
-    await handle(first, owner="twin").put([main_function, torch.ones(LARGE)])
-    (kept,) = [future.value() for future in first._node.references._values.values()]
-    assert kept[0].size < 1.1 * 4 * LARGE
-    await queue.get()
-
-
-@pytest.mark.parametrize("other", ["one script", "another script"])
-async def test_in_a_group_of_fixed_size_it_depends_on_its_members(
-    other: str, encoded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where all of them run the same main module nobody needs what it defines by value."""
-    mains = iter(["one script", other])
-    monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: next(mains))
-    monkeypatch.setattr(main_function, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "main_function", main_function, raising=False)
-    async with cluster(2) as workers:
-        queue = make(workers[0])
-        await handle(workers[1]).put(main_function)
-        assert len(encoded) == (1 if other == "one script" else 2)
-        assert (await queue.get() is main_function) == (other == "one script")
-
-
 async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() -> None:
     """It is kept in one piece, which nobody could fetch, though each of its tensors may be sent by itself."""
     options = RpcBackendOptions(max_tensor_bytes=1 << 20)
@@ -1885,26 +1611,31 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
     peer = pair[1]._node.peers.find("worker0")
     current_node.set(pair[1]._node)
     nonsense: list[tuple[str, tuple[Any, ...]]] = [
-        ("put_items", (True, 1, b"x" * 100_000)),
-        ("put_items", (True, 1)),
-        ("take_items", (True, 1, 0)),
-        ("take_items", (True, 1, 1 << 40)),
-        ("put_items", (True, 1, 0)),
-        ("put_items", (True, 1, RRef(1), 16)),
-        ("put_items", (True, 1, RRef(1), -1)),
-        ("put_items", (True, 1, b"", RRef(1))),
-        ("return_items", (bytes(16), b"never taken")),
-        ("return_items", (bytes(16), 5)),
-        ("return_items", (bytes(17), b"never taken")),
-        ("return_items", (b"",)),
-        ("finish_items", (-1,)),
+        ("put_items", (True, 1, *written())),
+        ("put_items", (True, 1, pack([At(0, 0)]))),
+        ("put_items", (True, 1, pack([At(1, 0)]), RRef(1))),
+        ("return_items", (bytes(16), *written(b"never taken"))),
+        ("return_items", (bytes(17), *written(b"never taken"))),
+        ("return_items", (b"", *written())),
     ]
     undeclared: list[tuple[str, tuple[Any, ...]]] = [
-        ("put_items", (True, 1, "text")),
-        ("put_items", (1, 1, b"")),
-        ("take_items", (True, "1", 1)),
-        ("take_items", (True, 1, 1, "worker1")),
+        ("put_items", (True, 1, *written(b"x" * 100_000))),
+        ("put_items", (True, 1)),
+        ("put_items", (True, 1, pack([[0, 0, 16]]), RRef(1))),
+        ("put_items", (True, 1, pack([[0, 0, -1]]), RRef(1))),
+        ("put_items", (True, 1, pack([GoneItem("worker2")]))),
+        ("put_items", (True, 1, pack(["text"]))),
+        ("put_items", (True, 1, b"")),
+        ("put_items", (1, 1, *written(b""))),
+        ("take_items", (True, 1, 0, pack([]))),
+        ("take_items", (True, 1, 1 << 40, pack([]))),
+        ("take_items", (True, "1", 1, pack([]))),
+        ("take_items", (True, 1, 1, pack(["worker1"]))),
+        ("take_items", (True, 1, 1)),
+        ("return_items", (bytes(16), pack([5]))),
         ("withdraw", ([1],)),
+        ("withdraw", (-1,)),
+        ("finish_items", (-1,)),
         ("shut_down", ()),
     ]
     for args, expected in ((nonsense, rpc.RpcUsageError), (undeclared, rpc.errors.ProtocolError)):
@@ -1912,7 +1643,7 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
             with pytest.raises(expected):
                 await peer.call(ObjectMethod("q", method), said, None, LONG)
     assert await queue.qsize() == 0
-    await peer.call(ObjectMethod("q", "put_items"), (True, 1, b"no item"), None, LONG)
+    await peer.call(ObjectMethod("q", "put_items"), (True, 1, *written(b"no item")), None, LONG)
     await handle(pair[1]).put("an item")
     with pytest.raises(ItemLost, match="cannot be read here"):
         await queue.get()
@@ -1922,7 +1653,7 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         (pair[1]._node.references.refer_to(5), 0),
         (pair[1]._node.references.refer_to(KeptItems([KeptItem(None)])), 1),
     ):
-        await peer.call(ObjectMethod("q", "put_items"), (True, 1, reference, place), None, LONG)
+        await peer.call(ObjectMethod("q", "put_items"), (True, 1, *written(Kept(reference, place))), None, LONG)
         with pytest.raises(ItemLost, match=r"worker 'worker1', .* cannot hand it over.*this is none"):
             await queue.get()
     await queue.join()
@@ -1965,7 +1696,7 @@ async def test_only_what_was_taken_is_put_back(trio: list[Worker]) -> None:
     kept = trio[1]._node.references.refer_to(KeptItems([KeptItem(None, "forged"), KeptItem(None)]))
     back = "return_items"
     with pytest.raises(rpc.RpcUsageError, match=r"1 items are put back, and worker 'worker1' has 0 of"):
-        await mine._client().ask(back, bytes(16), b"forged")
+        await mine._client().ask(back, bytes(16), *written(b"forged"))
     first, second, _, large = items = await taken(mine._client(), 4)
     reference = large.item.reference
     forged = [
@@ -1974,28 +1705,28 @@ async def test_only_what_was_taken_is_put_back(trio: list[Worker]) -> None:
         (second.ticket[:8] + first.ticket[8:], first.item),
         (b"\xff" * 8 + first.ticket[8:], first.item),
         (2 * first.ticket, first.item, first.item),
-        (large.ticket, reference, large.item.place + 1),
-        (large.ticket, kept, 0),
+        (large.ticket, Kept(reference, large.item.place + 1)),
+        (large.ticket, Kept(kept, 0)),
         (large.ticket, first.item),
-        (first.ticket, reference, 0),
+        (first.ticket, Kept(reference, 0)),
         (first.ticket + bytes(16), first.item, second.item),
         (bytes(16), first.item),
     ]
-    for said in forged:
+    for tickets, *said in forged:
         with pytest.raises(rpc.RpcUsageError, match="not given to worker 'worker1'"):
-            await mine._client().ask(back, *said)
+            await mine._client().ask(back, tickets, *written(*said))
     assert await queue.empty()
-    await mine._client().ask(back, first.ticket, first.item)
+    await mine._client().ask(back, first.ticket, *written(first.item))
     with pytest.raises(rpc.RpcUsageError, match="is back already"):
-        await mine._client().ask(back, first.ticket, first.item)
+        await mine._client().ask(back, first.ticket, *written(first.item))
     assert await other.get() == 1 and await queue.empty()
     with pytest.raises(rpc.RpcUsageError, match="not given to worker 'worker2'"):
-        await other._client().ask(back, second.ticket, second.item)
+        await other._client().ask(back, second.ticket, *written(second.item))
     mine._client().node.engine.call_on_loop(mine._client().put_back, items[1:])
     assert [await other.get(), await other.get(), (await other.get()).sum()] == [2, 3, LARGE]
     await other.task_done(4)
     with pytest.raises(rpc.RpcUsageError, match="items are put back"):
-        await other._client().ask(back, first.ticket, first.item)
+        await other._client().ask(back, first.ticket, *written(first.item))
     await queue.join()
 
 
@@ -2005,7 +1736,7 @@ async def test_only_its_own_items_are_said_to_be_kept_by_a_producer(trio: list[W
     await mine.put(torch.ones(LARGE))
     (large,) = await taken(other._client(), 1)
     with pytest.raises(rpc.RpcUsageError, match="takes items as"):
-        await other._client().ask("put_items", True, 1, large.item.reference, large.item.place)
+        await other._client().ask("put_items", True, 1, *written(large.item))
     assert await queue.empty()
     other._client().node.engine.call_on_loop(other._client().put_back, [large])
     assert (await queue.get()).sum() == LARGE
@@ -2047,7 +1778,7 @@ async def test_words_of_one_worker_drop_none_of_another(trio: list[Worker]) -> N
     good, bad = (worker._node.peers.find("worker0") for worker in trio[1:])
     await good.call(ObjectMethod("q", "withdraw"), (7,), None, LONG)
     await asyncio.gather(*(bad.call(ObjectMethod("q", "withdraw"), (number,), None, LONG) for number in range(1, 2000)))
-    assert await good.call(ObjectMethod("q", "put_items"), (True, 7, b"item"), None, LONG) == 0
+    assert await good.call(ObjectMethod("q", "put_items"), (True, 7, *written(b"item")), None, LONG) == pack(Put(0))
     assert await queue.empty()
 
 
@@ -2070,76 +1801,6 @@ async def test_a_get_in_a_thread_whose_caller_has_given_up_takes_no_item(trio: l
 
 
 # --- signal handlers that raise ---------------------------------------------------------------------------------------
-
-
-async def test_a_get_in_which_a_signal_handler_raises_loses_no_item(pair: list[Worker]) -> None:
-    """Wherever it does: also when the item has come, and is about to be returned."""
-    make(pair[0])
-    other = handle(pair[1])
-    got: list[int] = []
-    places: list[str] = []
-    while True:
-        await other.put(len(places))
-        take = partial(lambda: got.append(other.get().wait()))
-        place = await asyncio.to_thread(interrupted, take, len(places), waiting.__file__, signals=True)
-        if not got:
-            got.append(await other.get())
-        assert got == [len(places)], place
-        got.clear()
-        if place is None:
-            break
-        places.append(place)
-    assert any(place.startswith("_take") for place in places), "it was not interrupted as the item was there"
-
-
-@pytest.mark.parametrize("outcome", [Results((7,)), PeerLost("gone")], ids=["value", "error"])
-async def test_an_interrupted_answer_is_told_once(pair: list[Worker], outcome: Any) -> None:
-    """The thread that reads it may be interrupted anywhere; whoever put or takes items hears of it, and only once."""
-    make(pair[0])
-    told: list[Any] = []
-    owed = pair[1]._node.peers.find("worker0").owed
-    value, error = (None, outcome) if isinstance(outcome, Exception) else (outcome, None)
-
-    async def play(at: int) -> str | None:
-        made = Calls(pair[1]._node, "q", "worker0")
-        made.call("take_items", True, at + 1, (1,), lambda *said: told.append(said))
-        (call,) = [each for each in owed.pending.values() if each.function.endswith("take_items")]
-        answer = partial(call._settle, value, error)
-        place = await asyncio.to_thread(interrupted, answer, at, calls.__file__, futures.__file__)
-        answer()  # if it had not begun
-        await until(lambda: bool(told))
-        await asyncio.sleep(0)
-        assert told == [(value, error)], place
-        told.clear()
-        owed.cancel(call.call_id)
-        return place
-
-    at = 0
-    while (place := await play(at)) is not None:
-        at += 1
-        assert "_ended" in place or at < 400
-    assert at > 50, "it was not interrupted"
-
-
-async def test_a_join_whose_answer_is_interrupted_ends(pair: list[Worker]) -> None:
-    """With the answer, or as one that was cancelled."""
-    make(pair[0])
-    other = handle(pair[1])
-    await other.put(1)
-    at = 0
-    while True:
-        joined = other.join()
-        (call,) = joined._sources
-        answer = partial(call._settle, None)
-        place = await asyncio.to_thread(interrupted, answer, at, reworded.__file__, futures.__file__)
-        answer()  # if it had not begun
-        assert joined.done(), place
-        joined._mark_seen()
-        pair[1]._node.peers.find("worker0").owed.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
-        if place is None:
-            break
-        at += 1
-    assert at > 50, "it was not interrupted"
 
 
 async def test_a_queue_whose_worker_has_gone_is_none_of_the_next_one() -> None:

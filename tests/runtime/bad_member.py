@@ -29,13 +29,13 @@ from aiorpc.transport.connection import Connection
 # Handlers of the runtime, which serve everybody.
 HANDLERS: Sequence[Any] = (
     *(group.attend, group.arrive, group.introduce, group.report_lost, group.vouch, group.present, group.poll),
-    *(handlers.claimed, handlers.unpublished, handlers.wanted, handlers.pieced, handlers.leave, handlers.latest),
+    *(handlers.leased, handlers.unpublished, handlers.wanted, handlers.pieced, handlers.leave, handlers.latest),
     *(handlers.digest, handlers.arrived, handlers.fetching),
     *(handlers.released, handlers.ended, hand_over, come_to_barrier, contexts.forget, contexts.has_ended),
     *(parts.gather, parts.plan, parts.go_on, parts.take, parts.abort),
 )
 QUEUE_METHODS = sorted(name for name, each in vars(ServedQueue).items() if callable(each) and name[0] != "_")
-PUBLICATION = [*publication.MESSAGES.classes.values()]
+PUBLICATION = publication.MESSAGES
 NAMES = (
     "builtins:len",
     "operator:add",
@@ -224,16 +224,15 @@ class BadMember:
     def _publication(self) -> bytes:
         declared = self.chance.choice(PUBLICATION)
         fields: list[Any] = []
-        for name in declared._fields:
+        for name in declared.__struct_fields__:
             if name == "name":
                 fields.append("model")
             elif name in ("released", "versions", "held", "slots", "spans", "roles"):
                 fields.append(self.chance.choice(([], [1], [self._int()], [[1, 2]])))
             else:
                 fields.append(self.chance.choice((self.worker.id, 0, 1, self._int(), self._anything())))
-        word = next(word for word, each in publication.MESSAGES.classes.items() if each is declared)
         try:
-            return pack([word, *fields])
+            return pack(fields)
         except (OverflowError, TypeError, ValueError):
             return b""
 

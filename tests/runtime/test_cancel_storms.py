@@ -730,7 +730,7 @@ def what_is_left(worker: rpc.Worker) -> dict[str, Any]:
     left |= {f"streams of {peer.name}": len(peer.owed.streams) for peer in node.peers.all() if peer.owed.streams}
     more = {
         "calls with retries": node.retries.calls,
-        "feeds": node.publications.feeds,
+        "prefetchers": node.publications.prefetchers,
         "what waits on a loop": node.engine.kept,
         "contexts that others were not told of": node.gradients.farewells,
     }

@@ -31,18 +31,14 @@ from aiorpc import (
     RpcUsageError,
     Worker,
     exposed,
-    futures,
 )
 from aiorpc.errors import GroupError, ProtocolError, SerializationError, UnknownWorker, WouldBlockLoop
 from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.fanout import barriers as barriers_module
-from aiorpc.runtime.fanout import mapping
 from aiorpc.runtime.fanout.barriers import come_to_barrier
-from aiorpc.runtime.fanout.mapping import GroupMap
 from aiorpc.testing import Faults, cluster
 from tests.runtime.test_returning import lose, place
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
-from tests.transport.ends import interrupted
 
 _gates: dict[str, asyncio.Event] = {}
 _begun: list[str] = []
@@ -950,27 +946,6 @@ async def test_who_gives_up_may_come_again_at_once(four: list[Worker]) -> None:
             await again
 
 
-async def test_who_is_interrupted_at_a_barrier_may_come_again(
-    four: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by Ctrl-C: it is taken back, as nobody has its Future. One that has waited for a while is there still."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    first = four[1].group("worker*").barrier()
-    barriers = four[0]._node.barriers
-    await until(lambda: len(barriers._barriers) == 1)
-    with pytest.raises(RpcTimeout):
-        await asyncio.to_thread(first.wait, 0.01)
-    assert not first.done()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(futures.Future, "_block", interrupt)
-        first.wait()
-    await asyncio.gather(*(worker.group("worker*").barrier() for worker in four))
-    assert not barriers._barriers
-
-
 async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
     """Who is no member, a tag that is none, the same barrier twice at once, and whatever a peer may send."""
     with pytest.raises(RpcUsageError, match="no member"):
@@ -1024,39 +999,3 @@ async def test_barriers_without_pickles() -> None:
     options = RpcBackendOptions(serialization="safe", allow=["barrier/*:come"])
     async with cluster(2, options=options) as workers:
         await asyncio.gather(*(worker.group("*").barrier() for worker in workers))
-
-
-async def test_an_interrupted_answer_wakes_who_awaits_the_result_of_map(pair: list[Worker]) -> None:
-    """Wherever a signal handler raises in the thread that brings it."""
-    at = 0
-    while True:
-        call = futures.Future[str]()
-        results = GroupMap(pair[0]._node.engine, lambda _, call=call: call, [0], lambda: 1)  # type: ignore[misc]  # no type for a default
-        result = asyncio.ensure_future(anext(results))
-        await until(lambda call=call: call._waiters == 1)  # type: ignore[misc]  # as above
-        answer = partial(call._settle, "answer")
-        place = await asyncio.to_thread(interrupted, answer, at, mapping.__file__, futures.__file__)
-        answer()  # if it had not begun
-        async with asyncio.timeout(LIMIT):
-            assert await result == "answer", place
-        await results.aclose()
-        if place is None:
-            break
-        at += 1
-    assert at > 50, "it was not interrupted"
-
-
-async def test_a_large_call_that_is_interrupted_as_it_is_sent_is_called_off(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody gets it, so nobody else could."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    await pair[0].call("worker1", torch.sum, torch.ones(1))  # so that they are connected
-    monkeypatch.setattr("aiorpc.runtime.fanout.sending.Sending.flush", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        pair[0].group(["worker1"], timeout=0).call(torch.sum, torch.ones(1 << 20))
-    monkeypatch.undo()
-    await until(pair[0].is_idle)

@@ -11,13 +11,11 @@ import logging
 import pickle
 import signal
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,17 +25,12 @@ from torch.distributed import HashStore
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.channels.segments import PrivateMapping
-from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Claim, Latest, Message, SubscriptionClosed, Unpublished, VersionsReleased, Want
-from aiorpc.runtime.publication import content, feed, known
-from aiorpc.runtime.publication import subscription as subscription_module
-from aiorpc.runtime.publication.claims import release_claim
-from aiorpc.runtime.publication.shelf import MOST_HELD, Key, Shelf
+from aiorpc.protocol.publication import Latest, Lease, SubscriptionClosed, Unpublished, Want
+from aiorpc.runtime.publication.leases import release_lease
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
 from tests.runtime.stores import Stuck, WatchedStore
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 LARGE = 1 << 16  # floats: more than stands in a message itself
@@ -257,31 +250,6 @@ async def test_a_reader_that_has_locked_its_memory_gives_slots_back(
     assert len(pair[0]._node.memory.slots.numbers()) <= 4
 
 
-async def test_a_release_goes_along_with_the_next_question(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its whole time for that, whatever was released before it; only then it gets a message of its own."""
-    publications = pair[1]._node.publications
-    said: dict[int, float] = {}
-
-    def tell(record: WorkerRecord, message: Message) -> None:
-        if isinstance(message, VersionsReleased):
-            said.update(dict.fromkeys(message.versions, time.monotonic()))
-        told(record, message)
-
-    told = publications.tell
-    monkeypatch.setattr(publications, "tell", tell)
-    async with pair[1].subscribe("policy") as versions:
-        for number in (1, 2, 3):
-            await pair[0].publish("policy", weights(number))
-            got = await anext(versions)
-            released = time.monotonic()  # of the version before
-            await asyncio.sleep(0.12)
-        assert got.version == 3
-        await until(lambda: 2 in said)
-        # It waits for 0.2 s; timers are rounded to milliseconds. What was left of the time of the first one is 0.08 s.
-        assert said[2] - released >= 0.15
-        await until(lambda: slots_of(pair[0]) == 1)
-
-
 async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: list[Worker]) -> None:
     """A subscription that has ended does not end what was taken from it."""
     versions = pair[1].subscribe("policy")
@@ -294,111 +262,6 @@ async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: 
     await until(lambda: slots_of(pair[0]) == 1)
 
 
-async def test_what_is_released_as_a_subscription_ends_is_told_at_once(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message of the end names only versions whose tensors live: a worker that leaves next says nothing else."""
-    publications = pair[1]._node.publications
-    held: list[list[int]] = []
-
-    def tell(record: WorkerRecord, message: Message) -> None:
-        if isinstance(message, SubscriptionClosed):
-            held.append(message.held)
-        if not isinstance(message, VersionsReleased):
-            told(record, message)
-
-    told = publications.tell
-    monkeypatch.setattr(publications, "tell", tell)
-    await pair[0].publish("policy", weights(1))
-    async with pair[1].subscribe("policy") as versions:
-        kept = (await anext(versions)).value
-    await until(lambda: held == [[1]])
-    async with pair[1].subscribe("policy") as versions:
-        await anext(versions)
-    await until(lambda: held == [[1], []])
-    await pair[0].publish("policy", weights(2))
-    assert slots_of(pair[0]) == 2 and number_of(kept) == 1
-    async with pair[1].subscribe("policy") as versions:
-        assert (await anext(versions)).version == 2
-    await until(lambda: held == [[1], [], []])
-    await pair[0].publish("policy", weights(3))
-    await until(lambda: slots_of(pair[0]) == 2)  # of the first one, which is kept, and of the newest
-
-
-async def test_a_subscription_that_ends_while_it_copies_lets_go(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the version that it was copying stays lent, nor does the subscription stay known."""
-    copying = asyncio.Event()
-
-    async def copy(*_: object) -> None:
-        copying.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(feed, "in_background", copy)
-    kept = []
-    async with pair[1].subscribe("policy") as versions:
-        for number in range(1, MOST_HELD + 1):
-            await pair[0].publish("policy", weights(number))
-            kept.append((await anext(versions)).value)
-        await pair[0].publish("policy", weights(MOST_HELD + 1))
-        async with asyncio.timeout(20):
-            await copying.wait()
-    kept.clear()
-    await until(lambda: not pair[1]._node.publications.feeds)
-    await until(lambda: slots_of(pair[0]) == 1)
-
-
-async def test_the_end_of_a_subscription_that_was_not_heard_is_told_again(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A publisher that takes no calls for a while does not wait for that reader for ever, nor keep its version."""
-    there = pair[0]._node.publications
-    shelves_of, refused = there.shelves_of, 0
-
-    def refuse(name: str) -> list[Shelf]:
-        nonlocal refused
-        refused += 1
-        if refused < 3:
-            raise rpc.Overloaded("too many calls")
-        return shelves_of(name)
-
-    monkeypatch.setattr(there, "shelves_of", refuse)
-    async with pair[1].subscribe("policy") as versions:
-        await pair[0].publish("policy", weights(1))
-        await anext(versions)
-    await until(lambda: refused == 3)
-    last = await pair[0].publish("policy", weights(2))
-    assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
-    await until(lambda: slots_of(pair[0]) == 1)
-
-
-async def test_what_is_released_with_a_question_that_fails_is_told_all_the_same(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by one that the publisher refuses: else the version would stay for as long as the subscription."""
-    publications = pair[1]._node.publications
-    want, refused = publications.want, list[int]()
-
-    def refuse(record: WorkerRecord, message: Want, limit: float = 0.0) -> rpc.Future[Any]:
-        if refused or not message.released:
-            return want(record, message, limit)
-        refused.extend(message.released)
-        future = rpc.Future[Any]()
-        future.set_exception(rpc.Overloaded("too many calls"))
-        return future
-
-    monkeypatch.setattr(publications, "want", refuse)
-    async with pair[1].subscribe("policy") as versions:
-        number = 0
-        async with asyncio.timeout(30):
-            while not refused:
-                number += 1
-                await pair[0].publish("policy", weights(number))
-                assert (await anext(versions)).version == number
-        await until(lambda: slots_of(pair[0]) == 1)
-
-
 async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     """Nobody has to close it."""
     versions = pair[1].subscribe("policy")
@@ -406,7 +269,7 @@ async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     await anext(versions)
     del versions
     gc.collect()
-    await until(lambda: not pair[1]._node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.prefetchers)
     last = await pair[0].publish("policy", weights(2))
     assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
 
@@ -423,7 +286,7 @@ async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[A
     await pair[0].publish("policy", weights(1))
     assert number_of((await anext(versions)).value) == 1
     versions.close()
-    await until(lambda: not pair[1]._node.publications.feeds)
+    await until(lambda: not pair[1]._node.publications.prefetchers)
 
 
 def test_a_subscription_that_is_half_made_may_be_dropped() -> None:
@@ -439,58 +302,6 @@ class Signals:
         return signal.raise_signal, (signal.SIGUSR1,)
 
 
-def test_what_a_signal_handler_raises_in_a_turn_is_no_error_of_the_version(tmp_path: Path) -> None:
-    """It goes to the program as it is, and the version comes in the next turn."""
-
-    class Alarm(Exception):
-        pass
-
-    def handler(*_: object) -> None:
-        raise Alarm
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        rpc.publish("policy", Signals()).wait()
-        with rpc.subscribe("policy") as versions:
-            for _ in range(2):
-                with pytest.raises(Alarm):
-                    next(versions)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            assert next(versions).version == 1
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        rpc.shutdown()
-
-
-async def test_a_turn_in_which_a_signal_handler_raises_loses_no_version(pair: list[Worker]) -> None:
-    """Wherever it does, also while the turn waits; and nothing else is raised in its place."""
-    got: list[int] = []
-    with pair[1].subscribe("policy", timeout=20.0) as versions:
-        at = 0
-        while True:
-            turn = asyncio.create_task(
-                asyncio.to_thread(
-                    interrupted,
-                    lambda: got.append(next(versions).version),
-                    at,
-                    subscription_module.__file__,
-                    feed.__file__,
-                    threading.__file__,
-                    signals=True,
-                )
-            )
-            await asyncio.sleep(0)
-            last = await pair[0].publish("policy", at)
-            place = await turn
-            await comes_once(last.version, got, versions, place)
-            if place is None:
-                break
-            at += 1
-    assert at > 5, "it was not interrupted"
-
-
 async def comes_once(version: int, got: list[int], versions: Subscription[Any], place: str | None) -> None:
     """That a turn which was interrupted at a place has got the version, or that the next one does. Clears `got`."""
     if not got:
@@ -500,30 +311,6 @@ async def comes_once(version: int, got: list[int], versions: Subscription[Any], 
 
 
 # If it comes just before one of these is awaited:
-@pytest.mark.filterwarnings("ignore:coroutine 'Timeout.__a(enter|exit)__' was never awaited")
-async def test_a_turn_of_a_task_in_which_a_signal_handler_raises_loses_no_version(pair: list[Worker]) -> None:
-    """As one of a thread: where a main thread runs the loop, its handlers raise in what runs there."""
-    got: list[int] = []
-    at = 0
-    async with pair[1].subscribe("policy", timeout=20.0) as versions:
-        while True:
-            last = await pair[0].publish("policy", at)
-            await until(lambda: versions._feed.newest == last.version)  # noqa: B023  # awaited in the same turn
-            turn = versions.__anext__()
-
-            def step() -> None:
-                try:
-                    turn.send(None)  # noqa: B023  # called in the same turn
-                except StopIteration as end:
-                    got.append(end.value.version)
-
-            places = (subscription_module.__file__, feed.__file__, content.__file__)
-            place = interrupted(step, at, *places, signals=True)
-            await comes_once(last.version, got, versions, place)
-            if place is None:
-                break
-            at += 1
-    assert at > 5, "it was not interrupted"
 
 
 async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker]) -> None:
@@ -622,7 +409,7 @@ async def test_a_name_has_one_publisher(pair: list[Worker]) -> None:
     assert (await pair[1].publish("value", weights(1))).version == 1
 
 
-async def test_two_that_claim_a_name_at_once_are_told_apart(pair: list[Worker]) -> None:
+async def test_two_that_lease_a_name_at_once_are_told_apart(pair: list[Worker]) -> None:
     """Exactly one of them publishes it."""
     outcomes = await asyncio.gather(*(worker.publish("policy", weights(1)) for worker in pair), return_exceptions=True)
     (refusal,) = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -632,7 +419,7 @@ async def test_two_that_claim_a_name_at_once_are_told_apart(pair: list[Worker]) 
 async def test_a_turn_ends_in_time_and_may_be_tried_again(pair: list[Worker]) -> None:
     """The error says what was waited for, and why it has not come."""
     async with pair[1].subscribe("policy", timeout=0.05) as versions:
-        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* nobody publishes it at present"):
+        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* no worker publishes it at present"):
             await anext(versions)
     async with pair[1].subscribe("policy", timeout=20) as versions:
         await pair[0].publish("policy", weights(1))
@@ -711,46 +498,21 @@ async def test_a_reader_that_gives_up_holds_up_nobody(trio: list[Worker]) -> Non
     await trio[0].publish("policy", weights(1))
     me = trio[0]._node.engine.record
     publications = trio[1]._node.publications
-    asked = [publications.want(me, Want("policy", 99, 1, False, [], False)) for _ in range(2)]
+    asked = [publications.outbound.want(me, Want("policy", 99, 1, False, [], False)) for _ in range(2)]
     with pytest.raises(rpc.RpcUsageError, match="asked again"):
         await asked[0]
     asked[1].cancel()
-    kept = publications.want(me, Want("policy", 98, 1, False, [], False))
+    kept = publications.outbound.want(me, Want("policy", 98, 1, False, [], False))
     async with trio[2].subscribe("policy") as versions:
         assert (await anext(versions)).version == 1
-        publications.tell(me, SubscriptionClosed("policy", 98, []))
+        publications.outbound.tell(me, SubscriptionClosed("policy", 98, []))
         with pytest.raises(rpc.RpcUsageError, match="has ended"):
             await kept
         await trio[0].publish("policy", weights(2))
         assert (await anext(versions)).version == 2
     subscribers = trio[0]._node.publications.publishers["policy"].subscribers
-    publications.tell(me, SubscriptionClosed("policy", 99, []))
+    publications.outbound.tell(me, SubscriptionClosed("policy", 99, []))
     await until(lambda: not subscribers)
-
-
-async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others get the version, and whoever has published it hears of nothing."""
-    await trio[0].publish("policy", weights(1))
-    publisher = trio[0]._node.publications.publishers["policy"]
-    answer = publisher._answer
-
-    def break_one(key: Key, *args: Any) -> Any:
-        if key[0] == trio[1].info.id:
-            raise RuntimeError("broken")
-        return answer(key, *args)
-
-    me = trio[0]._node.engine.record
-    future = trio[1]._node.publications.want(me, Want("policy", 99, 1, False, [], False))
-    async with trio[2].subscribe("policy") as versions:
-        assert (await anext(versions)).version == 1
-        await until(lambda: len(publisher.subscribers) == 2)
-        monkeypatch.setattr(publisher, "_answer", break_one)
-        await trio[0].publish("policy", weights(2))
-        assert (await anext(versions)).version == 2
-        with pytest.raises(RuntimeError, match="broken"):
-            await future
 
 
 async def test_what_no_reader_could_read_is_not_published() -> None:
@@ -980,27 +742,6 @@ async def test_who_has_left_holds_nothing_though_its_process_lives() -> None:
         await until(lambda: slots_of(first) == 1)
 
 
-async def test_who_subscribes_as_its_worker_ends_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the worker's loop has stopped between the look whether it is open and what was to be done there."""
-    ending = await Worker("ending", store=HashStore(), options=RpcBackendOptions(dedicated_loop=True))
-    engine = ending._node.engine
-    run_on_loop = engine.run_on_loop
-
-    def end_first(function: Callable[..., object], *args: Any) -> None:
-        asyncio.run(ending.shutdown())
-        run_on_loop(function, *args)
-
-    def subscribe() -> str:
-        try:
-            next(ending.subscribe("policy", timeout=30))
-        except rpc.RpcError as error:
-            return type(error).__name__
-        return "nothing"
-
-    monkeypatch.setattr(engine, "run_on_loop", end_first)
-    assert await asyncio.to_thread(subscribe) == "WorkerClosed"
-
-
 async def test_newcomers_of_a_free_group_read_and_publish() -> None:
     """They hear who publishes what when they join, and may take a name over from one that has left."""
     store = HashStore()
@@ -1147,66 +888,19 @@ async def test_a_publisher_forgets_whom_it_has_told_once_they_are_gone() -> None
             await until(lambda: not publisher.told)
 
 
-async def test_a_reader_hears_of_a_publisher_however_many_names_there_are(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a name that it reads always; of others, for which there is no room, once it reads them."""
-    monkeypatch.setattr(known, "_MOST_NAMES", 3)
-    for number in range(3):
-        await pair[0].publish(f"other{number}", {"step": number})
-    async with pair[1].subscribe("policy") as versions:
-        published = await pair[0].publish("policy", weights(1))
-        assert (await anext(versions)).version == 1
-        assert (await published.delivered()).has == (pair[1].info,)
-    with caplog.at_level(logging.WARNING, "aiorpc"):
-        last = await pair[0].publish("last", weights(2))
-        await until(lambda: "worker1 keeps who publishes 3 names, and no more" in caplog.text)
-    assert pair[1]._node.publications.names.get("last") is None
-    assert (await last.delivered()).reached
-    async with pair[1].subscribe("last") as versions:
-        assert number_of((await anext(versions)).value) == 2
-
-
-async def test_who_published_what_nobody_reads_is_forgotten_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many workers come, publish and leave; who reads such a name later is told whose it was."""
-    monkeypatch.setattr(known, "_MANY_NAMES", 4)
-    store, names = HashStore(), [f"of{number}" for number in range(12)]
-    async with cluster(1, dynamic=True, store=store) as (first,):
-        there = first._node.publications
-        async with first.subscribe("of0", timeout=20) as versions:
-            for number, name in enumerate(names):
-                async with Worker(f"guest{number}", store=store) as guest:
-                    await guest.publish(name, {"step": number})
-                    await until(partial(there.names.get, name))
-                    if number == 0:
-                        assert (await anext(versions)).value == {"step": 0}
-                await until(lambda: len(first.worker_infos()) == 1)
-            kept = [name for name in names if there.names.get(name) is not None]
-            assert "of0" in kept and len(kept) <= 6
-
-        async def says_whose() -> bool:
-            with pytest.raises(rpc.RpcTimeout) as raised:
-                await anext(late)
-            return "worker 'guest1' (id 2) published it, and has left or was lost" in str(raised.value)
-
-        assert there.names.get("of1") is None
-        async with first.subscribe("of1", timeout=0.05) as late:
-            await until(says_whose)
-
-
 async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that refuses to be told, as it is overloaded, counts as a reader, and is told again."""
     there = pair[1]._node.publications
-    heard, refused = there.on_claim, 0
+    heard, refused = there.on_lease, 0
 
-    def refuse(claim: Claim, caller_id: int) -> int:
+    def refuse(lease: Lease, caller_id: int) -> int:
         nonlocal refused
         refused += 1
         raise rpc.Overloaded("too many calls")
 
-    monkeypatch.setattr(there, "on_claim", refuse)
+    monkeypatch.setattr(there, "on_lease", refuse)
     async with pair[1].subscribe("policy", timeout=20) as versions:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(versions), 0.01)
@@ -1216,7 +910,7 @@ async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
         assert caplog.text.count("who publishes 'policy', and goes on trying: too many calls") == 1
         delivery = await published.delivered(timeout=0.01)
         assert (delivery.missing, delivery.reached) == ((pair[1].info,), False)
-        monkeypatch.setattr(there, "on_claim", heard)
+        monkeypatch.setattr(there, "on_lease", heard)
         assert number_of((await anext(versions)).value) == 1
         assert (await published.delivered()).has == (pair[1].info,)
 
@@ -1317,7 +1011,7 @@ async def test_a_delivery_of_a_name_that_was_unpublished_settles(pair: list[Work
 
 async def test_only_its_publisher_may_unpublish_a_name(pair: list[Worker]) -> None:
     """The others are told who that is; what never was one is no name here either."""
-    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*nobody publishes it"):
+    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*no worker publishes it"):
         await pair[0].unpublish("policy")
     await pair[1].publish("policy", weights(1))
     await until(lambda: pair[0]._node.publications.names.get("policy"))
@@ -1377,7 +1071,7 @@ async def test_who_has_not_heard_that_a_name_was_unpublished_may_publish_it(
 
 
 async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its claim is released, but nobody was told: for its readers it has left, and whoever publishes next goes on."""
+    """Its lease is released, but nobody was told: for its readers it has left, and whoever publishes next goes on."""
     async with (
         three_of_a_free_group() as (first, second, reader),
         reader.subscribe("policy", timeout=20) as versions,
@@ -1385,14 +1079,14 @@ async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatc
         await first.publish("policy", weights(1))
         assert (await anext(versions)).version == 1
         stands = first._node.publications.publishers["policy"].stands
-        await first._node.engine.steps.run(partial(release_claim, first._node.rendezvous, stands, 1))
+        await first._node.engine.steps.run(partial(release_lease, first._node.rendezvous, stands, 1))
         await first._drop()
         published = await second.publish("policy", weights(2))
         got = await anext(versions)
         assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 2)
 
 
-async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
+async def test_a_name_whose_end_the_store_has_not_confirmed_is_leased_anew(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have released the name, and its answer was lost: then another worker may have it by now."""
@@ -1422,7 +1116,7 @@ async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
 async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who joins while that is tried hears of the claim once it has failed."""
+    """Who joins while that is tried hears of the lease once it has failed."""
     async with cluster(2, dynamic=True) as workers:
         publisher, other = workers
         await publisher.publish("policy", [1])

@@ -20,7 +20,7 @@ from aiorpc.protocol.publication import PieceWanted, VersionArrived, VersionsRel
 from aiorpc.runtime.calls.values import Results
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
-from aiorpc.runtime.publication.shelf import IN_PIECES, Origin, Shelf, Stored
+from aiorpc.runtime.publication.version_store import IN_PIECES, Origin, Stored, VersionStore
 from aiorpc.testing import cluster
 from aiorpc.types import Subscription
 from tests.processes.workers import until
@@ -204,7 +204,7 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
         await learner.publish("policy", weights(1, SIZE))
         async with source.subscribe("policy") as versions:
             await turn([versions], 1)
-            relay, there = source._node.publications.relays["policy"], behind._node.publications
+            relay, there = source._node.publications.relays["policy"], behind._node.publications.outbound
             for version, leave in ((2, True), (3, False)):
                 await there.piece(source._node.engine.record, PieceWanted("policy", version - 1, 0, 8))
                 await learner.publish("policy", weights(version, SIZE))
@@ -217,46 +217,17 @@ async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monke
                 await until(lambda: relay.stored == 1)
 
 
-async def test_a_leader_that_answered_too_late_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one fetches for the host then, and nobody would tell it that the version is not read from its memory."""
-    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
-        learner, late, other = workers.values()
-        subscriptions = await read_first(learner, late, other)
-        assert late._node.publications.relays
-        leader, there, publisher = late._node.engine.record, other._node.publications, learner._node.publications
-        want = there.want
-
-        async def lose(record: WorkerRecord, message: Want, timeout: float = 0.0) -> Any:
-            answer = await want(record, message, timeout)
-            if record == leader:
-                raise RpcTimeout("it has come too late")
-            return answer
-
-        monkeypatch.setattr(there, "want", lose)
-        monkeypatch.setattr(publisher.publishers["policy"], "_is_stalled", lambda leads: leads.record == leader)
-        for version in (2, 3, 4):  # the first question was under way before
-            await learner.publish("policy", weights(version, SIZE))
-            await turn(subscriptions, version)
-        assert there.relays
-        await until(lambda: not late._node.publications.relays)
-        await learner.publish("policy", weights(5, SIZE))
-        await turn(subscriptions, 5)  # its own reader had the one before from its own memory
-        await until(lambda: late._node.memory.slots.used == 0)
-        for subscription in subscriptions:
-            subscription.close()
-
-
 async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for it is woken when it has come; if the version is given up just then, another may lie there."""
     async with hosts(monkeypatch, learner="a", b="b") as workers:
         node, reader = workers["learner"]._node, workers["b"]._node.engine.record
         origin = Origin(node.engine.id, "learner", node.engine.record.main, ("",))
-        shelf, other = Shelf(node, "policy"), Shelf(node, "other")
-        stored = shelf.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
-        waits = asyncio.ensure_future(shelf.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))
+        versions, other = VersionStore(node, "policy"), VersionStore(node, "other")
+        stored = versions.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
+        waits = asyncio.ensure_future(versions.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))
         await until(lambda: bool(stored.holders))
-        shelf.filled_to(stored, PIECE_SIZE)
-        shelf.give_up(stored)
+        versions.filled_to(stored, PIECE_SIZE)
+        versions.give_up(stored)
         assert other.begin(1, origin, (b"",), [], 2 * PIECE_SIZE).slot is stored.slot
         with pytest.raises(RpcUsageError, match="has version 1 of 'policy' no more"):
             await waits
@@ -451,7 +422,7 @@ async def test_digests_are_those_of_the_latest_versions() -> None:
     """One that has gone is an error, which says so."""
     async with cluster(2) as workers:
         await workers[0].publish("policy", weights(1))
-        there, record = workers[1]._node.publications, workers[0]._node.engine.record
+        there, record = workers[1]._node.publications.outbound, workers[0]._node.engine.record
         first = await there.digest(record, "policy", 1)
         assert type(first) is bytes and len(first) == 32 and await there.digest(record, "policy", 1) == first
         await workers[0].publish("policy", weights(2))

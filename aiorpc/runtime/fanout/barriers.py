@@ -1,8 +1,8 @@
 """Barriers: the members of a group wait for each other at the one with the lowest id.
 
 A barrier is known by its tag and the ids of its members. It is there from the first arrival until all have come, or
-nobody waits at it any more. Its end is decided on the loop of that member, by the arrival of the last one or by the
-first news that a member is gone; whoever gives up before is taken back, and may come again.
+no member waits at it any more. Its end is decided on the loop of that member, by the arrival of the last one or by the
+first news that a member is gone; a member that gives up before is taken back, and may come again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -19,27 +19,17 @@ from ...errors import Overloaded, PeerLeft, PeerLost, RpcError, RpcTimeout, RpcU
 from ...futures import Future
 from ...protocol.identity import NAME_LIMIT
 from ..caller.peer import Peer
-from ..caller.peers import Peers
 from ..caller.reworded import RewordedFuture
-from ..calls.current import CommonHome, current_call
+from ..calls.current import current_call
 from ..calls.declared import pack
 from ..calls.failures import came_from_afar
 from ..calls.functions import system
-from ..group.events import Events
-from ..group.group import Group
+from .home import Home
 
 _MOST, _MOST_MEMBERS = 256, 4096  # barriers at which one member waits here, and members of one
 # For the word who is missing a caller waits longer than the barrier itself, by this share of its time, and by so many
 # seconds at least and at most.
 _SHARE, _LEAST_GRACE, _GRACE = 0.1, 0.5, 5.0
-
-
-class Home(CommonHome, Protocol):
-    """What barriers need of the worker."""
-
-    peers: Peers
-    news: Events
-    group: Group
 
 
 def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[None]:
@@ -56,15 +46,11 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
     host = ids[min(ids)]
     call = host.call(come_to_barrier, (tag, pack(sorted(ids)), timeout), None, patience, system=True)
     call.parked = True
-    try:
-        return _AtBarrier(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
-    except BaseException:  # as in `reworded`
-        call.cancel()
-        raise
+    return _AtBarrier(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
 
 
 def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseException | None) -> BaseException | None:
-    """What the call has ended with, where its text names a function that nobody has called. host: where they wait."""
+    """What the call has ended with, in words of barriers. host: where they wait."""
     if error is None or came_from_afar(error):
         return error
     gone = host.gone or host.parting
@@ -83,9 +69,9 @@ class _AtBarrier(RewordedFuture):
     """This worker is at a barrier, or on its way there, until this settles."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """As of any Future; but who is interrupted, as by Ctrl-C, comes away from the barrier, if nobody else waits.
+        """As of any Future; but who is interrupted, as by Ctrl-C, comes away from the barrier, unless others wait.
 
-        Nobody would have the Future to cancel it, and to come again would be refused for as long as this one is there.
+        Else the Future could not be cancelled, and to come again would be refused for as long as this one is there.
         """
         try:
             super().wait(timeout)
@@ -175,7 +161,7 @@ class Barriers:
                 await anext(listener)
             if not over.done():
                 over.set_result(gone)
-        except StopAsyncIteration:  # this worker leaves, and whoever waits hears of that
+        except StopAsyncIteration:  # this worker leaves, and those that wait hear of that
             pass
         finally:
             await listener.aclose()

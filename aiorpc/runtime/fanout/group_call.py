@@ -1,7 +1,7 @@
 """A call to several workers, from when it is sent until all that is waited for has come.
 
-Its states, and what leads from one to the next. `_came` decides: it has the outcomes in the order in which they came,
-and `_OVER` behind the last one that counts. Whoever enters an outcome looks whether it was the last one to wait for.
+Its states, and what leads from one to the next. `_came` has the outcomes in the order in which they came, and `_OVER`
+behind the last one that counts. The thread that enters an outcome looks whether it was the last one to wait for.
 
     from    event                                                to
     OPEN    a member answers, or will not; others are left       OPEN
@@ -13,11 +13,10 @@ and `_OVER` behind the last one that counts. Whoever enters an outcome looks whe
 Invariants
 1. Each member has one outcome, the first that comes. What comes after it is over changes nothing.
 2. When it is settled no call of it is under way: those that were are called off, and their callees told so.
-3. Once it is over nothing leads from here to the calls, nor from those that have ended to here: what they have brought
-   goes with the last who holds the outcomes, and not when the garbage collector comes by.
+3. Once it is over there are no references from here to the calls, nor from ended calls to here: what they have brought
+   is freed with the outcomes, without the garbage collector.
 4. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
-5. Whoever brings an outcome may be interrupted at any instruction by what a signal handler raises, and still brings it.
-   So there is no lock, which could stay taken: each step is atomic, and changes nothing where it is done once more.
+5. Several threads may bring outcomes at once, without a lock: each step is atomic, and changes nothing when repeated.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Generic
+from functools import partial
+from typing import Generic
 
 from ... import foreign
 from ..._typing import T
-from ...callbacks import Again, Executor
+from ...callbacks import Executor
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
@@ -40,7 +40,6 @@ from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
 
-_new: Any = tuple.__new__  # what Outcome(...) does, without its call into Python
 #: Stands in `_came` in place of a member behind the last outcome that counts.
 _OVER = -1
 
@@ -64,7 +63,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         """quorum: how many values are enough; None waits for all members, whatever they answer.
 
         over: whether nothing more is to be sent, as enough have answered, or it was cancelled. calls: those to the
-        members, entered by whoever sends them.
+        members, entered by the thread that sends them.
         """
         super().__init__()
         self._subject: str = f"the call of {function} on {len(names)} workers"
@@ -83,7 +82,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
 
     def _follow(self, place: int, call: Future[object]) -> None:
         """The call to the member of that place is a Future of its own."""
-        call._when_settled(Again(self._take_from, place))
+        call._when_settled(partial(self._take_from, place))
 
     def _take_from(self, place: int, call: Future[object]) -> None:
         """The call to the member of that place has settled. As `take`."""
@@ -98,32 +97,15 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         self._take(place, None, foreign.with_traceback(error, None))
 
     def _take(self, place: int, value: object, error: BaseException | None) -> None:
-        """The member of that place has answered, or will not. Any thread; the first outcome counts.
-
-        Raises nothing, but for what a signal handler does; the outcome is taken then.
-        """
-        try:
-            came = self._came
-            if _OVER not in came:
-                answered = error is None or came_from_afar(error)
-                came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
-                if len(came) >= len(self._names) or (self._quorum is not None and self._decided()):
-                    self._end()
-            if self._listeners:
-                self._wake()
-        except BaseException:  # a signal handler has raised it
-            self._take_the_rest(place, value, error)
-            raise
-
-    def _take_the_rest(self, place: int, value: object, error: BaseException | None) -> None:
-        """Do what an interrupted `take` has left to do: nobody else will."""
+        """The member of that place has answered, or will not. Any thread; the first outcome counts."""
         came = self._came
         if _OVER not in came:
             answered = error is None or came_from_afar(error)
-            came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
-        if _OVER in came or len(came) >= len(self._names) or self._decided():
-            self._end()
-        self._wake()
+            came.setdefault(place, Outcome(self._names[place], value, error, answered))  # type: ignore[arg-type]  # a T
+            if len(came) >= len(self._names) or self._decided():
+                self._end()
+        if self._listeners:
+            self._wake()
 
     def _decided(self) -> bool:
         """Whether so many values have come as are asked for, or so few are left that they will not."""

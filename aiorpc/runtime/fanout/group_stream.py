@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ... import foreign
 from ..._typing import T_co
 from ...errors import RpcUsageError
 from ..caller.stream import Stream
@@ -131,7 +130,7 @@ async def _take(stream: Stream[object]) -> _Taken:
         return _Taken(await anext(stream))
     except StopAsyncIteration:
         return _Taken(ended=True)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) or foreign.from_signal(error):
-            raise
         return _Taken(ended=True, error=error)

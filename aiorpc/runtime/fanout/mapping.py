@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
-from functools import partial
-from typing import NoReturn
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import Generic, NoReturn
 
 from ..._typing import T
-from ...callbacks import Again
 from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
-from .turns import News, Turns, start
 
 _Call = Callable[[object], Future[T]]
 _Items = Iterable[object] | AsyncIterable[object]
@@ -34,20 +31,35 @@ class GroupMap(AsyncIterator[T], Iterator[T]):
             raise RpcUsageError(f"map() takes an iterable of items, not {type(items).__qualname__}")
         self._engine = engine
         self._call, self._items, self._ahead = call, items, ahead
-        self._awaited: Turns[T] | None = None
-        self._blocking: Generator[T] | None = None
+        self._window: _Window[T] | None = None  # of `async for`
+        self._blocking: Generator[T] | None = None  # of `for`
+        self._waits = self._closed = False
 
     def __aiter__(self) -> GroupMap[T]:
         return self
 
     async def __anext__(self) -> T:
-        """The next result. Cancellation takes none: the next call returns it."""
-        if self._awaited is None:
-            if self._blocking is not None:
-                raise RpcUsageError("results of this map() are taken by `for` already")
-            self._awaited = self._turns(self._items)
+        """The next result. Cancellation takes none: the next call returns it.
+
+        RpcUsageError while another task waits for one, and on another loop than that of the first turn.
+        """
+        if self._blocking is not None:
+            raise RpcUsageError("results of this map() are taken by `for` already")
+        if self._waits:
+            raise RpcUsageError("two tasks wait for items of this map(); it has one consumer")
         self._engine.refuse_idle_loop("to await a result of map()", "async for")
-        return await self._awaited.next()
+        if self._closed:
+            raise StopAsyncIteration
+        if self._window is None:
+            self._window = _Window(self._call, self._items, self._ahead)
+            self._window.start(self._engine.kept)
+        elif self._window.loop is not asyncio.get_running_loop():
+            raise RpcUsageError("items of this map() are taken on the loop where the first was, and not on another")
+        self._waits = True
+        try:
+            return await self._window.next()
+        finally:
+            self._waits = False
 
     def __iter__(self) -> GroupMap[T]:
         self._engine.refuse_on_loop("iterating over map()", "async for")
@@ -57,7 +69,7 @@ class GroupMap(AsyncIterator[T], Iterator[T]):
         """The next result. Not on the worker's loop: WouldBlockLoop, with nothing sent."""
         self._engine.refuse_on_loop("iterating over map()", "async for")
         if self._blocking is None:
-            if self._awaited is not None:
+            if self._window is not None:
                 raise RpcUsageError("results of this map() are taken by `async for` already")
             if not isinstance(self._items, Iterable):
                 raise RpcUsageError("map() with items that come by `async for` gives its results by `async for`, too")
@@ -66,12 +78,16 @@ class GroupMap(AsyncIterator[T], Iterator[T]):
 
     async def aclose(self) -> None:
         """Call off what is under way, and give no more results. Idempotent."""
-        if self._awaited is None:
-            self._awaited = self._turns(())
-        await self._awaited.aclose()
+        self._closed = True
+        if self._window is not None:
+            self._window.stop()
+            await self._window.ended()
 
-    def _turns(self, items: _Items) -> Turns[T]:
-        return Turns(partial(_awaited, self._engine.kept, self._call, items, self._ahead), "this map()")
+    def __del__(self) -> None:
+        window = self.__dict__.get("_window")  # None for one that is only half made
+        if window is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                window.loop.call_soon_threadsafe(window.stop)
 
     def close(self) -> None:
         """The same where results are taken by ``for``."""
@@ -108,7 +124,7 @@ def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generat
                 yield begun.popleft().wait()
             if begun and len(begun) >= ahead():  # it may be less than before
                 continue
-            # An item for each result: whoever has given one is not to wait until all others are taken.
+            # One item for each result: a source of items that waits for results must not starve.
             try:
                 begun.append(call(next(source)))
             except StopIteration:
@@ -127,78 +143,95 @@ def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generat
             each._mark_seen()
 
 
-async def _awaited(
-    kept: set[object], call: _Call[T], items: _Items, ahead: _Ahead, news: News
-) -> AsyncGenerator[T | News]:
-    begun: deque[Future[T] | BaseException | None] = deque()  # None behind the last one
-    room = asyncio.Event()
-    tell = Again(_tell, asyncio.get_running_loop(), news)
+class _Window(Generic[T]):
+    """The calls of a map that are under way or wait to be taken, in the order of items. On one loop.
 
-    async def begin() -> None:
-        try:
-            async for item in _asynchronous(items):
-                while len(begun) >= ahead():
-                    room.clear()
-                    await room.wait()
-                begun.append(call(item))
-                news.set()
-        except BaseException as error:
-            begun.append(error)
-        else:
-            begun.append(None)
+    A task of its own takes the items, so that a turn that is cancelled disturbs neither items nor results. It holds
+    this window and not the map: dropping the map ends both.
+    """
 
-    task = start(kept, begin(), news)
-    told: Future[T] | None = None  # the last one that was asked to tell when it is done
-    failure: BaseException | None = None
-    try:
+    def __init__(self, call: _Call[T], items: _Items, ahead: _Ahead) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._call, self._items, self._ahead = call, items, ahead
+        self._begun: deque[Future[T]] = deque()
+        self._watched: Future[T] | None = None  # the last one that `_tell` was registered at
+        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._over = False  # whether no call follows
+        self._failure: BaseException | None = None  # raised behind the last result
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, kept: set[object]) -> None:
+        """Begin to take items. kept: holds the task (`Engine.kept`)."""
+        self._task = asyncio.ensure_future(self._fill())
+        kept.add(self._task)
+        self._task.add_done_callback(kept.discard)
+
+    async def next(self) -> T:
+        """The next result; then what ended the map. Nothing is taken before the last `await`."""
         while True:
-            while not begun or (isinstance(begun[0], Future) and not begun[0].done()):
-                news.clear()  # first: it may be done by now, and tells at once
-                if begun and isinstance(begun[0], Future) and begun[0] is not told:
-                    told = begun[0]
-                    told._when_settled(tell)
-                yield news
-            first = begun[0]
-            if first is None:
-                break
-            try:
-                if not isinstance(first, Future):
-                    raise first
-                result = first.value()
-            except BaseException as error:
-                failure = error
-                break
-            begun.popleft()
-            room.set()
-            yield result
-        _stop(task, begun)
-        while not task.done():
-            news.clear()
-            yield news
-        if failure is not None:
-            raise failure
-    finally:
-        failure = None  # its traceback refers to this frame
-        _stop(task, begun)
-        if not task.done():
-            await asyncio.wait((task,))
-        begun.clear()  # the traceback of an error in it refers to it
+            self._news.clear()  # first: a call may be done by now
+            if self._begun:
+                first = self._begun[0]
+                if first.done():
+                    try:
+                        result = first.value()
+                    except BaseException as error:
+                        self.stop()
+                        self._failure = error
+                        continue
+                    self._begun.popleft()
+                    self._room.set()
+                    return result
+                if first is not self._watched:
+                    self._watched = first
+                    first._when_settled(self._tell)
+            elif self._over:
+                await self.ended()
+                failure, self._failure = self._failure, None
+                try:
+                    raise StopAsyncIteration if failure is None else failure
+                finally:
+                    failure = None  # its traceback refers to this frame
+            await self._news.wait()
 
+    async def ended(self) -> None:
+        """Wait until no more items are taken."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait((self._task,))
 
-def _stop(task: asyncio.Task[None], begun: Iterable[Future[T] | BaseException | None]) -> None:
-    task.cancel()
-    for each in begun:
-        if isinstance(each, Future):
+    def stop(self) -> None:
+        """Call off what is under way."""
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+        begun = [*self._begun]
+        self._begun.clear()
+        for each in begun:
             each.cancel()
             each._mark_seen()
+        self._news.set()
 
+    async def _fill(self) -> None:
+        try:
+            async for item in _asynchronous(self._items):
+                while len(self._begun) >= self._ahead():
+                    self._room.clear()
+                    await self._room.wait()
+                self._begun.append(self._call(item))
+                self._news.set()
+        except BaseException as error:
+            if not self._over:  # else it was stopped
+                self._failure = error
+        self._over = True
+        self._news.set()
 
-def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[object]) -> None:
-    if asyncio._get_running_loop() is loop:
-        news.set()
-    else:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(news.set)
+    def _tell(self, _: Future[object]) -> None:
+        """A call has settled. Any thread."""
+        if asyncio._get_running_loop() is self.loop:
+            self._news.set()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._news.set)
 
 
 async def _asynchronous(items: _Items) -> AsyncIterator[object]:

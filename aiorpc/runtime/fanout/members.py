@@ -12,15 +12,8 @@ from ...errors import RpcUsageError, UnknownWorker
 from ...protocol.identity import WorkerInfo
 from ...rights import check_role
 from ..caller.peer import Peer
-from ..caller.peers import Peers, To
-from ..group.group import Group
-
-
-class Home(Protocol):
-    """What the members of a group of peers are found by."""
-
-    peers: Peers
-    group: Group
+from ..caller.peers import To
+from .home import Home
 
 
 class Members(Protocol):
@@ -82,7 +75,7 @@ class ChosenMembers:
         self._fits = re.compile(translate(pattern)).match
 
     def now(self) -> list[Peer]:
-        """Those that are there. UnknownWorker if nobody is."""
+        """Those that are there. UnknownWorker if there are none."""
         role, fits, home = self._role, self._fits, self._home
         live = home.group.live()
         chosen = [record for record in live if (role is None or record.role == role) and fits(record.name)]
@@ -104,7 +97,7 @@ def make_members(home: Home, to: str | Sequence[To] | None, role: str | None) ->
         raise RpcUsageError("group() takes a pattern, a list of workers, or role=; all workers are group('*')")
     if to is None or isinstance(to, str):
         if to == "":
-            raise RpcUsageError("an empty pattern fits nobody; all workers are group('*')")
+            raise RpcUsageError("an empty pattern fits no worker; all workers are group('*')")
         return ChosenMembers(home, "*" if to is None else to, role)
     if role is not None:
         raise RpcUsageError("role= chooses among all workers, or those of a pattern, and not among those of a list")

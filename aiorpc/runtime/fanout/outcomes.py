@@ -48,7 +48,7 @@ class Outcome(NamedTuple, Generic[T_co]):
 class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
     """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is.
 
-    Without a quorum an error that nobody has looked at is logged, as that of a call is; to look at any of the outcomes
+    Without a quorum an error that was not looked at is logged, as that of a call is; to look at any of the outcomes
     is enough.
     """
 
@@ -58,12 +58,12 @@ class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
         self._unobserved: Unobserved | None = None
 
     def _watch(self, what: str) -> None:
-        """For whoever makes them, where some have no value: what to call them in the log."""
+        """Log it if the errors are not looked at. what: names them in the log."""
         # Without the errors themselves: the twin has it, too.
         self._unobserved = Unobserved(what, GroupError(str(self._failure(f"of {len(self)} members"))))
 
     def _twin(self) -> Outcomes[T_co]:
-        """The same, with errors that nobody has raised and nobody will: these have no tracebacks."""
+        """The same, with errors that are never raised: these have no tracebacks."""
         if all(outcome.error is None for outcome in self._all):
             return self
         twin = Outcomes([outcome._replace(error=_twin_of(outcome.error)) for outcome in self._all], self._function)
@@ -71,7 +71,7 @@ class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
         return twin
 
     def _mark_seen(self) -> None:
-        """Somebody has dealt with the errors."""
+        """The errors were looked at."""
         if self._unobserved is not None:
             self._unobserved.seen = True
 

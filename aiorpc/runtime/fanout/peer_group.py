@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 from ..._typing import Arg, Args, Function, Items, Kwargs, Later, P, T
 from ...collecting import wait_alone
@@ -16,37 +16,22 @@ from ...protocol.messages import ObjectMethod
 from ...sites import CallSite, call_site
 from ..caller.misuse import check_arguments, stays_here
 from ..caller.peer import Peer, Try
-from ..caller.peers import Peers
-from ..caller.retrying import Retries
 from ..caller.stream import open_stream
 from ..calls.batched import Batched
 from ..calls.functions import describe
-from ..group.events import Events
-from ..group.group import Group
-from ..references.references import References
 from .barriers import come
 from .group_call import GroupCall
 from .group_object import GroupObject
 from .group_stream import GroupStream
+from .home import Home
 from .mapping import GroupMap
 from .members import Members
 from .options import GroupOptions, Quorum, check_quorum, count_of
 from .outcomes import Outcomes
 from .rref_group import RRefGroup
-from .sending import Home as SendingHome
-from .sending import Sending, send_all
+from .sending import Called, Sending, send_all
 
 S = TypeVar("S")
-
-
-class Home(SendingHome, Protocol):
-    """What a group of peers needs of the worker whose calls are made through it."""
-
-    peers: Peers
-    news: Events
-    references: References
-    retries: Retries
-    group: Group
 
 
 class PeerGroup:
@@ -200,7 +185,7 @@ class PeerGroup:
         peers = self._members.now()
         quorum = count_of(options.quorum, len(peers))
         home, retry = self._home, options.retry
-        sending = Sending(home, peers, function, args, kwargs, options.timeout, wait=retry.wait, site=site)
+        sending = Sending(home, peers, Called(function, args, kwargs), options.timeout, site, retry.wait)
         sending.prepare()
         call: GroupCall[object] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
 

@@ -38,7 +38,7 @@ class GroupProxy(Generic[R]):
         self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """Else Python would call a method of that name of all the values, and nobody would know of it."""
+        """Else Python would call a method of that name of all the values, unnoticed."""
         said = "what stands for the methods of several values has no deep copy, and cannot be pickled or sent"
         raise RpcUsageError(said)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Generic, NoReturn, Protocol, overload
+from typing import Any, Generic, NoReturn, overload
 
 from ..._typing import Args, Kwargs, T
 from ...collecting import wait_alone
@@ -14,21 +14,14 @@ from ...protocol.messages import Fetch, Method
 from ...sites import CallSite, call_site
 from ..caller.member_call import MemberCall
 from ..caller.peer import Try
-from ..caller.peers import Peers
 from ..caller.waiting import nothing
 from ..references.rref import RRef
 from .group_call import GroupCall
+from .home import Home
 from .options import GroupOptions, count_of
 from .outcomes import Outcomes
 from .proxies import GroupProxy
-from .sending import Home as SendingHome
-from .sending import Sending, send_all
-
-
-class Home(SendingHome, Protocol):
-    """What references to values of several workers need of the one that has them."""
-
-    peers: Peers
+from .sending import Called, Sending, send_all
 
 
 class RRefGroup(Sequence[RRef[T]], Generic[T]):
@@ -83,8 +76,8 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
     def _call(self, name: str, args: Args, kwargs: Kwargs, timeout: float, site: CallSite) -> GroupCall[object]:
         peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
         methods = [Method(*ref._name(), name) for ref in self._refs]
-        seconds, keeps = self._seconds(timeout), self._refs
-        sending = Sending(self._home, peers, None, args, kwargs, seconds, site=site, methods=methods, keeps=keeps)
+        seconds = self._seconds(timeout)
+        sending = Sending(self._home, peers, Called(None, args, kwargs, methods, self._refs), seconds, site)
         sending.prepare()
         call = self._make(name, site)
         self._send_all(call, sending.send, sending.flush)

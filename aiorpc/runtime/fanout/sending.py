@@ -12,13 +12,13 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...callbacks import current_autograd
 from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import Future
-from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
+from ...protocol.frames import CALL, HEAD, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
 from ...sites import CallSite
 from ..caller.future import cannot_send
@@ -27,21 +27,13 @@ from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
 from ..caller.waiting import WaitingCall, WaitingFrame, nothing
-from ..calls.current import CommonHome, current_call
+from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.values import encode
-from ..gradients.contexts import Gradients
 from ..links.link import FEW, Link
-from ..links.memory import Memory
 from .group_call import GroupCall
-
-
-class Home(CommonHome, Protocol):
-    """What a call to several workers needs of the one that makes it."""
-
-    memory: Memory
-    gradients: Gradients
+from .home import Home
 
 
 class _Arguments(NamedTuple):
@@ -59,31 +51,38 @@ class _Letter(NamedTuple):
     buffers: Sequence[Any]
 
 
-class Sending:
-    """One call to these workers. `prepare` writes it, and raises what is wrong with it; then `send`, for each of them,
-    and at last `flush`.
+class Called(NamedTuple):
+    """What is called. function: a callable, or a method of an object that all workers serve; None for `methods`.
 
-    function: or a method of an object that all of them serve. methods: what to call in place of it, for each of them:
-    methods of values of references. keeps: the handles of these, as of `Peer.call`. timeout: seconds, 0 for no limit.
-    wait: as of `Peer.call`. site: where the call was made.
+    methods: a method of the value of a reference for each worker. keeps: the references, as of `Peer.call`.
+    """
+
+    function: Callable[..., object] | ObjectMethod | None
+    args: Sequence[object]
+    kwargs: dict[str, object] | None
+    methods: Sequence[Method] = ()
+    keeps: Sequence[object] = ()
+
+
+class Sending:
+    """One call to these workers. `prepare` writes it and raises what is wrong with it; then `send` sends it to each of
+    them, and at last `flush` what has large buffers.
+
+    timeout: seconds, 0 for no limit. site: where the call was made. wait: as of `Peer.call`.
     """
 
     def __init__(
         self,
         home: Home,
         peers: Sequence[Peer],
-        function: Callable[..., object] | ObjectMethod | None,
-        args: Sequence[object],
-        kwargs: dict[str, object] | None,
+        called: Called,
         timeout: float,
-        *,
         site: CallSite,
         wait: bool = False,
-        methods: Sequence[Method] = (),
-        keeps: Sequence[object] = (),
     ) -> None:
         self._home = home
         self._peers = peers
+        function, args, kwargs, methods, keeps = called
         self._function = function
         self._methods: Sequence[Method | ObjectMethod] = methods
         if type(function) is ObjectMethod:
@@ -167,7 +166,7 @@ class Sending:
         return named, self._names, remaining, self._trace, None, None, None, None
 
     def _write(self, peer: Peer, named: Function) -> _Arguments | None:
-        """The arguments as a message has them; None if something in them is bound to whoever gets it."""
+        """The arguments as a message has them; None if something in them is bound to the worker that gets it."""
         head = self._head(named)
         values = self._values if named is not None else [self._function, *self._values]
         frame = write_plain(CALL, 0, head, values, peer.max_body)
@@ -209,28 +208,21 @@ class Sending:
                 raise refusal
         call_id, nested = next(owed.ids), self._trace is not None
         call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
-        try:
-            if keeps is not None:
-                owed.lent[call_id] = [keeps]
-            owed.enter(call, None)
-            if buffers and (link is None or not link.distribution.rides(buffers)):
-                message = WaitingCall(call, body, buffers, None)
-                if link is None or connection is None:
-                    peer.send_buffers(message)
-                else:
-                    self._parcels.append((peer, link, message))
+        if keeps is not None:
+            owed.lent[call_id] = [keeps]
+        owed.enter(call, None)
+        if buffers and (link is None or not link.distribution.rides(buffers)):
+            message = WaitingCall(call, body, buffers, None)
+            if link is None or connection is None:
+                peer.send_buffers(message)
             else:
-                if buffers:
-                    frame = encode_frame(CALL, call_id, body, buffers)
-                else:  # as `encode_frame` does
-                    frame = [HEAD.pack(call_id, len(body), 0, CALL, MAGIC) + body]
-                if link is None or connection is None:
-                    peer.send_later(WaitingFrame(CALL, call_id, frame, call))
-                else:
-                    link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
-        except BaseException:  # a signal handler has raised it: nobody will get the call, so nobody could cancel it
-            call.cancel()
-            raise
+                self._parcels.append((peer, link, message))
+        else:
+            frame = encode_frame(CALL, call_id, body, buffers)
+            if link is None or connection is None:
+                peer.send_later(WaitingFrame(CALL, call_id, frame, call))
+            else:
+                link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
         if peer.gone is not None:  # as in `Peer.call`
             owed.settle(call_id, peer.gone)
         return call
@@ -251,10 +243,8 @@ class Sending:
         try:
             for peer, link, message in parcels:
                 peer.post(link, message, copies)
+        finally:
             copies.close()
-        except BaseException:  # a signal handler may have raised it as that was about to begin
-            copies.close()
-            raise
 
 
 def send_all(
@@ -265,8 +255,8 @@ def send_all(
 ) -> None:
     """Make the calls to the members of these places, one after the other, unless the call is over before.
 
-    flush: sends what `send` has kept. Who is interrupted in any of it has called off all of them: nobody gets the call.
-    What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
+    flush: sends what `send` has kept. An exception calls all of them off, because the program does not get the call.
+    A misuse that shows at the first member is raised: then nothing has been sent.
     """
     try:
         for place in places:

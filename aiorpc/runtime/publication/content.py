@@ -33,13 +33,13 @@ _ROOM, _ROOM_FOR_BUFFER = 512, 19
 
 @dataclass(frozen=True)
 class _AnyReader:
-    """Whoever may read it, as the encoding needs to know it."""
+    """Any reader, as the encoding needs to know it."""
 
     safe: bool
     max_body: int
     max_segment: int
     same_main: bool = True
-    other_python: str = ""  # whoever reads it sees by which version its code was made
+    other_python: str = ""  # a reader sees by which version its code was made
 
 
 class Content(NamedTuple):
@@ -144,7 +144,7 @@ def put_together(
     """The value again, over the bytes of its buffers. device: where its tensors are moved to, None for nowhere.
 
     plain: whether no pickle that names anything is read, as the rights of who has published it, or has handed it on, do
-    not go so far; it raises NotAllowed. Raises whatever unpickling raises, and ProtocolError for what is none.
+    not go so far; it raises NotAllowed. Raises what unpickling raises, and ProtocolError for what is none.
     """
     if type(body) is not bytes:
         raise ProtocolError("a version without what it says of its value")

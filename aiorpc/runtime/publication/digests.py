@@ -15,7 +15,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.packing import pack
 from ...protocol.publication import Edition
 from ..engine.engine import Engine
-from .shelf import in_background
+from .version_store import in_background
 
 # Digests that a publisher keeps of its latest versions.
 MOST_KEPT = 64

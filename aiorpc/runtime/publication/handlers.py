@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 
 from ...errors import RpcUsageError
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
-    Claim,
     DigestWanted,
     Latest,
     LatestWanted,
+    Lease,
     LeaveWanted,
-    Message,
     PieceWanted,
     StillFetching,
     SubscriptionClosed,
@@ -24,7 +24,6 @@ from ...protocol.publication import (
     VersionArrived,
     VersionsReleased,
     Want,
-    read,
     write,
 )
 from ..calls.current import current_call
@@ -32,7 +31,7 @@ from ..calls.functions import inline, system
 from ..calls.values import Results
 from .access import Access
 from .publisher import Publisher
-from .shelf import Shelf
+from .version_store import VersionStore
 
 
 class PublicationsForOthers(Protocol):
@@ -46,20 +45,20 @@ class PublicationsForOthers(Protocol):
     def access(self) -> Access:
         """Who may publish a name, and who may read it."""
 
-    def on_claim(self, claim: Claim, record: WorkerRecord) -> int:
+    def on_lease(self, lease: Lease, record: WorkerRecord) -> int:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
         """A worker does not publish a name any more."""
 
-    def shelf_of(self, name: str) -> Shelf | None:
+    def version_store_of(self, name: str) -> VersionStore | None:
         """What gives versions of a name to others here; None if nothing does."""
 
-    def shelf_with(self, name: str, version: int) -> Shelf | None:
+    def version_store_with(self, name: str, version: int) -> VersionStore | None:
         """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
 
-    def shelves_of(self, name: str) -> list[Shelf]:
-        """Those that may have given versions of a name to somebody."""
+    def version_stores_of(self, name: str) -> list[VersionStore]:
+        """Those that may have given versions of a name to readers."""
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
         """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
@@ -78,92 +77,88 @@ def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
 
 @system
 @inline
-def claimed(said: bytes) -> int:
+def leased(lease: Lease) -> int:
     """Handler: the caller publishes a name. How many subscriptions to it there are here."""
     publications, caller = _current()
-    return publications.on_claim(read(Claim, said), caller)
+    return publications.on_lease(lease, caller)
 
 
 @system
 @inline
-def leave(said: bytes) -> None:
+def leave(message: LeaveWanted) -> None:
     """Handler: NotAllowed if the caller may not publish a name, as far as this worker reads it."""
     publications, caller = _current()
-    publications.access.check_publish(caller, read(LeaveWanted, said).name)
+    publications.access.check_publish(caller, message.name)
 
 
 @system
 @inline
-def unpublished(said: bytes) -> None:
+def unpublished(message: Unpublished) -> None:
     """Handler: the caller does not publish a name any more."""
     publications, caller = _current()
-    publications.on_unpublished(read(Unpublished, said), caller.id)
+    publications.on_unpublished(message, caller.id)
 
 
 @system
 @inline
-def wanted(said: bytes) -> Results | asyncio.Future[Results]:
+def wanted(message: Want) -> Results | asyncio.Future[Results]:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller = _current()
-    message = read(Want, said)
     publications.access.check_read(caller, message.name)
-    shelf = publications.shelf_of(message.name)
-    before = [version for version in message.released if shelf is None or not shelf.has(version)]
+    versions = publications.version_store_of(message.name)
+    before = [version for version in message.released if versions is None or not versions.has(version)]
     if before:  # of before the name was unpublished, and published anew
         release = VersionsReleased(message.name, message.subscription, before)
-        for other in publications.shelves_of(message.name):
-            if other is not shelf:
+        for other in publications.version_stores_of(message.name):
+            if other is not versions:
                 other.released(caller, release)
-    if shelf is None:
+    if versions is None:
         return publications.hand_on(message)
-    return shelf.want(caller, message)
+    return versions.want(caller, message)
 
 
 @system
-async def pieced(said: bytes) -> torch.Tensor:
+async def pieced(message: PieceWanted) -> torch.Tensor:
     """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
     publications, caller = _current()
-    message = read(PieceWanted, said)
     publications.access.check_read(caller, message.name)
-    shelf = publications.shelf_with(message.name, message.version)
-    if shelf is None:
+    versions = publications.version_store_with(message.name, message.version)
+    if versions is None:
         raise RpcUsageError(f"worker {caller.name!r} asks for a version of {message.name!r} that is not here")
-    return await shelf.piece(caller, message)
+    return await versions.piece(caller, message)
 
 
 @system
 @inline
-def digest(said: bytes) -> asyncio.Future[bytes]:
+def digest(message: DigestWanted) -> asyncio.Future[bytes]:
     """Handler: the digest of a version that this worker publishes."""
     publications, caller = _current()
-    message = read(DigestWanted, said)
     publications.access.check_read(caller, message.name)
     return _publisher(publications, message.name).digest(message.version)
 
 
 @system
 @inline
-def arrived(said: bytes) -> None:
+def arrived(message: VersionArrived) -> None:
     """Handler: a subscription of the caller has a version whole that has come by way of another worker."""
     publications, caller = _current()
-    message = read(VersionArrived, said)
     _publisher(publications, message.name).arrived(caller, message)
 
 
 @system
 @inline
-def fetching(said: bytes) -> None:
+def fetching(message: StillFetching) -> None:
     """Handler: the caller goes on fetching for its host."""
     publications, caller = _current()
-    _publisher(publications, read(StillFetching, said).name).goes_on(caller)
+    _publisher(publications, message.name).goes_on(caller)
 
 
 @system
 @inline
-def latest(said: bytes) -> bytes:
+def latest(message: LatestWanted) -> bytes:
     """Handler: what this worker has of a name, for who may read it, or publish it next."""
     publications, caller = _current()
-    name = read(LatestWanted, said).name
+    name = message.name
     if not publications.access.may_publish(caller, name):
         publications.access.check_read(caller, name)
     return write(publications.latest(name))
@@ -171,22 +166,20 @@ def latest(said: bytes) -> bytes:
 
 @system
 @inline
-def released(said: bytes) -> None:
+def released(message: VersionsReleased) -> None:
     """Handler: the caller does not use some versions any more."""
     publications, caller = _current()
-    message = read(VersionsReleased, said)
-    for shelf in publications.shelves_of(message.name):
-        shelf.released(caller, message)
+    for versions in publications.version_stores_of(message.name):
+        versions.released(caller, message)
 
 
 @system
 @inline
-def ended(said: bytes) -> None:
+def ended(message: SubscriptionClosed) -> None:
     """Handler: a subscription of the caller has ended."""
     publications, caller = _current()
-    message = read(SubscriptionClosed, said)
-    for shelf in publications.shelves_of(message.name):
-        shelf.closed(caller, message)
+    for versions in publications.version_stores_of(message.name):
+        versions.closed(caller, message)
 
 
 def _publisher(publications: PublicationsForOthers, name: str) -> Publisher:
@@ -197,7 +190,7 @@ def _publisher(publications: PublicationsForOthers, name: str) -> Publisher:
 
 
 #: Of what needs no answer: which function it is said by.
-SAID: dict[type[Message], Callable[[bytes], None]] = {
+SAID: dict[type[Struct], Callable[..., None]] = {
     VersionsReleased: released,
     SubscriptionClosed: ended,
     VersionArrived: arrived,

@@ -1,7 +1,7 @@
 """Who publishes which name, as one worker knows it: from the store of the group, and as far as its own rules go.
 
-Claims are made, kept and given back in the store (`claims.py`). What other workers tell of theirs is looked up there
-(`told.py`). What is known is kept here (`known.py`), and a claim of a member whose role may not publish the name here
+Leases are made, kept and given back in the store (`leases.py`). What other workers tell of theirs is looked up there
+(`told.py`). What is known is kept here (`known.py`), and a lease of a member whose role may not publish the name here
 (`access.py`) is as none: this worker neither follows it nor is kept by it from publishing the name itself.
 """
 
@@ -10,33 +10,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..._typing import Function
 from ...errors import NotAllowed, PeerLeft, PeerLost, RendezvousError, RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
-from ...protocol.publication import LAST_VERSION, Claim, Latest, LatestWanted, LeaveWanted, Unpublished, read, write
-from ..caller.peers import Peers
-from ..engine.engine import Engine
-from ..group.group import Group
-from ..meeting.rendezvous import Rendezvous
+from ...protocol.publication import (
+    LAST_VERSION,
+    LATEST,
+    Latest,
+    LatestWanted,
+    Lease,
+    LeaveWanted,
+    Unpublished,
+    read,
+    write,
+)
 from .access import Access
-from .claims import StandingClaim, find_claim, make_claim, taken
 from .handlers import latest, leave
-from .known import KnownClaims
-from .told import ToldClaims
+from .home import Home
+from .known import KnownLeases
+from .leases import StandingLease, find_lease, make_lease, taken
+from .told import ToldLeases
 
 T = TypeVar("T")
-
-
-class Home(Protocol):
-    """What knowing who publishes needs of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    peers: Peers
-    group: Group
 
 
 class Names:
@@ -51,88 +49,88 @@ class Names:
         self._home = home
         self._engine = home.engine
         self._lost = lost
-        self._claims = KnownClaims(home.engine.name, read_here, home.group.has_gone)
-        self._stood_in: dict[str, Claim] = {}  # what was told and not found in the store yet, as that does not answer
-        self._told = ToldClaims(home.engine, home.rendezvous, read_here, self._take, self._stand_in)
+        self._leases = KnownLeases(home.engine.name, read_here, home.group.has_gone)
+        self._stood_in: dict[str, Lease] = {}  # what was told and not found in the store yet, as that does not answer
+        self._told = ToldLeases(home.engine, home.rendezvous, read_here, self._take, self._stand_in)
 
     @property
     def changed(self) -> asyncio.Event:
-        """Is set, and another one is put in its place, when a claim has come, or the group has changed."""
-        return self._claims.changed
+        """Is set, and another one is put in its place, when a lease has come, or the group has changed."""
+        return self._leases.changed
 
     def wake(self) -> None:
         """The group has changed: who waits for a publisher looks again."""
-        self._claims.wake()
+        self._leases.wake()
 
-    def get(self, name: str) -> Claim | None:
-        """The claim to a name that is known here."""
-        return self._claims.get(name)
+    def get(self, name: str) -> Lease | None:
+        """The lease to a name that is known here."""
+        return self._leases.get(name)
 
-    def holder(self, claim: Claim) -> WorkerRecord | None:
-        """The member that has made a claim, if it lives and may publish the name as far as this worker goes."""
-        record = self._home.group.members.get(claim.publisher)
-        if record is None or self._home.group.is_gone(record) or not self.access.may_publish(record, claim.name):
+    def holder(self, lease: Lease) -> WorkerRecord | None:
+        """The member that has made a lease, if it lives and may publish the name as far as this worker goes."""
+        record = self._home.group.members.get(lease.publisher)
+        if record is None or self._home.group.is_gone(record) or not self.access.may_publish(record, lease.name):
             return None
         return record
 
     def publishes(self, record: WorkerRecord, name: str) -> bool:
         """Whether that worker is known as the one that publishes a name, and lives."""
-        claim = self._claims.get(name)
-        return claim is not None and claim.publisher == record.id and self.holder(claim) is not None
+        lease = self._leases.get(name)
+        return lease is not None and lease.publisher == record.id and self.holder(lease) is not None
 
     def has_published(self, record: WorkerRecord, name: str, version: int) -> bool:
         """Whether a version is of that worker, if there is one: those before its first one are of earlier ones."""
-        claim = self._claims.get(name)
-        return self.publishes(record, name) and claim is not None and version >= claim.first
+        lease = self._leases.get(name)
+        return self.publishes(record, name) and lease is not None and version >= lease.first
 
     def describe(self, name: str) -> str:
         """Who publishes a name, for errors."""
-        claim = self._claims.get(name)
-        if claim is None:
-            return "nobody publishes it at present"
-        record = self._home.group.members.get(claim.publisher)
+        lease = self._leases.get(name)
+        if lease is None:
+            return "no worker publishes it at present"
+        record = self._home.group.members.get(lease.publisher)
         what = "published it, and has left or was lost"
         if record is not None and not self._home.group.is_gone(record):
             what = "publishes it"
-            if self.holder(claim) is None:
-                what = f"claims it, and is not followed: {self.access.why_not(record, name)}"
-        return f"worker {claim.worker!r} (id {claim.publisher}) {what}"
+            if self.holder(lease) is None:
+                what = f"leases it, and is not followed: {self.access.why_not(record, name)}"
+        return f"worker {lease.worker!r} (id {lease.publisher}) {what}"
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def tell(self, claim: Claim, record: WorkerRecord) -> None:
-        """A worker tells of a claim of its own. Raises NotAllowed if it may not publish the name here."""
-        self.access.check_publish(record, claim.name)
-        if self._claims.get(claim.name) != claim:
-            self._told.tell(claim)
+    def tell(self, lease: Lease, record: WorkerRecord) -> None:
+        """A worker tells of a lease of its own. Raises NotAllowed if it may not publish the name here."""
+        self.access.check_publish(record, lease.name)
+        if self._leases.get(lease.name) != lease:
+            self._told.tell(lease)
 
     def tell_end(self, message: Unpublished, worker_id: int) -> bool:
-        """A worker tells that a claim of its own has ended. Whether it was the one that was known."""
+        """A worker tells that a lease of its own has ended. Whether it was the one that was known."""
         self._told.end(message.name, worker_id)
-        return self._claims.end(message.name, message.turn, worker_id)
+        return self._leases.end(message.name, message.turn, worker_id)
 
-    def _take(self, name: str, claim: Claim | None) -> None:
+    def _take(self, name: str, lease: Lease | None) -> None:
         """What stands in the store under a name of which a worker has told."""
         stood_in = self._stood_in.pop(name, None)
-        if claim is None:
+        if lease is None:
             if stood_in is not None:
-                self._claims.end(name, stood_in.turn, stood_in.publisher)
+                self._leases.end(name, stood_in.turn, stood_in.publisher)
             return
-        known, holder = self._claims.get(name), self.holder(claim)
+        known, holder = self._leases.get(name), self.holder(lease)
         # One that the store has had before the known one was read late; but what was told alone has any turn.
-        lesser = holder is None or (known is not None and claim.turn < known.turn and stood_in is None)
+        lesser = holder is None or (known is not None and lease.turn < known.turn and stood_in is None)
         if lesser and known is not None and self.holder(known) is not None:
             return
-        self._claims.offer(claim)
+        self._leases.offer(lease)
         if holder is not None and holder.id != self._engine.id:
             self._lost(name)
 
-    def _stand_in(self, claim: Claim) -> None:
-        """The store does not answer: a claim that was told counts where no other one is known to."""
-        known = self._claims.get(claim.name)
-        if (known is None or self.holder(known) is None) and self.holder(claim) is not None:
-            self._stood_in[claim.name] = claim
-            self._claims.offer(claim)
+    def _stand_in(self, lease: Lease) -> None:
+        """The store does not answer: a lease that was told counts where no other one is known to."""
+        known = self._leases.get(lease.name)
+        if (known is None or self.holder(known) is None) and self.holder(lease) is not None:
+            self._stood_in[lease.name] = lease
+            self._leases.offer(lease)
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
@@ -145,22 +143,22 @@ class Names:
         except TimeoutError:
             raise RendezvousError(f"the store of the group has not answered for {limit:g} s") from None
 
-    async def look_up(self, name: str) -> Claim | None:
-        """The claim to a name that stands in the store; None if there is none, or if the store does not say."""
+    async def look_up(self, name: str) -> Lease | None:
+        """The lease to a name that stands in the store; None if there is none, or if the store does not say."""
         try:
-            stands = await self._engine.steps.run(partial(find_claim, self._home.rendezvous, name))
+            stands = await self._engine.steps.run(partial(find_lease, self._home.rendezvous, name))
         except RendezvousError as error:
             logger.debug("worker %s cannot see who publishes %r: %s", self._engine.name, name, error)
             return None
-        claim = None if stands is None else stands.claim
-        self._take(name, claim)
-        return claim
+        lease = None if stands is None else stands.lease
+        self._take(name, lease)
+        return lease
 
-    async def claim(self, name: str) -> StandingClaim:
-        """Claim a name for this worker. Raises what `make_claim` raises, and NotAllowed if no member would read it."""
+    async def lease(self, name: str) -> StandingLease:
+        """Lease a name for this worker. Raises what `make_lease` raises, and NotAllowed if no member would read it."""
         home, record = self._home, self._engine.record
-        try:  # also where a claim is known: it may have ended, and another worker may have made one since
-            stands = await self.at_store(partial(find_claim, home.rendezvous, name))
+        try:  # also where a lease is known: it may have ended, and another worker may have made one since
+            stands = await self.at_store(partial(find_lease, home.rendezvous, name))
         except RendezvousError:
             known = self.get(name)
             holder = None if known is None else self.holder(known)
@@ -168,19 +166,19 @@ class Names:
                 raise
             raise taken(name, known.worker, known.publisher) from None
         newest = 0
-        if stands is not None and stands.claim.publisher != record.id and self.holder(stands.claim) is not None:
+        if stands is not None and stands.lease.publisher != record.id and self.holder(stands.lease) is not None:
             # Not asked for what there is: it may publish more, and be gone before all have answered.
-            raise taken(name, stands.claim.worker, stands.claim.publisher)
+            raise taken(name, stands.lease.worker, stands.lease.publisher)
         await self._ask_leave(name)
         if stands is not None:
             newest = await self._newest(name, stands)
         members = home.group.members.values()
         gone = {each.id for each in members if home.group.is_gone(each) or not self.access.may_publish(each, name)}
-        made = await self.at_store(partial(make_claim, home.rendezvous, name, record, newest, gone))
-        self._claims.hear(made.claim)
+        made = await self.at_store(partial(make_lease, home.rendezvous, name, record, newest, gone))
+        self._leases.hear(made.lease)
         return made
 
-    async def _newest(self, name: str, stands: StandingClaim) -> int:
+    async def _newest(self, name: str, stands: StandingLease) -> int:
         """The newest version of a name that is taken over: what members say of it, up to what the store knows."""
         found = await self.ask_all(name)
         silent = [record for record, said in found if said is None and not self._home.group.is_gone(record)]
@@ -202,7 +200,7 @@ class Names:
 
         async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest | None]:
             try:
-                return record, read(Latest, await self._ask(record, latest, write(LatestWanted(name))))
+                return record, read(LATEST, await self._ask(record, latest, write(LatestWanted(name))))
             except RpcError:
                 return record, None
 

@@ -1,36 +1,31 @@
 """The published values of one worker: those that it publishes, and those that it reads.
 
-How a publisher and its readers find each other: whoever has claimed a name (`claims`) says so to all members, and to
-each that joins later. So a reader needs no store, knows the publisher of every name, and asks that worker alone.
+How a publisher and its readers find each other: the worker that leases a name (`leases`) says so to all members,
+and to each that joins later. So a reader needs no store, knows the publisher of every name, and asks that worker alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from ..._typing import Function
-from ...callbacks import Again
 from ...errors import NotAllowed, Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
 from ...logs import logger
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
-    Claim,
-    DigestWanted,
     Latest,
-    Message,
-    PieceWanted,
-    StillFetching,
+    Lease,
     Unpublished,
     Want,
     check_name,
@@ -38,67 +33,52 @@ from ...protocol.publication import (
     write,
 )
 from ...sites import call_site, outside
-from ..caller.peers import Peers
 from ..calls.current import within_call
 from ..calls.values import Results
-from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..engine.watch import ProcessWatch
-from ..group.events import Events, Listener
-from ..group.group import Group
-from ..links.links import Links
-from ..meeting.rendezvous import Rendezvous
+from ..group.events import Listener
 from .access import Access
-from .claims import RESERVED, raise_limit, release_claim
 from .content import Content, take_apart
-from .feed import Feed
-from .handlers import SAID, claimed, digest, pieced, unpublished, wanted
+from .handlers import leased, unpublished
+from .home import Home
+from .leases import RESERVED, raise_limit, release_lease
 from .names import Names
+from .outbound import Outbound
+from .prefetcher import Prefetcher
 from .publisher import Publisher
 from .readers import Delivery
 from .relay import Relay
-from .shelf import Shelf, in_background
 from .subscription import Publication, Subscription
+from .version_store import VersionStore, in_background
 
 T = TypeVar("T")
 
-# Seconds between two tries to tell a worker of a claim, or of its end.
+# Seconds between two tries to tell a worker of a lease, or of its end.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
-# Seconds until a worker is told again what it did not take.
-_TOLD_PAUSE = 0.1
 # Names that are not read any more, of which a worker knows how far it has read them.
 _MOST_READ = 65_536
-
-
-class Home(Protocol):
-    """What published values need of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    links: Links
-    peers: Peers
-    group: Group
-    news: Events
 
 
 class Publications:
     """See the module. On the loop, but for the verbs (`publish`, `subscribe`, `delivered`), which any thread may call.
 
-    publishers: by name. relays: of names that this worker fetches for its host. feeds: of the subscriptions that are
-    open, or whose values are alive, by their numbers.
+    publishers: by name. relays: of names that this worker fetches for its host. prefetchers: of the subscriptions that
+    are open, or whose values are alive, by their numbers.
     """
 
     def __init__(self, home: Home) -> None:
         self.publishers: dict[str, Publisher] = {}
         self.relays: dict[str, Relay] = {}
-        self.feeds: dict[int, Feed] = {}
-        self._ended: list[Shelf] = []  # whose versions are held still
+        self.prefetchers: dict[int, Prefetcher] = {}
+        self._ended: list[VersionStore] = []  # whose versions are held still
         self._were_read: dict[str, int] = {}  # newest versions of ended subscriptions by name, those that ended last
         self._home = home
         self._engine = home.engine
         self.names: Names = Names(home, self._read_here, self._on_lost)
-        self._claiming: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._leasing: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
+        self.outbound: Outbound = Outbound(home)
         self._pending: set[Future[Any]] = set()
         self._listener: Listener | None = None
         self._watch = ProcessWatch(home.engine.loop, lambda record: self._on_dead())
@@ -111,7 +91,7 @@ class Publications:
         self._engine.lifetime.check_begin()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
-        future._site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
+        future._site = call_site(outside("aiorpc"))  # so a failure that is not looked at is logged
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
@@ -135,11 +115,11 @@ class Publications:
             raise RpcUsageError(f"map_location is a device, or None, not {map_location!r:.80}: {error}") from None
         self._engine.lifetime.check_begin()
         limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
-        feed = Feed(self._engine, self, self._home.links.memory.descriptors, name, next(self._numbers))
-        self._engine.run_on_loop(self._open, feed)
-        if self._engine.closed:  # meanwhile: the loop may have stopped, and nobody would end it
-            feed.end(self._engine.lifetime.why_closed())
-        return Subscription(feed, limit, device)
+        prefetcher = Prefetcher(self._engine, self, self._home.links.memory.descriptors, name, next(self._numbers))
+        self._engine.run_on_loop(self._open, prefetcher)
+        if self._engine.closed:  # meanwhile: the loop may have stopped, and nothing would end it
+            prefetcher.end(self._engine.lifetime.why_closed())
+        return Subscription(prefetcher, limit, device)
 
     def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]:
         """See `Publication.delivered`."""
@@ -172,9 +152,9 @@ class Publications:
         return future
 
     def _begin(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
-        """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
+        """Have something done on the loop that settles a Future; it is settled also where the worker ends."""
         self._pending.add(future)
-        future._when_settled(Again(self._pending.discard))
+        future._when_settled(self._pending.discard)
         self._engine.run_on_loop(self._spawn, future, make)
         if self._engine.closed:  # `close` may not have seen it
             future._settle(None, self._engine.lifetime.why_closed())
@@ -200,8 +180,8 @@ class Publications:
         future._settle(Publication(name, version, partial(self.delivered, name, version)))
 
     async def _raise_limit(self, publisher: Publisher, limit: int) -> None:
-        """Let the store know that versions go further. Nothing waits for it: without the store nobody takes over."""
-        async with self._claiming.setdefault(publisher.name, asyncio.Lock()):
+        """Let the store know that versions go further. Nothing waits for it: without the store no worker takes over."""
+        async with self._leasing.setdefault(publisher.name, asyncio.Lock()):
             try:
                 step = partial(raise_limit, self._home.rendezvous, publisher.stands, limit)
                 publisher.stands = await self.names.at_store(step)
@@ -211,20 +191,20 @@ class Publications:
                 publisher.raising = False
 
     async def _publisher(self, name: str) -> Publisher:
-        """The publisher of a name, for which it is claimed the first time. Raises what `Names.claim` raises."""
+        """The publisher of a name, for which it is leased the first time. Raises what `Names.lease` raises."""
         publisher = self.publishers.get(name)
         if publisher is not None and not publisher.ending and not publisher.unsure:
             return publisher
-        async with self._claiming.setdefault(name, asyncio.Lock()):
+        async with self._leasing.setdefault(name, asyncio.Lock()):
             publisher = self.publishers.get(name)
             if publisher is None or publisher.unsure:
                 try:
-                    stands = await self.names.claim(name)
+                    stands = await self.names.lease(name)
                 except (RpcUsageError, NotAllowed):  # another worker has it
                     if publisher is not None:
                         self._retire(publisher)
                     raise
-                if publisher is not None and stands.claim == publisher.claim:
+                if publisher is not None and stands.lease == publisher.lease:
                     publisher.stands, publisher.unsure = stands, False
                     return publisher
                 if publisher is not None:  # the store has released it, although it could not say so
@@ -235,26 +215,26 @@ class Publications:
         return publisher
 
     async def _unpublish(self, name: str, future: Future[None]) -> None:
-        async with self._claiming.setdefault(name, asyncio.Lock()):
+        async with self._leasing.setdefault(name, asyncio.Lock()):
             publisher = self.publishers.get(name)
             if publisher is None:
                 raise RpcUsageError(
                     f"worker {self._engine.name!r} cannot unpublish {name!r}, as it does not publish it: "
                     f"{self.names.describe(name)}"
                 )
-            publisher.ending = True  # who publishes a version from here on waits for the lock, and claims the name anew
+            publisher.ending = True  # who publishes a version from here on waits for the lock, and leases the name anew
             try:
                 await publisher.idle.wait()
-                claim, last = publisher.claim, publisher.last
-                release = partial(release_claim, self._home.rendezvous, publisher.stands, last)
+                lease, last = publisher.lease, publisher.last
+                release = partial(release_lease, self._home.rendezvous, publisher.stands, last)
                 await self.names.at_store(release)
             except BaseException:
                 publisher.ending, publisher.unsure = False, True  # the answer of the store may have been lost alone
                 self._look()  # newcomers have not been told meanwhile
                 raise
             self._retire(publisher)
-            # All who answer have heard it before this worker can claim the name once more; the others hear it later.
-            told = [self._engine.tasks.spawn(self._tell_end(claim, each)) for each in self._home.group.live()]
+            # All who answer have heard it before this worker can lease the name once more; the others hear it later.
+            told = [self._engine.tasks.spawn(self._tell_end(lease, each)) for each in self._home.group.live()]
             await asyncio.wait(told, timeout=self._engine.bounds.vouch)
         future._settle(None)
 
@@ -266,23 +246,23 @@ class Publications:
             self._ended.append(publisher)
 
     def _look(self) -> None:
-        """The group has changed: tell claims to who has not heard of them, and forget readers that are gone."""
+        """The group has changed: tell leases to who has not heard of them, and forget readers that are gone."""
         group = self._home.group
         for publisher in self.publishers.values():
             for record in group.live():
                 if record.incarnation not in publisher.told and record.id != self._engine.id and not publisher.ending:
                     publisher.tell(record)
-                    self._engine.tasks.spawn(self._tell_claim(publisher, record))
+                    self._engine.tasks.spawn(self._tell_lease(publisher, record))
             publisher.told.intersection_update(record.incarnation for record in group.live())
             publisher.forget_gone([record for record in group.members.values() if group.is_gone(record)])
-        for shelf in self._shelves():
-            for record in shelf.on_gone(group.is_gone):
+        for versions in self._version_stores():
+            for record in versions.on_gone(group.is_gone):
                 if record.pid != os.getpid() and record.host == self._engine.record.host:
                     self._watch.add(record)
-        self.names.wake()  # whoever follows a worker that is gone looks for another one
+        self.names.wake()  # prefetchers that follow a worker that is gone look for another one
         self._on_dead()
 
-    async def _tell_claim(self, publisher: Publisher, record: WorkerRecord) -> None:
+    async def _tell_lease(self, publisher: Publisher, record: WorkerRecord) -> None:
         limit = self._engine.options.rpc_timeout
         # Deliveries do not wait for a worker that says nothing for so long.
         silent = self._engine.loop.call_later(limit, publisher.expect, record, 0) if limit else None
@@ -294,19 +274,19 @@ class Publications:
             return True
 
         try:
-            subscriptions = await self._say(record, claimed, publisher.claim, goes_on)
+            subscriptions = await self._say(record, leased, publisher.lease, goes_on)
         finally:
             if silent is not None:
                 silent.cancel()
         publisher.expect(record, subscriptions if type(subscriptions) is int else 0)
 
-    async def _tell_end(self, claim: Claim, record: WorkerRecord) -> None:
-        await self._say(record, unpublished, Unpublished(claim.name, claim.turn), lambda: True)
+    async def _tell_end(self, lease: Lease, record: WorkerRecord) -> None:
+        await self._say(record, unpublished, Unpublished(lease.name, lease.turn), lambda: True)
 
     async def _say(
-        self, record: WorkerRecord, function: Function, message: Claim | Unpublished, goes_on: Callable[[], bool]
+        self, record: WorkerRecord, function: Function, message: Lease | Unpublished, goes_on: Callable[[], bool]
     ) -> object:
-        """Say something to a worker until it has heard it, as one that is overloaded runs no calls. Its answer.
+        """Say something to a worker until it has heard it, because an overloaded worker runs no calls. Its answer.
 
         None if it is gone, or this worker is, or if there is nothing to say any more (goes_on).
         """
@@ -332,16 +312,16 @@ class Publications:
 
     def _on_dead(self) -> None:
         here = self._engine.record.host
-        for shelf in self._shelves():
-            shelf.on_dead(lambda record: provably_dead(record, here) or record.host != here)
+        for versions in self._version_stores():
+            versions.on_dead(lambda record: provably_dead(record, here) or record.host != here)
 
-    def _shelves(self) -> list[Shelf]:
-        self._ended = [shelf for shelf in self._ended if shelf.stored]
+    def _version_stores(self) -> list[VersionStore]:
+        self._ended = [versions for versions in self._ended if versions.stored]
         return [*self.publishers.values(), *self.relays.values(), *self._ended]
 
-    def shelves_of(self, name: str) -> list[Shelf]:
-        """Those that may have given versions of a name to somebody."""
-        return [shelf for shelf in self._shelves() if shelf.name == name]
+    def version_stores_of(self, name: str) -> list[VersionStore]:
+        """Those that may have given versions of a name to readers."""
+        return [versions for versions in self._version_stores() if versions.name == name]
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -356,19 +336,19 @@ class Publications:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _open(self, feed: Feed) -> None:
+    def _open(self, prefetcher: Prefetcher) -> None:
         if self._engine.closed:
-            feed.end(self._engine.lifetime.why_closed())
+            prefetcher.end(self._engine.lifetime.why_closed())
             return
-        self.feeds[feed.number] = feed
+        self.prefetchers[prefetcher.number] = prefetcher
         self._follow_group()
-        feed.start()
+        prefetcher.start()
 
-    def feed_ended(self, feed: Feed) -> None:
-        """A feed is closed, and nothing that it has brought is alive any more."""
-        self.feeds.pop(feed.number, None)
-        if newest := max(feed.newest, self._were_read.pop(feed.name, 0)):
-            self._were_read[feed.name] = newest
+    def prefetcher_ended(self, prefetcher: Prefetcher) -> None:
+        """A prefetcher is closed, and nothing that it has brought is alive any more."""
+        self.prefetchers.pop(prefetcher.number, None)
+        if newest := max(prefetcher.newest, self._were_read.pop(prefetcher.name, 0)):
+            self._were_read[prefetcher.name] = newest
             if len(self._were_read) > _MOST_READ:
                 del self._were_read[next(iter(self._were_read))]
 
@@ -381,10 +361,10 @@ class Publications:
         try:
             while True:
                 changed = self.names.changed
-                claim = self.names.get(name)
-                record = None if claim is None else self.names.holder(claim)
+                lease = self.names.get(name)
+                record = None if lease is None else self.names.holder(lease)
                 if record is None and not looked:
-                    looked, look = True, self._engine.tasks.spawn(self._look_for(name, claim))
+                    looked, look = True, self._engine.tasks.spawn(self._look_for(name, lease))
                 if record is None and look is not None:  # the store may not answer for long, and who publishes say so
                     await self._engine.tasks.done_or_set(look, changed)
                     if look.done():
@@ -397,12 +377,12 @@ class Publications:
             if look is not None:
                 look.cancel()
 
-    async def _look_for(self, name: str, claim: Claim | None) -> WorkerRecord | None:
-        """Whoever has a version of a name whose publisher is not known, or has gone; None if there is none."""
-        if claim is None:
-            claim = await self.names.look_up(name)
-            record = None if claim is None else self.names.holder(claim)
-            if claim is None or record is not None:
+    async def _look_for(self, name: str, lease: Lease | None) -> WorkerRecord | None:
+        """A worker that has a version of a name whose publisher is not known, or has gone; None if there is none."""
+        if lease is None:
+            lease = await self.names.look_up(name)
+            record = None if lease is None else self.names.holder(lease)
+            if lease is None or record is not None:
                 return record  # a worker that publishes it first says so
         # What a member hands on is its own word: its role has to be one that may publish the name.
         kept = [
@@ -422,7 +402,7 @@ class Publications:
 
         RpcUsageError if there is no such member.
         """
-        record = self.member(worker_id)
+        record = self.outbound.member(worker_id)
         if record is None:
             raise RpcUsageError(f"no member has the id {worker_id}, which fetches {name!r} for this host")
         if record.id == self._engine.id:
@@ -431,32 +411,16 @@ class Publications:
                 if relay is not None:
                     relay.stop()
                     self.relay_ended(relay)
-                self.relays[name] = Relay(self._home, self, name, publisher, next(self._numbers))
+                self.relays[name] = Relay(
+                    self._home, self.outbound, name, publisher, next(self._numbers), self.relay_ended
+                )
         return record
 
     def relay_ended(self, relay: Relay) -> None:
-        """Nobody reads from a relay any more, or its publisher has gone."""
+        """No worker reads from a relay any more, or its publisher has gone."""
         if self.relays.get(relay.name) is relay:
             del self.relays[relay.name]
             self._ended.append(relay)
-
-    def member(self, worker_id: int) -> WorkerRecord | None:
-        """The member of that id, if there is one that lives."""
-        record = self.known(worker_id)
-        return record if record is not None and not self._home.group.is_gone(record) else None
-
-    def known(self, worker_id: int) -> WorkerRecord | None:
-        """The record of a member, which may have gone; None if it is not known any more."""
-        return self._home.group.members.get(worker_id)
-
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
-        """Ask a worker for some bytes of a version, without a limit."""
-        return self._home.peers.of(record).call(pieced, (write(message),), None, 0.0, system=True)
-
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
-        """Ask the publisher of a name for the digest of a version."""
-        said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
-        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
 
     @property
     def access(self) -> Access:
@@ -465,66 +429,54 @@ class Publications:
 
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
-        shelf = self.shelf_of(name)
-        feeds = [feed for feed in self.feeds.values() if feed.name == name]
-        # What was read once shall not be followed by versions before it, though nobody reads the name just now.
+        versions = self.version_store_of(name)
+        prefetchers = [prefetcher for prefetcher in self.prefetchers.values() if prefetcher.name == name]
+        # What was read once shall not be followed by versions before it, though the name is not read just now.
         seen = self._were_read.get(name, 0)
-        newest = max([seen, 0 if shelf is None else shelf.newest, *(feed.newest for feed in feeds)])
-        return Latest(name, newest, max((feed.kept.edition.version for feed in feeds if feed.kept), default=0))
+        newest = max(
+            [seen, 0 if versions is None else versions.newest, *(prefetcher.newest for prefetcher in prefetchers)]
+        )
+        return Latest(
+            name,
+            newest,
+            max((prefetcher.kept.edition.version for prefetcher in prefetchers if prefetcher.kept), default=0),
+        )
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
         """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
         return self._engine.tasks.spawn(self._hand_on(message))
 
     async def _hand_on(self, message: Want) -> Results:
-        kept = [feed.kept for feed in self.feeds.values() if feed.name == message.name and feed.kept is not None]
+        kept = [
+            prefetcher.kept
+            for prefetcher in self.prefetchers.values()
+            if prefetcher.name == message.name and prefetcher.kept is not None
+        ]
         newest = max(kept, key=lambda each: each.edition.version, default=None)
         if newest is None or newest.edition.version <= message.have:
             raise RpcUsageError(
                 f"worker {self._engine.name!r} neither publishes {message.name!r} nor has a version of it"
             )
-        edition = newest.edition._replace(offer=None, copy=False, slots=[])
+        edition = replace(newest.edition, offer=None, copy=False, slots=[])
         data: tuple[torch.Tensor, ...] = ()
         if newest.view is not None:  # else all of it is in the bodies
             data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
         return Results((write(edition), *newest.bodies, *data))
 
-    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
-        """Ask a worker for its newest version. limit: seconds, 0 for none."""
-        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
-
-    def tell(self, record: WorkerRecord, message: Message) -> None:
-        """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
-        keep what nobody holds any more, and wait for who does not read."""
-        function = SAID[type(message)]
-        with contextlib.suppress(RpcError):  # it is gone, or this worker is
-            limit = self._engine.options.rpc_timeout
-            call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call._when_settled(Again(self._told, record, message))
-
-    def _told(self, record: WorkerRecord, message: Message, future: Future[object]) -> None:
-        """Any thread. It may run twice: what is told twice is as if it were told once."""
-        if isinstance(future.exception(), Overloaded):
-            self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
-
-    def _tell_again(self, record: WorkerRecord, message: Message) -> None:
-        if not isinstance(message, StillFetching):  # it says so again by itself
-            self.tell(record, message)
-
     # --- what others say ----------------------------------------------------------------------------------------------
 
-    def on_claim(self, claim: Claim, record: WorkerRecord) -> int:
+    def on_lease(self, lease: Lease, record: WorkerRecord) -> int:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
-        if claim.publisher != record.id:
-            raise RpcUsageError(f"{record.describe()} tells of a claim to {claim.name!r} that is not its own")
-        self.names.tell(claim, record)
-        return len(self._readers(claim.name))
+        if lease.publisher != record.id:
+            raise RpcUsageError(f"{record.describe()} tells of a lease to {lease.name!r} that is not its own")
+        self.names.tell(lease, record)
+        return len(self._readers(lease.name))
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
-        """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a claim before."""
+        """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a lease before."""
         if self.names.tell_end(message, caller_id):
-            for feed in self._readers(message.name):
-                feed.finish()
+            for prefetcher in self._readers(message.name):
+                prefetcher.finish()
 
     def _on_lost(self, name: str) -> None:
         """Another worker has the name in the store: whether this one has it is seen with the next version."""
@@ -536,21 +488,21 @@ class Publications:
         """Whether a subscription to the name fetches versions here."""
         return bool(self._readers(name))
 
-    def _readers(self, name: str) -> list[Feed]:
-        return [feed for feed in self.feeds.values() if feed.name == name and feed.reads]
+    def _readers(self, name: str) -> list[Prefetcher]:
+        return [prefetcher for prefetcher in self.prefetchers.values() if prefetcher.name == name and prefetcher.reads]
 
     def _read_here(self) -> set[str]:
         """The names that are read here."""
-        return {feed.name for feed in self.feeds.values() if feed.reads}
+        return {prefetcher.name for prefetcher in self.prefetchers.values() if prefetcher.reads}
 
-    def shelf_of(self, name: str) -> Shelf | None:
+    def version_store_of(self, name: str) -> VersionStore | None:
         """What gives versions of a name to others here; None if nothing does."""
         return self.publishers.get(name) or self.relays.get(name)
 
-    def shelf_with(self, name: str, version: int) -> Shelf | None:
+    def version_store_with(self, name: str, version: int) -> VersionStore | None:
         """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
-        ended = [shelf for shelf in self._ended if shelf.name == name and shelf.has(version)]
-        return ended[0] if ended else self.shelf_of(name)
+        ended = [versions for versions in self._ended if versions.name == name and versions.has(version)]
+        return ended[0] if ended else self.version_store_of(name)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -558,20 +510,20 @@ class Publications:
         """This worker is about to leave: its subscriptions end. Those who publish are told so if it makes calls still,
         which is how they learn that nothing is held here any more, as its process may live on. Again: nothing."""
         error = self._engine.lifetime.why_closed()
-        for feed in list(self.feeds.values()):
-            feed.end(error)
-            feed.close()
+        for prefetcher in list(self.prefetchers.values()):
+            prefetcher.end(error)
+            prefetcher.close()
 
     def close(self) -> None:
-        """This worker has left: nobody waits here any more."""
-        error, feeds = self._engine.lifetime.why_closed(), list(self.feeds.values())
+        """This worker has left: end all waits."""
+        error, prefetchers = self._engine.lifetime.why_closed(), list(self.prefetchers.values())
         self.leave()
-        for feed in feeds:
-            feed.let_go()
+        for prefetcher in prefetchers:
+            prefetcher.let_go()
         for publisher in self.publishers.values():
             publisher.close(error)
-        for shelf in [*self.relays.values(), *self._ended]:
-            shelf.clear()
+        for versions in [*self.relays.values(), *self._ended]:
+            versions.clear()
         for future in list(self._pending):
             future._settle(None, error)
         self._watch.close()

@@ -1,7 +1,7 @@
 """One name at the worker that publishes it: making versions, who has got them, and which readers fetch for their hosts.
 
-Who publishes never waits for a reader. Readers of this host map the slot of a version. Of each other host one reader,
-its *leader*, fetches every version in pieces and puts it on a shelf of its own (`relay`), which the others of its host
+The publisher never waits for a reader. Readers of this host map the slot of a version. Of each other host one reader,
+its *leader*, fetches every version in pieces into a version store of its own (`relay`), which the others of its host
 read. The leaders are a chain: the first fetches from here, each other one from the leader before it, piece by piece as
 they come. So what leaves here is about one copy, however many hosts there are.
 """
@@ -19,13 +19,14 @@ from ...channels.slots import copy_all
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerRecord
-from ...protocol.publication import AskLeader, Claim, SubscriptionClosed, VersionArrived, Want, write
+from ...protocol.publication import AskLeader, Lease, SubscriptionClosed, VersionArrived, Want, write
 from ..calls.values import Results
-from .claims import StandingClaim
 from .content import Content
 from .digests import Digests, digest_of
+from .home import Home
+from .leases import StandingLease
 from .readers import AwaitedVersion, Delivery, Readers
-from .shelf import IN_PIECES, Home, Key, Origin, Shelf, Stored, Subscriber, in_background
+from .version_store import IN_PIECES, Key, Origin, Stored, Subscriber, VersionStore, in_background
 
 # From so many bytes on a copy does not belong on the loop.
 _LONG_COPY = 1 << 20
@@ -52,23 +53,23 @@ class _Leader:
     given: int = 0
 
 
-class Publisher(Shelf):
+class Publisher(VersionStore):
     """See the module. On the loop."""
 
-    def __init__(self, home: Home, stands: StandingClaim) -> None:
-        super().__init__(home, stands.claim.name)
-        self.claim: Claim = stands.claim
+    def __init__(self, home: Home, stands: StandingLease) -> None:
+        super().__init__(home, stands.lease.name)
+        self.lease: Lease = stands.lease
         self.stands = stands  # what the store has of it
         self.raising = False  # whether the store is being told that versions go further
-        self.told: set[str] = set()  # the incarnations of the workers that were told of the claim
+        self.told: set[str] = set()  # the incarnations of the workers that were told of the lease
         self.ending = False  # whether the name is being unpublished: no version is begun
-        self.unsure = False  # whether that has failed, so that it is to be seen first whether the claim still stands
+        self.unsure = False  # whether that has failed, so that it is to be seen first whether the lease still stands
         self.idle: Event = asyncio.Event()  # set while no version is being copied
         self.idle.set()
         self._copying = 0
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
-        self._next = self.claim.first
+        self._next = self.lease.first
         self._put_at = 0.0  # when the newest version was there
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._readers = Readers()
@@ -83,7 +84,7 @@ class Publisher(Shelf):
         return self._next - 1
 
     async def put(self, content: Content) -> int:
-        """Copy a value and give it to whoever waits; its version. Returns when its buffers are not read any more."""
+        """Copy a value and give it to the readers that wait; its version. Its buffers are free then."""
         version, self._next = self._next, self._next + 1
         self._copying += 1
         self.idle.clear()
@@ -122,7 +123,7 @@ class Publisher(Shelf):
     # --- readers ------------------------------------------------------------------------------------------------------
 
     def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
-        """As of a shelf. A reader of another host that can map memory there is told who fetches for its host."""
+        """As of a version store. A reader of another host that maps memory there is told its leader."""
         if said.maps and not said.leads and reader.host != self._engine.record.host:
             leader = self._leaders.get(reader.host)
             if leader is None or (leader.record != reader and self._is_stalled(leader)):
@@ -193,7 +194,7 @@ class Publisher(Shelf):
         return before
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
-        """As of a shelf; of a leader it says that nobody of its host reads any more.
+        """As of a version store; of a leader it says that no worker of its host reads any more.
 
         Who has ended its subscription before it was heard of is not waited for.
         """
@@ -205,7 +206,7 @@ class Publisher(Shelf):
         self.on_readers()
 
     def _end_leader(self, key: Key) -> bool:
-        """Nobody fetches for the host of that subscription, if it did so. Whether it did."""
+        """That subscription fetches for its host no more, if it did so. Whether it did."""
         ended = [host for host, leader in self._leaders.items() if leader.key == key]
         for host in ended:
             del self._leaders[host]
@@ -218,13 +219,13 @@ class Publisher(Shelf):
             leader.seen = time.monotonic()
 
     def expect(self, record: WorkerRecord, subscriptions: int) -> None:
-        """A worker that was told of the claim has answered how many subscriptions it has to the name."""
+        """A worker that was told of the lease has answered how many subscriptions it has to the name."""
         if not subscriptions:
             self._readers.expect_no_more(record.info)
             self.on_readers()
 
     def tell(self, record: WorkerRecord) -> None:
-        """A worker is told of the claim: it may subscribe."""
+        """A worker is told of the lease: it may subscribe."""
         self.told.add(record.incarnation)
         self._readers.expect(record.info)
 
@@ -234,7 +235,7 @@ class Publisher(Shelf):
             self._readers.lost(subscriber.record.info, key[1], subscriber.have, self.newest)
 
     def forget_gone(self, gone: list[WorkerRecord]) -> None:
-        """Of members that have gone nobody expects anything, also where they have never asked."""
+        """Expect nothing of members that have gone, also where they have never asked."""
         for record in gone:
             self._readers.expect_no_more(record.info)
             leader = self._leaders.get(record.host)

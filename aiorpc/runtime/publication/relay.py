@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -19,8 +19,8 @@ from ...futures import Future
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
+    EDITION,
     Edition,
-    Message,
     PieceWanted,
     StillFetching,
     SubscriptionClosed,
@@ -30,7 +30,9 @@ from ...protocol.publication import (
 )
 from ..calls.values import Results
 from .digests import changed, is_digest
-from .shelf import IN_PIECES, Home, Origin, Shelf, Stored
+from .home import Home
+from .outbound import Outbound
+from .version_store import IN_PIECES, Origin, Stored, VersionStore
 
 # Bytes of a piece, and how many are under way at a time. Not more than a chunk: chunks of several transfers take turns,
 # so that all pieces under way would come late, and each host could hand on the first one only when it has them all.
@@ -42,38 +44,24 @@ _REPORT_LATEST = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 
 
-class PublicationsForRelay(Protocol):
-    """What a relay needs of the other workers."""
-
-    def want(self, record: WorkerRecord, message: Want) -> Future[object]:
-        """Ask a worker for its newest version."""
-
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
-        """Ask a worker for some bytes of a version."""
-
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
-        """Ask the publisher of a name for the digest of a version."""
-
-    def tell(self, record: WorkerRecord, message: Message) -> None:
-        """Say something to a worker that needs no answer."""
-
-    def member(self, worker_id: int) -> WorkerRecord | None:
-        """The member of that id, if there is one that lives."""
-
-    def relay_ended(self, relay: Relay) -> None:
-        """Nobody reads from a relay any more, or its publisher has gone."""
-
-
-class Relay(Shelf):
+class Relay(VersionStore):
     """See the module. On the loop. publisher: whose versions these are. number: of its subscription there."""
 
     def __init__(
-        self, home: Home, publications: PublicationsForRelay, name: str, publisher: WorkerRecord, number: int
+        self,
+        home: Home,
+        outbound: Outbound,
+        name: str,
+        publisher: WorkerRecord,
+        number: int,
+        ended: Callable[[Relay], None],
     ) -> None:
+        """ended: called when no reader is left, or the publisher has gone."""
         super().__init__(home, name)
         self.publisher = publisher
         self.number = number
-        self._publications = publications
+        self._outbound = outbound
+        self._ended = ended
         self._passed_by: set[WorkerRecord] = set()  # who have handed on something else than was published
         self._ending = False
         self._said_at = 0.0  # when the publisher has heard last that this goes on
@@ -99,15 +87,15 @@ class Relay(Shelf):
             self._say_closed()
         finally:
             self.end(reason)
-            self._publications.relay_ended(self)
+            self._ended(self)
 
     async def _fetch(self, have: int) -> int:
         """Get the next version; its number."""
         want = Want(self.name, self.number, have, False, [], True)
-        answer = await self._publications.want(self.publisher, want)
+        answer = await self._outbound.want(self.publisher, want)
         if type(answer) is not Results:
             raise ProtocolError(f"{self.publisher.describe()} has answered with no version of {self.name!r}")
-        edition, bodies = read(Edition, answer[0]), tuple(answer[1:])
+        edition, bodies = read(EDITION, answer[0]), tuple(answer[1:])
         if edition.publisher != self.publisher.id:
             raise ProtocolError(f"{self.publisher.describe()} has sent a version of another worker")
         if edition.version <= have or edition.source is None or not 1 <= len(bodies) <= 2:
@@ -119,7 +107,7 @@ class Relay(Shelf):
         if edition.size > self._engine.options.max_tensor_bytes:
             raise ProtocolError(f"a version of {edition.size} bytes, which is more than max_tensor_bytes")
         stored = self.begin(edition.version, origin, bodies, spans, edition.size)
-        source = self._publications.member(edition.source)
+        source = self._outbound.member(edition.source)
         if source is None or source in self._passed_by:
             source = self.publisher
         try:
@@ -136,7 +124,7 @@ class Relay(Shelf):
         """Compare what has come by way of another worker with what the publisher has published, if need be."""
         if self._engine.rights.unlimited:  # any member may have anything run here
             return
-        wanted = await self._publications.digest(self.publisher, self.name, stored.version)
+        wanted = await self._outbound.digest(self.publisher, self.name, stored.version)
         if await is_digest(self._engine, wanted, self.name, edition, stored.bodies, stored.data):
             return
         self._passed_by.add(source)
@@ -177,7 +165,7 @@ class Relay(Shelf):
                 while at < size and len(under_way) < UNDER_WAY:
                     length = min(PIECE_SIZE, size - at)
                     wanted = PieceWanted(self.name, stored.version, at, length)
-                    under_way.append((length, self._publications.piece(source, wanted)))
+                    under_way.append((length, self._outbound.piece(source, wanted)))
                     at += length
                 length, future = under_way.popleft()
                 piece = await self._within(patience, future, source)
@@ -187,13 +175,13 @@ class Relay(Shelf):
                 self.filled_to(stored, stored.filled + length)
                 if time.monotonic() - self._said_at > _REPORT_LATEST:
                     self._said_at = time.monotonic()
-                    self._publications.tell(self.publisher, StillFetching(self.name))
+                    self._outbound.tell(self.publisher, StillFetching(self.name))
         finally:
             for _, future in under_way:
                 future.cancel()
                 future._mark_seen()
             if stored.filled < size:  # behind the pieces: the source keeps the version no longer for this worker
-                self._publications.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
+                self._outbound.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
 
     async def _within(self, patience: float, future: Future[object], source: WorkerRecord) -> object:
         """A piece. RpcTimeout after so many seconds; 0 for no limit."""
@@ -217,9 +205,9 @@ class Relay(Shelf):
             self.stop()
 
     def stop(self) -> None:
-        """Fetch no more: nobody reads, or this worker ends."""
+        """Fetch no more: no worker reads, or this worker ends."""
         self._say_closed()
         self._task.cancel()
 
     def _say_closed(self) -> None:
-        self._publications.tell(self.publisher, SubscriptionClosed(self.name, self.number, []))
+        self._outbound.tell(self.publisher, SubscriptionClosed(self.name, self.number, []))

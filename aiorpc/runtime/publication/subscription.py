@@ -12,7 +12,6 @@ from typing import Generic, NoReturn
 
 import torch
 
-from ... import foreign
 from ..._typing import T_co
 from ...callbacks import block_observer, served
 from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
@@ -22,7 +21,7 @@ from ...turns import give_back
 from ..calls.current import within_call
 from ..calls.failures import without_frames
 from .content import choose, put_together, unreadable
-from .feed import ArrivedVersion, Feed
+from .prefetcher import ArrivedVersion, Prefetcher
 from .readers import Delivery
 
 
@@ -88,7 +87,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
 
     Each turn gives the newest version that there is, once that is newer than the one before: older ones that were not
     begun are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions. A turn that is
-    cancelled, or in which a signal handler raises, loses none. `newest` does not wait.
+    cancelled loses none. `newest` does not wait.
 
     It ends when it is closed, by ``async with``, ``with`` or `close`, when it is dropped, and when the publisher
     unpublishes the name: then the loop is over once what has come was taken. When the publisher has left or was lost
@@ -102,10 +101,10 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
     than what this worker takes (``max_incoming_bytes``).
     """
 
-    def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
+    def __init__(self, prefetcher: Prefetcher, timeout: float, device: torch.device | None = None) -> None:
         """timeout: seconds, 0 for no limit. device: where tensors are moved to; None leaves them in shared memory."""
-        self.name: str = feed.name
-        self._feed = feed
+        self.name: str = prefetcher.name
+        self._prefetcher = prefetcher
         self._timeout = timeout
         self._device = device
 
@@ -117,30 +116,28 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits there
                 loop.call_soon_threadsafe(arrived.set)
 
-        seconds = within_call(self._feed.engine, self._timeout)
+        engine = self._prefetcher.engine
+        seconds = within_call(engine, self._timeout)
         limit = asyncio.timeout(seconds or None)
-        arrival: ArrivedVersion | None = None
         try:
             async with limit:
-                while True:
-                    arrived.clear()
-                    arrival = self._feed.take(wake)
-                    if arrival is not None:
-                        return self._open(arrival)
-                    self._feed.engine.refuse_idle_loop(f"to await a version of {self.name!r}", "async for")
+                while (arrival := self._prefetcher.take(wake)) is None:
+                    engine.refuse_idle_loop(f"to await a version of {self.name!r}", "async for")
                     await arrived.wait()
-        except BaseException as error:
-            if not isinstance(error, RpcError):  # a signal handler has raised it
-                self._feed.give_back(arrival)
-            self._feed.forget(wake)
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise self._too_late(seconds) from None
-            if isinstance(error, StopAsyncIteration):
-                _look_at_the_end()
+                    arrived.clear()
+                return self._open(arrival)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._too_late(seconds) from None
+        except StopAsyncIteration:
+            _look_at_the_end()
             raise
+        finally:
+            self._prefetcher.forget(wake)
 
     def newest(self) -> PublishedVersion[T_co] | None:
         """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
@@ -150,53 +147,33 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         Raised here: what a turn raises, apart from RpcTimeout.
         """
         try:
-            arrival = self._feed.take(None)
+            arrival = self._prefetcher.take(None)
         except StopAsyncIteration:
             return None
-        try:
-            return None if arrival is None else self._open(arrival)
-        except BaseException as error:
-            if not isinstance(error, RpcError):  # a signal handler has raised it
-                self._feed.give_back(arrival)
-            raise
+        return None if arrival is None else self._open(arrival)
 
     def __iter__(self) -> Subscription[T_co]:
-        self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
+        self._prefetcher.engine.refuse_on_loop("iterating over a subscription", "async for")
         return self
 
     def __next__(self) -> PublishedVersion[T_co]:
-        self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
-        arrived = threading.Lock()  # and no Event, in which a signal handler must not raise
-        arrived.acquire()
-        seconds = within_call(self._feed.engine, self._timeout)
+        self._prefetcher.engine.refuse_on_loop("iterating over a subscription", "async for")
+        arrived = threading.Event()
+        seconds = within_call(self._prefetcher.engine, self._timeout)
         limit = time.monotonic() + seconds if seconds else None
-        arrival: ArrivedVersion | None = None
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # it is awake
-                arrived.release()
-
         try:
-            while True:
-                try:
-                    arrival = self._feed.take(wake)
-                except StopAsyncIteration:
-                    raise StopIteration from None
-                if arrival is not None:
-                    break
-                if not _wait(arrived, wake, None if limit is None else max(0.0, limit - time.monotonic())):
+            while (arrival := self._prefetcher.take(arrived.set)) is None:
+                if not _wait(arrived, None if limit is None else max(0.0, limit - time.monotonic())):
                     raise self._too_late(seconds)
-                continue
-            self._feed.forget(wake)
+                arrived.clear()
             return self._open(arrival)
-        except BaseException as error:
-            self._feed.forget(wake)
-            if not isinstance(error, RpcError):  # a signal handler has raised it
-                self._feed.give_back(arrival)
-            raise
+        except StopAsyncIteration:
+            raise StopIteration from None
+        finally:
+            self._prefetcher.forget(arrived.set)
 
     def _open(self, arrival: ArrivedVersion) -> PublishedVersion[T_co]:
-        engine = self._feed.engine
+        engine = self._prefetcher.engine
         try:
             body = choose(arrival.bodies, arrival.edition.main, engine)
             data, spans = arrival.data.data, arrival.edition.spans
@@ -204,25 +181,23 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         except NotAllowed:
             raise
         except Exception as error:
-            if foreign.from_signal(error):
-                raise
             failure = RpcError(unreadable(self.name, arrival.edition.version, error))
             failure.__cause__ = without_frames(error)
             raise failure from failure.__cause__
         return PublishedVersion(value, arrival.edition.version, arrival.publisher)
 
     def _too_late(self, seconds: float) -> RpcTimeout:
-        text = f"{self._feed.describe()}, for {seconds:g} s"
-        return RpcTimeout(text, worker=self._feed.engine.name, function="subscribe", seconds=seconds)
+        text = f"{self._prefetcher.describe()}, for {seconds:g} s"
+        return RpcTimeout(text, worker=self._prefetcher.engine.name, function="subscribe", seconds=seconds)
 
     def close(self) -> None:
         """Take no more versions; what was taken stays valid. Any thread; again: nothing."""
-        self._feed.close_later()
+        self._prefetcher.close_later()
 
     def __del__(self) -> None:
-        feed = self.__dict__.get("_feed")  # None for one that is only half made
-        if feed is not None:
-            feed.close_later()
+        prefetcher = self.__dict__.get("_prefetcher")  # None for one that is only half made
+        if prefetcher is not None:
+            prefetcher.close_later()
 
     async def aclose(self) -> None:
         """The same, for ``contextlib.aclosing`` and the like."""
@@ -265,10 +240,10 @@ def _seen(task: asyncio.Task[object]) -> None:
         task.exception()
 
 
-def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | None) -> bool:
-    """Whether it was given back within so many seconds. The pool makes up for a thread that only waits.
+def _wait(arrived: threading.Event, seconds: float | None) -> bool:
+    """Whether it was set within so many seconds. The pool makes up for a thread that only waits.
 
-    wake: gives it back. RpcCancelled in a handler whose caller gives up.
+    Raises RpcCancelled in a handler whose caller gives up.
     """
     give_back()
     observer, call = block_observer.get(), served.get()
@@ -277,8 +252,8 @@ def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | 
         observer.enter_blocked()
     try:
         if call is not None:
-            call.enter_wait(wake)
-        came = arrived.acquire(timeout=-1 if seconds is None else seconds)
+            call.enter_wait(arrived.set)
+        came = arrived.wait(seconds)
     finally:
         if observer is not None:
             observer.exit_blocked()

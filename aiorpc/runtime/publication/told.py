@@ -1,4 +1,4 @@
-"""Claims that other workers have told of: none is believed before the store of the group has it.
+"""Leases that other workers have told of: none is believed before the store of the group has it.
 
 A worker that publishes a name tells so to all members. That is a reason to look in the store, and no more: what stands
 there is taken, whatever was told. Only while the store does not answer is the word of a worker taken, and only for a
@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...errors import RendezvousError, StoreGone
 from ...logs import logger
-from ...protocol.publication import Claim
+from ...protocol.publication import Lease
 from ..engine.engine import Engine
 from ..meeting.rendezvous import Rendezvous
-from .claims import find_claim
+from .leases import find_lease
 
 # Names that wait for the store. A worker that reads one of further ones asks the store itself.
 _MOST_TOLD = 65_536
@@ -24,10 +24,10 @@ _MOST_TOLD = 65_536
 _AT_ONCE = 256
 
 
-class ToldClaims:
+class ToldLeases:
     """See the module. On the loop.
 
-    read_here: gives the names that are read here. take: is given a name and the claim that stands in the store, None if
+    read_here: gives the names that are read here. take: is given a name and the lease that stands in the store, None if
     none does. stand_in: is given one that was told, as the store does not answer.
     """
 
@@ -36,25 +36,25 @@ class ToldClaims:
         engine: Engine,
         rendezvous: Rendezvous,
         read_here: Callable[[], Collection[str]],
-        take: Callable[[str, Claim | None], None],
-        stand_in: Callable[[Claim], None],
+        take: Callable[[str, Lease | None], None],
+        stand_in: Callable[[Lease], None],
     ) -> None:
         self._engine = engine
         self._rendezvous = rendezvous
         self._read_here = read_here
         self._take = take
         self._stand_in = stand_in
-        self._told: dict[str, Claim] = {}  # by name, the one that was told first
+        self._told: dict[str, Lease] = {}  # by name, the one that was told first
         self._running = False
 
-    def tell(self, claim: Claim) -> None:
-        """A worker has told of a claim of its own."""
-        if len(self._told) < _MOST_TOLD or claim.name in self._told or claim.name in self._read_here():
-            self._told.setdefault(claim.name, claim)
+    def tell(self, lease: Lease) -> None:
+        """A worker has told of a lease of its own."""
+        if len(self._told) < _MOST_TOLD or lease.name in self._told or lease.name in self._read_here():
+            self._told.setdefault(lease.name, lease)
             self._run()
 
     def end(self, name: str, publisher: int) -> None:
-        """A worker has told that its claim has ended."""
+        """A worker has told that its lease has ended."""
         if name in self._told and self._told[name].publisher == publisher:
             del self._told[name]
 
@@ -75,12 +75,12 @@ class ToldClaims:
                     unsure = self._told | asked
                 else:
                     found, look = look.result(), None
-                    for name, claim in found.items():
-                        self._take(name, claim)
-                    unsure = {name: claim for name, claim in asked.items() if name not in found}
+                    for name, lease in found.items():
+                        self._take(name, lease)
+                    unsure = {name: lease for name, lease in asked.items() if name not in found}
                     self._told |= unsure
-                for claim in unsure.values():
-                    self._stand_in(claim)
+                for lease in unsure.values():
+                    self._stand_in(lease)
                 if unsure and look is None:
                     await asyncio.sleep(patience)
         finally:
@@ -91,21 +91,21 @@ class ToldClaims:
         read = [name for name in self._read_here() if name in self._told]
         return read or [*itertools.islice(self._told, _AT_ONCE)]
 
-    async def _find(self, names: Sequence[str]) -> dict[str, Claim | None]:
-        """The claims that stand in the store; without those that it does not say."""
+    async def _find(self, names: Sequence[str]) -> dict[str, Lease | None]:
+        """The leases that stand in the store; without those that it does not say."""
 
-        def look() -> dict[str, Claim | None]:
-            found: dict[str, Claim | None] = {}
+        def look() -> dict[str, Lease | None]:
+            found: dict[str, Lease | None] = {}
             for name in names:
                 try:
-                    stands = find_claim(self._rendezvous, name)
+                    stands = find_lease(self._rendezvous, name)
                 except StoreGone as error:
                     logger.debug("worker %s cannot see who publishes %r: %s", self._engine.name, name, error)
                     break
-                except RendezvousError as error:  # what stands there is no claim
+                except RendezvousError as error:  # what stands there is no lease
                     logger.info("worker %s: %s", self._engine.name, error)
                     stands = None
-                found[name] = None if stands is None else stands.claim
+                found[name] = None if stands is None else stands.lease
             return found
 
         return await self._engine.steps.run(look)

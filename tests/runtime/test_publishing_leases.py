@@ -16,10 +16,10 @@ import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol.publication import (
     LAST_VERSION,
-    Claim,
     DigestWanted,
     Latest,
     LatestWanted,
+    Lease,
     PieceWanted,
     SubscriptionClosed,
     Unpublished,
@@ -27,10 +27,10 @@ from aiorpc.protocol.publication import (
     Want,
     write,
 )
-from aiorpc.runtime.publication import claims, publications, shelf, told
-from aiorpc.runtime.publication.claims import StandingClaim
+from aiorpc.runtime.publication import leases, publications, told, version_store
 from aiorpc.runtime.publication.content import take_apart
-from aiorpc.runtime.publication.handlers import claimed, digest, ended, latest, pieced, released, unpublished, wanted
+from aiorpc.runtime.publication.handlers import digest, ended, latest, leased, pieced, released, unpublished, wanted
+from aiorpc.runtime.publication.leases import StandingLease
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.testing import cluster
 from tests.processes.workers import until
@@ -45,31 +45,31 @@ def say(liar: Worker, other: Worker, function: Callable[..., Any], message: Any)
     return peer.call(function, (write(message),), None, 20.0, system=True)
 
 
-async def pretend(liar: Worker, value: float, turn: int = 1 << 30) -> Claim:
-    """Give versions of "policy" to those that ask, without the name; the claim that goes with it."""
+async def pretend(liar: Worker, value: float, turn: int = 1 << 30) -> Lease:
+    """Give versions of "policy" to those that ask, without the name; the lease that goes with it."""
     record = liar._node.engine.record
-    claim = Claim("policy", turn, record.id, record.name, 5)
-    publisher = Publisher(liar._node, StandingClaim(claim, record.incarnation, 1000))
+    lease = Lease("policy", turn, record.id, record.name, 5)
+    publisher = Publisher(liar._node, StandingLease(lease, record.incarnation, 1000))
     liar._node.publications.publishers["policy"] = publisher
     await publisher.put(take_apart("policy", torch.full((4,), value), liar._node.engine))
-    return claim
+    return lease
 
 
-async def test_a_claim_that_the_store_does_not_have_is_not_believed(trio: list[Worker]) -> None:
+async def test_a_lease_that_the_store_does_not_have_is_not_believed(trio: list[Worker]) -> None:
     """Readers stay with who has the name, and those that come later find it, whatever another member says."""
     learner, reader, liar = trio
     await learner.publish("policy", torch.zeros(4))
     async with reader.subscribe("policy", timeout=20) as versions:
         assert (await anext(versions)).publisher == learner.info
-        claim = await pretend(liar, 666.0)
+        lease = await pretend(liar, 666.0)
         for other in (learner, reader):
-            await say(liar, other, claimed, claim)
+            await say(liar, other, leased, lease)
         for number in (1.0, 2.0):
             await learner.publish("policy", torch.full((4,), number))
             got = await anext(versions)
             assert (got.publisher, got.value[0]) == (learner.info, number)
         await say(liar, reader, unpublished, Unpublished("policy", 1))
-        await say(liar, reader, unpublished, Unpublished("policy", claim.turn))
+        await say(liar, reader, unpublished, Unpublished("policy", lease.turn))
         async with reader.subscribe("policy", timeout=20) as late:
             assert (await anext(late)).publisher == learner.info
         last = await learner.publish("policy", torch.full((4,), 3.0))
@@ -79,10 +79,10 @@ async def test_a_claim_that_the_store_does_not_have_is_not_believed(trio: list[W
 
 
 async def test_a_name_that_only_a_member_tells_of_has_no_publisher(pair: list[Worker]) -> None:
-    """The store has no claim to it, so a reader waits for one, and whoever makes it is followed."""
+    """The store has no lease to it, so a reader waits for one, and whoever makes it is followed."""
     reader, liar = pair
     async with reader.subscribe("policy", timeout=20) as versions:
-        await say(liar, reader, claimed, await pretend(liar, 666.0))
+        await say(liar, reader, leased, await pretend(liar, 666.0))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(versions), 0.3)
         del liar._node.publications.publishers["policy"]
@@ -104,7 +104,7 @@ async def test_while_the_store_says_nothing_a_living_publisher_is_not_replaced()
         assert (await anext(versions)).publisher == learner.info
         silent.look = stuck
         stack.callback(stuck.open.set)
-        await say(liar, reader, claimed, await pretend(liar, 666.0))
+        await say(liar, reader, leased, await pretend(liar, 666.0))
         await learner.publish("policy", torch.ones(4))
         assert (await anext(versions)).publisher == learner.info
         del liar._node.publications.publishers["policy"]
@@ -120,18 +120,18 @@ async def test_what_a_member_says_of_versions_counts_up_to_what_the_store_knows(
         for number in range(3):
             async with Worker(f"guest{number}", store=store) as guest:
                 published = await guest.publish("policy", torch.ones(4))
-                assert published.version <= number * (claims.RESERVED + 2) + 1
+                assert published.version <= number * (leases.RESERVED + 2) + 1
                 await guest.shutdown(graceful=False)
             await until(lambda: len(liar.worker_infos()) == 1)
         async with Worker("last", store=store) as last:
-            assert (await last.publish("policy", torch.ones(4))).version < 4 * claims.RESERVED
+            assert (await last.publish("policy", torch.ones(4))).version < 4 * leases.RESERVED
             await last.unpublish("policy")
-        assert (await liar.publish("policy", torch.ones(4))).version < 4 * claims.RESERVED + 10
+        assert (await liar.publish("policy", torch.ones(4))).version < 4 * leases.RESERVED + 10
 
 
 async def test_the_store_knows_a_limit_before_versions_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes the name over counts on above it where a member says nothing."""
-    for module in (claims, publications):
+    for module in (leases, publications):
         monkeypatch.setattr(module, "RESERVED", 8)
     store = HashStore()
     async with cluster(1, dynamic=True, store=store) as (reader,):
@@ -188,7 +188,7 @@ async def test_who_may_not_read_a_name_gets_nothing_of_it(allow: Any) -> None:
                 await say(actor, learner, function, message)
 
 
-async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None:
+async def test_a_lease_of_who_may_not_publish_keeps_a_name_from_nobody() -> None:
     """Also one that it has written into the store itself: readers do not follow it, and another one takes the name."""
     store, options = HashStore(), RpcBackendOptions(allow=FEW)
     async with AsyncExitStack() as stack:
@@ -196,24 +196,24 @@ async def test_a_claim_of_who_may_not_publish_keeps_a_name_from_nobody() -> None
         actor = await stack.enter_async_context(Worker("actor", store=store, role="actor"))
         await until(lambda: len(learner.worker_infos()) == 2)
 
-        async def write_claim() -> Claim:
-            claim = await pretend(actor, 666.0)
+        async def write_lease() -> Lease:
+            lease = await pretend(actor, 666.0)
             rendezvous, record = actor._node.rendezvous, actor._node.engine.record
-            said = [claim.turn, claim.publisher, claim.worker, record.incarnation, claim.first, 1000]
+            said = [lease.turn, lease.publisher, lease.worker, record.incarnation, lease.first, 1000]
             held = await asyncio.to_thread(rendezvous.look_up, "published/policy")
             await asyncio.to_thread(rendezvous.swap, "published/policy", held or "", json.dumps(said))
-            return claim
+            return lease
 
-        claim = await write_claim()
+        lease = await write_lease()
         with pytest.raises(rpc.NotAllowed):
-            await say(actor, learner, claimed, claim)
+            await say(actor, learner, leased, lease)
         versions = stack.enter_context(learner.subscribe("policy", timeout=0.2))
-        with pytest.raises(rpc.RpcTimeout, match=r"'actor' \(id 1\) claims it, and is not followed: allow= gives"):
+        with pytest.raises(rpc.RpcTimeout, match=r"'actor' \(id 1\) leases it, and is not followed: allow= gives"):
             await anext(versions)
         published = await learner.publish("policy", torch.ones(4))
         stays = stack.enter_context(learner.subscribe("policy", timeout=20))
         assert (await anext(stays)).publisher == learner.info and published.version > 5
-        await write_claim()
+        await write_lease()
         late = stack.enter_context(learner.subscribe("policy", timeout=20))
         assert (await anext(late)).publisher == learner.info
         await learner.publish("policy", torch.ones(4))
@@ -239,7 +239,7 @@ async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it
 
 
 async def test_what_was_left_is_handed_on_until_its_new_publisher_has_a_version() -> None:
-    """Between the claim to the name and the first version of it, versions of the one before are no false ones."""
+    """Between the lease to the name and the first version of it, versions of the one before are no false ones."""
     store = HashStore()
     async with Worker("actor", store=store) as actor, Worker("late", store=store) as late:
         with actor.subscribe("policy", timeout=20) as kept, late.subscribe("policy", timeout=20) as versions:
@@ -247,8 +247,8 @@ async def test_what_was_left_is_handed_on_until_its_new_publisher_has_a_version(
                 await learner.publish("policy", torch.ones(4))
                 await anext(kept)
                 await anext(versions)
-            claimed = actor._node.publications.names.claim("policy")
-            assert (await claimed).claim.first > 1
+            leased = actor._node.publications.names.lease("policy")
+            assert (await leased).lease.first > 1
             with actor.subscribe("policy", timeout=20) as others:
                 assert (await anext(others)).publisher == learner.info
             await actor.publish("policy", torch.ones(4))
@@ -262,19 +262,19 @@ async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of
     monkeypatch.setattr(told, "_MOST_TOLD", 2000)
     monkeypatch.setattr(told, "_AT_ONCE", 1)
     looked: list[str] = []
-    find_claim = claims.find_claim
+    find_lease = leases.find_lease
 
     def find(rendezvous: Any, name: str) -> Any:
         looked.append(name)
-        return find_claim(rendezvous, name)
+        return find_lease(rendezvous, name)
 
     async with pair[0].subscribe("policy", timeout=20) as versions:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(versions), 0.05)
         there, record = pair[0]._node.publications, pair[1]._node.engine.record
         for number in range(2500):
-            there.on_claim(Claim(f"of{number}", 1, record.id, record.name, 1), record)
-        monkeypatch.setattr(told, "find_claim", find)
+            there.on_lease(Lease(f"of{number}", 1, record.id, record.name, 1), record)
+        monkeypatch.setattr(told, "find_lease", find)
         await pair[1].publish("policy", torch.ones(4))
         assert (await anext(versions)).publisher == pair[1].info
     assert len(looked) < 1000
@@ -284,7 +284,7 @@ async def test_subscriptions_that_have_ended_count_as_long_as_they_hold_versions
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that ends them and lets go of nothing gets no more of them; what it was not given does not count."""
-    monkeypatch.setattr(shelf, "_MOST_SUBSCRIPTIONS", 4)
+    monkeypatch.setattr(version_store, "_MOST_SUBSCRIPTIONS", 4)
     learner, reader = pair
     await learner.publish("policy", torch.ones(4096))
 

@@ -1,7 +1,7 @@
 """What a subscription gets from the worker that publishes its name: the newest version, fetched before it is wanted.
 
-A feed asks for the next version as soon as it has one, and keeps what has come until the program takes it; what is
-newer takes its place. So the program gets the newest version there is, and one that nobody began is never read.
+A prefetcher asks for the next version as soon as it has one, and keeps it until the program takes it; a newer one takes
+its place. So the program gets the newest version there is, and a version that the program does not take is never read.
 
 A version that lies in a slot is mapped for this subscription alone. It is released when the value and all its tensors
 have died; then the pages that were written to are given back, and only after that is the publisher told.
@@ -13,38 +13,39 @@ import asyncio
 import copy
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy
 import torch
+from msgspec.structs import replace
 
 from ...channels.descriptors import Descriptors, DescriptorShare
 from ...channels.segments import Bytes
 from ...channels.slots import SlotView
 from ...errors import NotAllowed, PeerLeft, PeerLost, ProtocolError, RpcError, SerializationError
-from ...futures import Future
 from ...locks import Lock
 from ...logs import logger
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import (
+    VERSION,
     AskLeader,
     Edition,
-    Message,
     SlotOffer,
     SubscriptionClosed,
     VersionArrived,
     VersionsReleased,
     Want,
-    read_any,
+    read,
 )
 from ..calls.failures import without_frames
 from ..calls.values import Results
 from ..engine.engine import Engine
 from .digests import changed, is_digest
 from .names import Names
-from .shelf import in_background
+from .outbound import Outbound
+from .version_store import in_background
 
 # Seconds between two tries to get a version after an error that may pass.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
@@ -52,14 +53,15 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 _LARGE, _PATIENCE = 64 << 20, 0.2
 # So many times as long as who fetches for its host may say nothing, its readers wait for a version that there is.
 _MOST_STALLS = 6
-# Views of slots that nobody uses, and that are kept for the next version.
+# Unused views of slots that are kept for the next version.
 _MOST_IDLE = 4
 
 
-class PublicationsForFeed(Protocol):
-    """Who publishes what, as a feed needs to know it. names: the claims that are known."""
+class PublicationsForPrefetcher(Protocol):
+    """What a prefetcher needs of the published values of its worker."""
 
     names: Names
+    outbound: Outbound
 
     async def source(self, name: str, newest: int) -> WorkerRecord:
         """The worker that publishes a name, once there is one; or one that has a version which it left behind.
@@ -67,26 +69,14 @@ class PublicationsForFeed(Protocol):
         newest: the version that is here already.
         """
 
-    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
-        """Ask a worker for its newest version. limit: seconds, 0 for none."""
-
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
         """The member of that id, which fetches for this host what another one publishes; this worker begins to.
 
         RpcUsageError if there is no such member.
         """
 
-    def known(self, worker_id: int) -> WorkerRecord | None:
-        """The record of a member, which may have gone; None if it is not known any more."""
-
-    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
-        """Ask the publisher of a name for the digest of a version."""
-
-    def tell(self, record: WorkerRecord, message: Message) -> None:
-        """Say something to a worker that needs no answer."""
-
-    def feed_ended(self, feed: Feed) -> None:
-        """A feed is closed, and nothing that it has brought is alive any more."""
+    def prefetcher_ended(self, prefetcher: Prefetcher) -> None:
+        """A prefetcher is closed, and nothing that it has brought is alive any more."""
 
 
 class ArrivedVersion(NamedTuple):
@@ -105,7 +95,7 @@ class ArrivedVersion(NamedTuple):
     publisher: WorkerInfo
 
 
-class Feed:
+class Prefetcher:
     """See the module. On the loop, but for `take`, `forget` and `close_later`, which any thread may call.
 
     number: of the subscription, at this worker. newest: the newest version that is here whole, 0 for none.
@@ -113,7 +103,7 @@ class Feed:
     """
 
     def __init__(
-        self, engine: Engine, publications: PublicationsForFeed, descriptors: Descriptors, name: str, number: int
+        self, engine: Engine, publications: PublicationsForPrefetcher, descriptors: Descriptors, name: str, number: int
     ) -> None:
         """descriptors: of the worker, for slots that are mapped."""
         self.name = name
@@ -122,6 +112,7 @@ class Feed:
         self.engine = engine
         self.kept: ArrivedVersion | None = None
         self._publications = publications
+        self._outbound = publications.outbound
         self.newest: int = 0
         self._made_by = -1  # the id of the worker that has published the newest one
         self._maps = False
@@ -162,32 +153,21 @@ class Feed:
 
     def take(self, waker: Callable[[], object] | None) -> ArrivedVersion | None:
         """The newest version that was not taken yet. If there is none: None, and the waker is called once it is worth
-        looking again, if there is one. Raises what has ended the feed, and once why the newest version
+        looking again, if there is one. Raises what has ended the prefetcher, and once why the newest version
         cannot be had here."""
-        arrival: ArrivedVersion | None = None
-        try:
-            with self._lock:
-                if waker is not None:
-                    self._wakers.discard(waker)
-                arrival, self._ready = self._ready, None
-                if arrival is None:
-                    if self._error is not None:
-                        raise copy.copy(self._error)  # with the traceback of this turn alone
-                    if self._refusal is not None:
-                        refusal, self._refusal = self._refusal, None
-                        raise refusal
-                    if waker is not None:
-                        self._wakers.add(waker)
-        except BaseException:
-            self.give_back(arrival)
-            raise
-        return arrival
-
-    def give_back(self, arrival: ArrivedVersion | None) -> None:
-        """Who took that was interrupted: it is taken in a later turn, unless a newer one has come."""
         with self._lock:
-            if self._ready is None and not self.closed:
-                self._ready = arrival
+            if waker is not None:
+                self._wakers.discard(waker)
+            arrival, self._ready = self._ready, None
+            if arrival is None:
+                if self._error is not None:
+                    raise copy.copy(self._error)  # with the traceback of this turn alone
+                if self._refusal is not None:
+                    refusal, self._refusal = self._refusal, None
+                    raise refusal
+                if waker is not None:
+                    self._wakers.add(waker)
+        return arrival
 
     def forget(self, waker: Callable[[], object]) -> None:
         """That one does not wait any more."""
@@ -195,7 +175,7 @@ class Feed:
             self._wakers.discard(waker)
 
     def close_later(self) -> None:
-        """Nobody wants versions any more. Also from inside the garbage collector."""
+        """No more versions are wanted. Also from inside the garbage collector."""
         if not self.closed:
             self.engine.call_on_loop(self.close)
 
@@ -221,7 +201,7 @@ class Feed:
                             self._asking = False
                         pause = _FIRST_PAUSE
                 except (PeerLost, PeerLeft):
-                    await asyncio.sleep(_FIRST_PAUSE)  # whoever publishes the name next says so
+                    await asyncio.sleep(_FIRST_PAUSE)  # the next publisher of the name says so
                 except (ProtocolError, NotAllowed):
                     raise
                 except SerializationError as error:
@@ -237,14 +217,14 @@ class Feed:
             self.end(error)
 
     async def _refused(self, error: SerializationError) -> None:
-        """The newest version is not sent to here. It is told, and asked again, whenever somebody wants a version."""
+        """The newest version is not sent to here. A turn raises that, and then asks again."""
         self._trouble = str(error)
         refusal = RpcError(f"the newest version of {self.name!r} cannot come to worker {self.engine.name!r}: {error}")
         refusal.__cause__ = without_frames(error)
         self._refusal = refusal
         self._wake()
         await asyncio.sleep(_FIRST_PAUSE)
-        while self.reads and self._refusal is refusal:  # noqa: ASYNC110  # taken in any thread, which signals nobody
+        while self.reads and self._refusal is refusal:  # noqa: ASYNC110  # taken in any thread, without a signal
             await asyncio.sleep(_LAST_PAUSE)
 
     def _goes_on(self, record: WorkerRecord) -> bool:
@@ -263,12 +243,12 @@ class Feed:
             self._saying.cancel()
         want = Want(self.name, self.number, self.newest, self._maps, released, False)
         try:
-            # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
+            # The leader of this host may have stalled: from time to time the publisher is asked who it is.
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
-            answer = await self._publications.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
+            answer = await self._outbound.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
         except RpcError as error:
             if released:  # it may not have heard the question
-                self._publications.tell(record, VersionsReleased(self.name, self.number, released))
+                self._outbound.tell(record, VersionsReleased(self.name, self.number, released))
             if self._leader is None:
                 raise
             if isinstance(error, (NotAllowed, ProtocolError, SerializationError)):
@@ -289,21 +269,14 @@ class Feed:
         if type(answer) is not Results:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         said, *rest = answer
-        edition = read_any(said)
+        edition = read(VERSION, said)
         if isinstance(edition, AskLeader) and record == publisher:
             self._lead_by(edition, publisher)
             return
         if not isinstance(edition, Edition):
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         bodies = tuple([each for each in rest if type(each) is bytes])
-        if not 1 <= len(bodies) <= 2:
-            raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
-        if edition.version <= self.newest:
-            raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
-        own = edition.publisher == publisher.id  # else it is handed on, as its publisher has gone
-        names = self._publications.names
-        if not own and (record != publisher or names.has_published(publisher, self.name, edition.version)):
-            raise ProtocolError(f"{record.describe()} has sent a version of another worker")
+        self._check(edition, bodies, record, publisher)
         # What comes by way of another worker is compared, but where any member may have anything run here.
         others = record not in (publisher, self.engine.record)
         compares = others and not self.engine.rights.unlimited
@@ -322,21 +295,32 @@ class Feed:
                 data = await in_background(self.engine, mapped.copy)
         if compares:
             view, mapped = None, None
-            wanted = await self._publications.digest(publisher, self.name, edition.version)
+            wanted = await self._outbound.digest(publisher, self.name, edition.version)
             if not await is_digest(self.engine, wanted, self.name, edition, bodies, data):
                 self._pass_by(record, changed(record, edition.version, self.name, publisher))
                 return
-            edition = edition._replace(roles=[publisher.role])
-        maker = self._publications.known(edition.publisher)
+            edition = replace(edition, roles=[publisher.role])
+        maker = self._outbound.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
-        # Who has published it may have gone before this worker came: whoever hands it on says what role that had.
+        # The publisher may have gone before this worker came: the worker that hands the version on names its role.
         named = [each for each in (publisher, None if compares else record, maker) if each is not None]
         roles = {*edition.roles, *(each.role for each in named if each.id != self.engine.id)}
-        edition = edition._replace(roles=sorted(roles))  # for those to whom this worker hands it on
+        edition = replace(edition, roles=sorted(roles))  # for those to whom this worker hands it on
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
         if record != publisher:
-            self._publications.tell(publisher, VersionArrived(self.name, self.number, edition.version))
+            self._outbound.tell(publisher, VersionArrived(self.name, self.number, edition.version))
+
+    def _check(self, edition: Edition, bodies: Sequence[bytes], record: WorkerRecord, publisher: WorkerRecord) -> None:
+        """Raise ProtocolError for a version that this worker cannot have sent."""
+        if not 1 <= len(bodies) <= 2:
+            raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
+        if edition.version <= self.newest:
+            raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
+        own = edition.publisher == publisher.id  # else it is handed on, because its publisher has gone
+        names = self._publications.names
+        if not own and (record != publisher or names.has_published(publisher, self.name, edition.version)):
+            raise ProtocolError(f"{record.describe()} has sent a version of another worker")
 
     def _lead_by(self, said: AskLeader, publisher: WorkerRecord) -> None:
         """The publisher says who fetches for this host. One that hands on nothing for long is passed by."""
@@ -365,12 +349,12 @@ class Feed:
     def _follow(self, publisher: WorkerRecord) -> None:
         """Take all versions of a publisher for newer than those of the ones before, whatever numbers they have.
 
-        Whoever takes a name over asks for the newest version that anybody has; but one that was under way to this
-        worker just then has nobody, and whoever waited for more than its number would wait for long.
+        A worker that takes a name over asks for the newest version that any member has. A version that was under way
+        to this worker just then is not among them, and a wait for more than its number would be long.
         """
-        claim = self._publications.names.get(self.name)
-        if claim is not None and claim.publisher == publisher.id != self._made_by:
-            self.newest = min(self.newest, claim.first - 1)
+        lease = self._publications.names.get(self.name)
+        if lease is not None and lease.publisher == publisher.id != self._made_by:
+            self.newest = min(self.newest, lease.first - 1)
 
     def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> tuple[SlotView, Bytes] | None:
         """The bytes of a version in a slot, with the view of it; None if this worker cannot map it."""
@@ -414,7 +398,7 @@ class Feed:
         edition = arrival.edition
         self.newest, self._made_by, self._size, self._trouble = edition.version, edition.publisher, edition.size, ""
         # The bytes of a version without a slot are the reader's own, which may have written to them. A version that has
-        # no bytes of that kind stands in its message, which nobody changes.
+        # no bytes of that kind stands in its message, which does not change.
         self.kept = arrival if arrival.view is not None or not edition.size else None
         self._behind_since = 0.0
         with self._lock:
@@ -463,7 +447,7 @@ class Feed:
     def _say_released(self) -> None:
         unsaid, self._unsaid = self._unsaid, []
         for version, record in unsaid:
-            self._publications.tell(record, VersionsReleased(self.name, self.number, [version]))
+            self._outbound.tell(record, VersionsReleased(self.name, self.number, [version]))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -510,20 +494,20 @@ class Feed:
             self._end_at(self._source)
         for late in self._late:
             self._end_at(late)
-        claim = self._publications.names.get(self.name)
-        publisher = None if claim is None else self._publications.known(claim.publisher)
+        lease = self._publications.names.get(self.name)
+        publisher = None if lease is None else self._outbound.known(lease.publisher)
         if publisher is not None and publisher != self._source:
             # It counts this one among the readers, though another worker fetches for this host, or waits for it to ask.
-            self._publications.tell(publisher, SubscriptionClosed(self.name, self.number, []))
+            self._outbound.tell(publisher, SubscriptionClosed(self.name, self.number, []))
         self._look_whether_over()
 
     def _end_at(self, source: WorkerRecord) -> None:
         """Tell a worker that it is asked no more, and so that nothing is held of what it has given but what is lent."""
         held = [version for version, record in self._lent.values() if record == source]
-        self._publications.tell(source, SubscriptionClosed(self.name, self.number, held))
+        self._outbound.tell(source, SubscriptionClosed(self.name, self.number, held))
 
     def let_go(self) -> None:
-        """The worker ends: nobody is told any more of what is released."""
+        """The worker ends: say no more of what is released."""
         for view in self._lent:
             view.let_go()
         self._lent.clear()
@@ -531,7 +515,7 @@ class Feed:
 
     def _look_whether_over(self) -> None:
         if self.closed and not self._lent:
-            self._publications.feed_ended(self)
+            self._publications.prefetcher_ended(self)
 
 
 def _bytes_of(data: tuple[object, ...] | list[object], size: int) -> Bytes:

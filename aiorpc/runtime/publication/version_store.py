@@ -1,8 +1,8 @@
 """The versions of one name at a worker that gives them to readers: where they lie, who has them, who waits for more.
 
-A shelf stands at the worker that publishes the name (`publisher`), and on each other host at the reader that fetches
-for all readers of that host (`relay`). A version lies in a slot (`channels/slots.py`), or where there is none to be had
-in memory of this process alone. It is kept as long as it is the newest one or somebody reads it.
+A version store stands at the worker that publishes the name (`publisher`), and on each other host at the reader that
+fetches for all readers of that host (`relay`). A version lies in a slot (`channels/slots.py`), or, where there is no
+slot to be had, in memory of this process alone. It is kept as long as it is the newest one or a reader holds it.
 
 Invariants
 1. A version is given to readers only when all of its bytes are in their place (`finish`). To the next host its pieces
@@ -19,7 +19,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -42,7 +42,7 @@ from ...protocol.publication import (
 )
 from ..calls.values import Results
 from ..engine.engine import Engine
-from ..links.links import Links
+from .home import Home
 
 # Versions that one subscription may hold before it is asked to copy the next one and release it: the one that its
 # program uses, the next one that lies ready, the one that comes, and one whose release has not been told yet.
@@ -54,13 +54,6 @@ _MOST_SUBSCRIPTIONS = 4096
 IN_PIECES = 0
 
 Key = tuple[int, int]  # the id of a worker, and the number of its subscription
-
-
-class Home(Protocol):
-    """What giving versions to readers needs of the worker."""
-
-    engine: Engine
-    links: Links
 
 
 class Origin(NamedTuple):
@@ -117,7 +110,7 @@ class Stored:
     abandoned: bool = False
 
 
-class Shelf:
+class VersionStore:
     """See the module. On the loop. subscribers: those that are open, by worker and number."""
 
     def __init__(self, home: Home, name: str) -> None:
@@ -182,7 +175,7 @@ class Shelf:
         self._look_at(stored)
 
     def _wake(self) -> None:
-        """There is a newer version, or none comes any more: answer whoever waits for it."""
+        """There is a newer version, or none comes any more: answer the readers that wait for it."""
         newest = self._newest
         for key, subscriber in self.subscribers.items():
             if subscriber.asked is None or subscriber.asked[1].done():
@@ -392,7 +385,7 @@ class Shelf:
         """A reader has left or was lost."""
 
     def on_dead(self, is_dead: Callable[[WorkerRecord], bool]) -> None:
-        """Processes have ended: what their workers held is nobody's any more."""
+        """Processes have ended: forget what their workers held."""
         for key, subscriber in list(self._gone.items()):
             if is_dead(subscriber.record):
                 for version in list(subscriber.held):
@@ -410,7 +403,7 @@ class Shelf:
                 self._look_at(stored)
 
     def _look_at(self, stored: Stored) -> None:
-        """Let a version go that nobody needs."""
+        """Let a version go that is not needed."""
         if stored is self._newest or stored.holders or stored.answers:
             return
         if stored.filled < len(stored.data) and not stored.abandoned:
@@ -421,7 +414,7 @@ class Shelf:
                 self._slots.give(stored.slot)
 
     def end(self, reason: str) -> None:
-        """No more versions come: whoever waits for one is told why. Those that are held stay until then."""
+        """No more versions come: fail the questions that wait for one. Those that are held stay until then."""
         self._over = reason
         newest, self._newest = self._newest, None
         if newest is not None:
@@ -437,7 +430,7 @@ class Shelf:
 async def in_background(
     engine: Engine, work: Callable[[], T], submit: Callable[[Callable[[], None]], None] | None = None
 ) -> T:
-    """Have something done in a background thread that takes long. It is not cancelled with whoever awaits it.
+    """Have something done in a background thread that takes long. It is not cancelled with the task that awaits it.
 
     submit: hands it to a thread, those of the engine if None.
     """

@@ -1,0 +1,23 @@
+"""What published values need of the worker."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..caller.peers import Peers
+from ..engine.engine import Engine
+from ..group.events import Events
+from ..group.group import Group
+from ..links.links import Links
+from ..meeting.rendezvous import Rendezvous
+
+
+class Home(Protocol):
+    """See the module."""
+
+    engine: Engine
+    rendezvous: Rendezvous
+    links: Links
+    peers: Peers
+    group: Group
+    news: Events

@@ -1,0 +1,66 @@
+"""What this worker asks other workers about published values, and what it tells them."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+from msgspec import Struct
+
+from ...errors import Overloaded, RpcError
+from ...futures import Future
+from ...protocol.identity import WorkerRecord
+from ...protocol.publication import DigestWanted, PieceWanted, StillFetching, Want, write
+from .handlers import SAID, digest, pieced, wanted
+from .home import Home
+
+# Seconds until a worker is told again what it did not take.
+_TOLD_PAUSE = 0.1
+
+
+class Outbound:
+    """See the module. On the loop."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._engine = home.engine
+
+    def member(self, worker_id: int) -> WorkerRecord | None:
+        """The member of that id, if there is one that lives."""
+        record = self.known(worker_id)
+        return record if record is not None and not self._home.group.is_gone(record) else None
+
+    def known(self, worker_id: int) -> WorkerRecord | None:
+        """The record of a member, which may have gone; None if it is not known any more."""
+        return self._home.group.members.get(worker_id)
+
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
+        """Ask a worker for some bytes of a version, without a limit."""
+        return self._home.peers.of(record).call(pieced, (write(message),), None, 0.0, system=True)
+
+    def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
+        """Ask the publisher of a name for the digest of a version."""
+        said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
+        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
+
+    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
+        """Ask a worker for its newest version. limit: seconds, 0 for none."""
+        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
+
+    def tell(self, record: WorkerRecord, message: Struct) -> None:
+        """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
+        keep what is not held any more, and wait for readers that are gone."""
+        function = SAID[type(message)]
+        with contextlib.suppress(RpcError):  # it is gone, or this worker is
+            limit = self._engine.options.rpc_timeout
+            call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
+            call._when_settled(partial(self._told, record, message))
+
+    def _told(self, record: WorkerRecord, message: Struct, future: Future[object]) -> None:
+        """Any thread."""
+        if isinstance(future.exception(), Overloaded):
+            self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
+
+    def _tell_again(self, record: WorkerRecord, message: Struct) -> None:
+        if not isinstance(message, StillFetching):  # it says so again by itself
+            self.tell(record, message)
