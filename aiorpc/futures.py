@@ -42,9 +42,9 @@ import torch
 from . import foreign
 from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observer, hand_over, nested, served
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
+from .interrupts import acquire, give_back
 from .overseeing import LOOK, Watched, oversee
 from .sites import CallSite, Unobserved, describe_site
-from .turns import give_back
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -384,7 +384,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 call.enter_wait(partial(self._let_go, gate))
             due = (self._end_overdue(now) if self._deadline is None else self._deadline) + GRACE
             while True:
-                woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, LOOK)))
+                woken = acquire(gate, max(0.0, min(until - now, due - now, LOOK)))
                 if woken or self._state != PENDING:
                     break
                 now = time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any, overload
 from ._typing import Function, Kwargs, Later, T, Ts
 from .errors import RpcUsageError, WorkerClosed, WouldBlockLoop
 from .futures import Future
+from .interrupts import follow
 from .options import RpcBackendOptions
 from .protocol.states import WorkerState
 from .runtime.caller.misuse import check_arguments
@@ -84,6 +85,7 @@ def host(worker: Worker) -> None:
         if former._thread.is_here:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
         _end(former, False, None, "init_rpc()")  # a handler has shut it down, and may not be through with that
+    follow(True)
     try:
         thread = LoopThread(worker.name)
         thread.on_end = worker._loop_ended
@@ -96,6 +98,7 @@ def host(worker: Worker) -> None:
             raise
     except BaseException:
         registry.unhost(worker)
+        follow(bool(registry.nodes()))
         raise
 
 
@@ -156,6 +159,7 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
         if worker.closed and not thread.is_here:
             thread.close()
             registry.unhost(worker)
+            follow(bool(registry.nodes()))
 
 
 def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:

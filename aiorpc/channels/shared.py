@@ -20,9 +20,9 @@ from functools import partial
 from typing import Protocol
 
 from ..errors import ProtocolError
+from ..interrupts import acquire
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
-from ..turns import give_back
 from . import Arrived, Traffic, Wire, count_refused, size_said
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
@@ -274,7 +274,6 @@ class SharedMemory:
         return index in self._mapped
 
     def _wait_for(self, index: int, seconds: float) -> None:
-        give_back()
         gate, until = threading.Lock(), time.monotonic() + seconds
         self._gates.append(gate)  # before the look: it is opened after what is looked for has changed
         try:
@@ -283,7 +282,7 @@ class SharedMemory:
                 if left <= 0:
                     self._unmappable.add(index)  # nobody waits for it again
                     break
-                gate.acquire(timeout=left)
+                acquire(gate, left)
         finally:
             self._gates.remove(gate)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..interrupts import SocketTurn
 from ..protocol.frames import Buffer, Frame, FrameDecoder
 from ..protocol.session import Session
 from ..protocol.states import SessionEvent
-from ..turns import SocketTurn
 from .connection import Connection
 from .silence import Silence
 from .tls import TlsLayer

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import select
 import socket
 from collections import deque
@@ -31,13 +30,13 @@ from operator import call
 
 from ..errors import ProtocolError
 from ..foreign import log_error
+from ..interrupts import SocketTurn, TurnEnded, begin, leave, pause
 from ..locks import RLock, is_owned, release
 from ..logs import logger
 from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import ACK_BYTES, Session
-from ..turns import SocketTurn, TurnEnded, begin, leave
 from .tls import TlsLayer
 from .writing import FrameWriter
 
@@ -215,14 +214,13 @@ class FrameReader(FrameWriter):
         """Acknowledge what threads have read, which the loop does not count. On the loop."""
         raise NotImplementedError  # as above
 
-    def read_here(self, enough: Callable[[], bool], answers: list[Frame] | None = None) -> Sequence[Frame]:
+    def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
         """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
 
         For a thread that has to wait for one anyway: two changes of threads less. None, and early, where the loop has
-        to go on. Any thread but the loop's. answers: empty, is returned with them; if this was interrupted they are in
-        there, and the loop has none of them. Call `read_on_loop` then.
+        to go on. Any thread but the loop's.
         """
-        answers = [] if answers is None else answers
+        answers: list[Frame] = []
         epoll = self._epoll
         if epoll is None:
             self._ask_to_share()
@@ -273,7 +271,7 @@ class FrameReader(FrameWriter):
             except (BlockingIOError, InterruptedError):
                 if enough():
                     return
-                os.sched_yield()  # without the interpreter lock
+                pause()
                 continue
             except OSError as error:
                 if error.errno is None:  # no word of the system's: a signal handler has raised it

@@ -30,11 +30,11 @@ from itertools import chain, repeat
 from operator import call, is_not, itemgetter
 from typing import Any
 
+from ..interrupts import SocketTurn, TurnEnded
 from ..locks import RLock
 from ..protocol.frames import ACK, HEAD, Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
 from ..protocol.session import Session
-from ..turns import SocketTurn, TurnEnded
 from .tls import PIECE, RECORD, TlsLayer
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.

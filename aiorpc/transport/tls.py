@@ -25,11 +25,11 @@ from operator import call
 from typing import NamedTuple, cast
 
 from ..errors import PeerRefused, ProtocolError
+from ..interrupts import SocketTurn, TurnEnded
 from ..locks import RLock
 from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
-from ..turns import SocketTurn, TurnEnded
 from .certificates import Certificate
 
 # What one record of TLS carries at most.

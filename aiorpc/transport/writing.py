@@ -25,11 +25,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
 
+from ..interrupts import SocketTurn, TurnEnded, begin, leave
 from ..locks import RLock, is_owned, release
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
 from ..threads import waits_in_main_thread
-from ..turns import SocketTurn, TurnEnded, begin, leave
 from .send_queue import FRAME_COST, SendQueue, Unsent
 from .tls import TlsLayer
 

@@ -20,7 +20,7 @@ from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
 from aiorpc.transport import send_queue, writing
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
-from aiorpc.turns import give_back
+from aiorpc.interrupts import give_back
 from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, meanwhile, unread, until
 
 

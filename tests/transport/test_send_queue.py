@@ -21,7 +21,7 @@ from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
 from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
-from aiorpc.turns import SocketTurn
+from aiorpc.interrupts import SocketTurn
 from tests.transport.ends import interrupted, meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)

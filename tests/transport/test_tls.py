@@ -21,7 +21,7 @@ from aiorpc.protocol.states import TlsState
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.turns import SocketTurn
+from aiorpc.interrupts import SocketTurn
 from tests.authority import Authority
 from tests.tiers import examples
 from tests.transport.ends import Interruption, interrupted

@@ -22,7 +22,7 @@ from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.turns import SocketTurn
+from aiorpc.interrupts import SocketTurn
 from tests.authority import Authority
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
 

@@ -17,8 +17,8 @@ from ..._typing import T_co
 from ...callbacks import block_observer, served
 from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
+from ...interrupts import acquire
 from ...protocol.identity import WorkerInfo
-from ...turns import give_back
 from ..calls.current import within_call
 from ..calls.failures import without_frames
 from .content import choose, put_together, unreadable
@@ -270,7 +270,6 @@ def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | 
 
     wake: gives it back. RpcCancelled in a handler whose caller gives up.
     """
-    give_back()
     observer, call = block_observer.get(), served.get()
     given_up = ""
     if observer is not None:
@@ -278,7 +277,7 @@ def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float | 
     try:
         if call is not None:
             call.enter_wait(wake)
-        came = arrived.acquire(timeout=-1 if seconds is None else seconds)
+        came = acquire(arrived, -1 if seconds is None else seconds)
     finally:
         if observer is not None:
             observer.exit_blocked()
