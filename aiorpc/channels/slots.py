@@ -153,10 +153,8 @@ class SharedSlots:
                 try:
                     self._number += 1
                     slot = SharedSlot(self._number, room, share)
-                except BaseException as error:
+                except OSError as error:
                     self._arena.take_back(room)
-                    if not isinstance(error, OSError) or error.errno is None:  # a signal handler has raised it
-                        raise
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         return None
                 else:

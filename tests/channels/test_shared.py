@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import Buffer
 from tests.channels.ends import MIB, Message, SharedEnds, borrowed, pattern
-from tests.transport.ends import interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 8 * MIB
@@ -214,36 +212,6 @@ def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds) -> None:
 # --- refused, and why -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(SHARE_SIZE,), (PACK_LEAST, 100)], ids=["one", "two"])
-def test_an_interrupted_message_leaves_nothing_lent(
-    ends: SharedEnds, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler raises when a block was lent, and is in no wire yet: nobody else could give it back."""
-    end = ends.channels[0]
-    lend = end._lend
-
-    class Interruption(BaseException):
-        pass
-
-    class Interrupting(tuple[Block, int]):
-        def __iter__(self) -> Iterator[Any]:
-            raise Interruption
-
-    def lend_and_interrupt(*args: Any) -> Any:
-        lent = lend(*args)
-        assert lent is not None
-        return Interrupting(lent)
-
-    monkeypatch.setattr(end, "_lend", lend_and_interrupt)
-    buffers = [bytes(size) for size in sizes]
-    with pytest.raises(Interruption):
-        if len(buffers) == 1:
-            end.send_one(buffers[0])
-        else:
-            end.send(buffers, [])
-    assert end.lender.lent == end.lender.leases == 0
-
-
 def test_nothing_is_taken_before_there_is_memory(cold: SharedEnds) -> None:
     """`cold`, and who makes it warm is told how much was missing; nothing is said to the other end."""
     end = cold.ends[0]
@@ -337,27 +305,6 @@ def test_what_is_not_mapped_in_time_is_waited_for_once(waiting: SharedEnds) -> N
     (wire,) = end.send([bytes(COLD_SIZE)], [])
     assert wire is not None
     end.withdraw([wire], named=False)
-
-
-def test_an_interrupted_wait_for_the_other_end_keeps_nobody_waiting() -> None:
-    """Whatever a signal handler raises in, as a main thread waits: the loop can still be told, and close this end."""
-    files = [module.__file__ or "" for module in (shared, threading)]
-    found: list[str] = []
-    while True:
-        pair = SharedEnds(limit=LIMIT, warm=0)
-        pair.around[0].seconds = 0.001
-        where = interrupted(partial(pair.ends[0].send_one, bytes(COLD_SIZE)), len(found), *files, signals=True)
-        thread = threading.Thread(target=pair.ends[0].close, daemon=True)
-        thread.start()
-        thread.join(30)
-        assert not thread.is_alive(), where
-        pair.ends[1].close()
-        for arena in pair.arenas:
-            arena.close()
-        if where is None:
-            break
-        found.append(where)
-    assert any(where.startswith("_wait_for") for where in found), "it was not interrupted"
 
 
 def test_nobody_waits_for_what_is_refused(waiting: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,7 +627,7 @@ def test_release_is_sent_by_flush(ends: SharedEnds) -> None:
     end.flush()
     assert ends.lanes() == [] and not end.released and around.loans == 3
     said: list[tuple[list[Block], bool]] = []
-    around.give_back = lambda blocks, unsent, *, more: said.append(([*blocks], more))  # type: ignore[method-assign]  # overheard
+    around.give_back = lambda blocks, *, more: said.append(([*blocks], more))  # type: ignore[method-assign]  # overheard
     message.outcomes.clear()
     assert len(end.released) == 3
     end.flush(more=True)

@@ -102,7 +102,7 @@ class Outbox(BoxEnd):
             self.handle: bytes = driver.export(index, self._address)
             self._events = driver.events(index, len(self.slots))
             self.event_handles: list[bytes] = [driver.export_event(event) for event in self._events]
-        except BaseException:
+        except Exception:
             driver.free(index, self._address)
             driver.close_events(self._events)
             raise
@@ -121,19 +121,13 @@ class Outbox(BoxEnd):
         """How many slots are not free."""
         return len(self.slots) - sum(map(len, self._free))
 
-    def take(self, size: int, taken: list[int] | None = None) -> int | None:
-        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none.
-
-        taken: what the slot is added to, in the step that takes it: so who is interrupted can give it back.
-        """
-        taken = [] if taken is None else taken
+    def take(self, size: int) -> int | None:
+        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none."""
         least = self._firsts[-1] if size > self._rooms[-1] else bisect_left(self._rooms, size)
         with self._lock:
             for first in self._firsts:
-                if first < least or not self._free[first]:
-                    continue
-                taken.extend(map(self._free[first].pop, (-1,)))  # one call of C
-                return taken[-1]
+                if first >= least and self._free[first]:
+                    return self._free[first].pop()
         return None
 
     def give(self, slot: int) -> None:
@@ -160,7 +154,7 @@ class Outbox(BoxEnd):
                 driver.wait(event, stream)
                 driver.copy(self._address + place, source.data_ptr() + start, size, stream)
                 driver.record(event, stream)
-            except BaseException:
+            except Exception:
                 # The copy may be enqueued, and nobody knows of it: whoever has the slot next waits for what there is,
                 # and for what this one was to wait for.
                 with contextlib.suppress(Exception):
@@ -187,7 +181,7 @@ class Inbox(BoxEnd):
         self._address = driver.open(index, handle)
         try:
             self._events = driver.open_events(index, event_handles)
-        except BaseException:
+        except Exception:
             driver.close(index, self._address)
             raise
 

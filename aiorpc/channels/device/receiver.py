@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import numpy
@@ -243,17 +242,11 @@ class Receiver:
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
         slots: list[Slot] = []
-        unsent: list[object] = [slots]
-        try:
-            with suppress(IndexError):  # another thread has taken the rest
-                slots.extend(map(deque.popleft, repeat(self.released, len(self.released))))  # one call of C
-            if slots:
-                self._around.post(Slots(slots), more=more, unsent=unsent)
-        except BaseException:
-            if unsent:  # a signal handler has raised it: somebody else sends them
-                self.released.extend(slots)
-                self._around.on_release()
-            raise
+        with suppress(IndexError):  # until there are no more
+            while True:
+                slots.append(self.released.popleft())
+        if slots:
+            self._around.post(Slots(slots), more=more)
 
     def _do_without(self, number: int) -> None:
         """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
@@ -370,7 +363,7 @@ class Receiver:
             try:
                 self._around.hold([inbox])  # the nonce may still be on its way when the other process dies
                 self._prove(inbox, nonce)
-            except BaseException:
+            except Exception:
                 inbox.close()
                 raise
         except Exception as error:
