@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
-from functools import partial
 from typing import Any, Protocol
 
 from . import foreign
 from .errors import WorkerClosed
+from .interrupts import is_interrupt
 from .logs import logger
 from .sites import spates
 from .threads import daemon
@@ -87,21 +87,6 @@ nested: ContextVar[int] = ContextVar("aiorpc_nested", default=0)
 DEEPEST = 32
 
 
-class Repeatable:
-    """An internal callback that may run twice: whoever was interrupted as he ran it runs it again."""
-
-    __slots__ = ()
-
-    def __call__(self, future: Any) -> None:
-        raise NotImplementedError
-
-
-class Again(partial[None], Repeatable):
-    """``partial(function, ...)`` as such a callback, of a function that may run twice with the same Future."""
-
-    __slots__ = ()
-
-
 class UserCallback:
     """A callback of the user's, kept off loop threads. begun: whether it has been called."""
 
@@ -120,7 +105,7 @@ class UserCallback:
             self.begun = True
             copy_context().run(self.callback, future)  # what it sets stays in no thread, which serves others next
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
-            if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
+            if is_interrupt(error):  # the main thread's, whatever it was doing
                 raise
             raised = f"a callback of {future._describe()} raised"
             more = spates.line(raised)

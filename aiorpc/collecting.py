@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
-from .callbacks import Again, settle_within
+from .callbacks import settle_within
 from .futures import AnyFuture, Future, is_future, twin_of, when_done
 
 T = TypeVar("T")
@@ -73,12 +74,12 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     if not futures:
         result._settle(futures)
     for place, future in enumerate(futures):
-        when_done(future, Again(_count, place, left, futures, result))
+        when_done(future, partial(_count, place, left, futures, result))
     return cast("Future[list[F]]", result)  # of the same objects
 
 
 def _count(
-    place: int, left: dict[int, None], futures: list[AnyFuture], result: Future[list[AnyFuture]], _: AnyFuture
+    place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture
 ) -> None:
     """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
     left.pop(place, None)

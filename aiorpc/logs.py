@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .foreign import from_signal, traceback_of
+from .foreign import traceback_of
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -50,7 +50,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         try:
             self.logger.log(level, self._begun(str(msg), args), *args, **kwargs)
         except BaseException as broken:
-            if kwargs.get("exc_info") or from_signal(broken):
+            if kwargs.get("exc_info"):
                 raise
             if logging.raiseExceptions and sys.stderr is not None:
                 with contextlib.suppress(Exception):  # it may be closed

@@ -32,7 +32,7 @@ from .autograd.contexts import make_pass
 from .autograd.parts import Closing, Part
 from .autograd.passes import Last
 from .autograd.wire import pack_reference
-from .callbacks import Again, block_observer
+from .callbacks import block_observer
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from .futures import Future
 from .locks import Lock
@@ -342,7 +342,7 @@ class _Gathered(Future[T]):
         self._starts.clear()
         self._sources = [*self._calls.values()]
         for name, call in self._calls.items():
-            call._when_settled(Again(self._answered, name))
+            call._when_settled(partial(self._answered, name))
         return self
 
     def _answered(self, name: str, call: Future[object]) -> None:

@@ -14,11 +14,11 @@ import contextvars
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..callbacks import Again
 from ..errors import ProtocolError, RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.registered import register_safe
@@ -181,7 +181,7 @@ class _Farewell:
         while self._newcomers:
             peer = self._newcomers.pop()
             # Behind the calls that wait, as they say that they belong to the context.
-            self._forget_at(peer)._when_settled(Again(self._came, peer))
+            self._forget_at(peer)._when_settled(partial(self._came, peer))
         last, earlier = self._node.gradients.farewells, []
         for worker_id in self._todo - self._told:
             before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
@@ -189,7 +189,7 @@ class _Farewell:
             try:
                 self._told.add(worker_id)
                 call = last[worker_id] = self._forget_at(peer, trailing)
-                call._when_settled(Again(self._answered, worker_id))
+                call._when_settled(partial(self._answered, worker_id))
             except BaseException:  # a signal handler has raised it, and what this one says may be heard by nobody
                 self._told.discard(worker_id)
                 self._todo.update(self._everybody())
@@ -284,7 +284,7 @@ def _doubt(node: Node, context_id: int, opener: int) -> None:
         if call.exception() is None and call.value() is True:  # else it goes with that worker
             _Farewell(node, context_id, node.gradients.leave(context_id)).tell()
 
-    call._when_settled(Again(answered))
+    call._when_settled(answered)
 
 
 @brief

@@ -34,7 +34,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from .. import foreign
-from ..callbacks import Again
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
@@ -419,13 +418,10 @@ class Part:
         except BaseException as error:
             self.fail(error)
             return
-        call._when_settled(Again(self._delivered, number))
+        call._when_settled(partial(self._delivered, number))
 
     def _delivered(self, number: int, call: Future[Any]) -> None:
         """That call has its answer. It may run twice: whoever has read the answer may be interrupted."""
-        self._node.engine.apart_from_signals(self._was_delivered, number, call)
-
-    def _was_delivered(self, number: int, call: Future[Any]) -> None:
         error = call.exception()
         if error is not None:
             self.fail(error)

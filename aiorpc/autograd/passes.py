@@ -44,7 +44,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import foreign
-from ..callbacks import Again
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future
 from ..locks import Lock
@@ -202,7 +201,7 @@ class Pass:
         said = (self._context.id, self._number, *said)
         call = ask(self._node, worker_id, function, *said, until=self._until)
         self._calls.add(call)
-        call._when_settled(Again(self._answered, worker_id))
+        call._when_settled(partial(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from .. import foreign
-from ..callbacks import Again
 from ..errors import Overloaded, RpcError, RpcTimeout, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
@@ -158,7 +157,7 @@ class Calls:
             else:
                 self._node.engine.loop.call_soon(then, None, failure)
             return
-        future._when_settled(Again(self._ended, [then], number))
+        future._when_settled(partial(self._ended, [then], number))
 
     def _ended(self, once: list[Then], number: int, future: Future[Any]) -> None:
         """once: whom to tell, taken out on the loop. Whoever brings the answer may be interrupted in this, and does it

@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from ... import foreign
-from ...callbacks import Again, Executor, current_autograd
+from ...callbacks import Executor, current_autograd
 from ...errors import (
     Overloaded,
     PeerLeft,
@@ -246,7 +246,7 @@ class RetriedFuture(Unawaited, Future[object]):
         if over:  # given up meanwhile
             call.cancel()
         self._sources = (call,)
-        call._when_settled(Again(self._on_settled))
+        call._when_settled(self._on_settled)
 
     def _on_settled(self, call: Future[object]) -> None:
         try:

@@ -115,7 +115,7 @@ class Lifetime:
         if self.broken:
             return WorkerClosed(
                 f"worker {self.name!r} is closed, as an exception has interrupted it in the midst of a step: "
-                f"{self.broken}. A signal handler may raise while the program waits in a verb; elsewhere let it set a flag"
+                f"{self.broken}. A signal handler may raise while a verb waits; at other times let it set a flag"
             )
         if self.state is WorkerState.NEW:
             return WorkerClosed(

@@ -25,11 +25,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, Generic
 
 from ... import foreign
 from ..._typing import T
-from ...callbacks import Again, Executor
+from ...callbacks import Executor
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
@@ -83,7 +84,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
 
     def _follow(self, place: int, call: Future[object]) -> None:
         """The call to the member of that place is a Future of its own."""
-        call._when_settled(Again(self._take_from, place))
+        call._when_settled(partial(self._take_from, place))
 
     def _take_from(self, place: int, call: Future[object]) -> None:
         """The call to the member of that place has settled. As `take`."""
@@ -100,30 +101,18 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     def _take(self, place: int, value: object, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
-        Raises nothing, but for what a signal handler does; the outcome is taken then.
+        It may run twice.
         """
-        try:
-            came = self._came
-            if _OVER not in came:
-                answered = error is None or came_from_afar(error)
-                came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
-                if len(came) >= len(self._names) or (self._quorum is not None and self._decided()):
-                    self._end()
-            if self._listeners:
-                self._wake()
-        except BaseException:  # a signal handler has raised it
-            self._take_the_rest(place, value, error)
-            raise
-
-    def _take_the_rest(self, place: int, value: object, error: BaseException | None) -> None:
-        """Do what an interrupted `take` has left to do: nobody else will."""
         came = self._came
         if _OVER not in came:
             answered = error is None or came_from_afar(error)
             came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
-        if _OVER in came or len(came) >= len(self._names) or self._decided():
+            if len(came) >= len(self._names) or (self._quorum is not None and self._decided()):
+                self._end()
+        elif not self.done():  # who ended it may have been interrupted
             self._end()
-        self._wake()
+        if self._listeners:
+            self._wake()
 
     def _decided(self) -> bool:
         """Whether so many values have come as are asked for, or so few are left that they will not."""

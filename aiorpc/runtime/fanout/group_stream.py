@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ... import foreign
 from ..._typing import T_co
 from ...errors import RpcUsageError
 from ..caller.stream import Stream
@@ -132,6 +131,6 @@ async def _take(stream: Stream[object]) -> _Taken:
     except StopAsyncIteration:
         return _Taken(ended=True)
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) or foreign.from_signal(error):
+        if isinstance(error, asyncio.CancelledError):
             raise
         return _Taken(ended=True, error=error)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import NoReturn
 
 from ..._typing import T
-from ...callbacks import Again
 from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
@@ -132,7 +131,7 @@ async def _awaited(
 ) -> AsyncGenerator[T | News]:
     begun: deque[Future[T] | BaseException | None] = deque()  # None behind the last one
     room = asyncio.Event()
-    tell = Again(_tell, asyncio.get_running_loop(), news)
+    tell = partial(_tell, asyncio.get_running_loop(), news)
 
     async def begin() -> None:
         try:

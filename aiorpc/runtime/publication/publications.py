@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..._typing import Function
-from ...callbacks import Again
 from ...errors import NotAllowed, Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
 from ...logs import logger
@@ -174,7 +173,7 @@ class Publications:
     def _begin(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
         """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
         self._pending.add(future)
-        future._when_settled(Again(self._pending.discard))
+        future._when_settled(self._pending.discard)
         self._engine.run_on_loop(self._spawn, future, make)
         if self._engine.closed:  # `close` may not have seen it
             future._settle(None, self._engine.lifetime.why_closed())
@@ -500,7 +499,7 @@ class Publications:
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
-            call._when_settled(Again(self._told, record, message))
+            call._when_settled(partial(self._told, record, message))
 
     def _told(self, record: WorkerRecord, message: Message, future: Future[object]) -> None:
         """Any thread. It may run twice: what is told twice is as if it were told once."""

@@ -12,7 +12,6 @@ from typing import Generic, NoReturn
 
 import torch
 
-from ... import foreign
 from ..._typing import T_co
 from ...callbacks import block_observer, served
 from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
@@ -204,8 +203,6 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         except NotAllowed:
             raise
         except Exception as error:
-            if foreign.from_signal(error):
-                raise
             failure = RpcError(unreadable(self.name, arrival.edition.version, error))
             failure.__cause__ = without_frames(error)
             raise failure from failure.__cause__
