@@ -705,9 +705,9 @@ def test_what_was_lent_stays_so_after_close(ends: SharedEnds) -> None:
 )
 def test_processes_that_cannot_share_are_told_apart(theirs: Any, why: str) -> None:
     """Without trying, by what they say of themselves; whoever says what this process says, may."""
-    reason = shared.obstacle(theirs)
-    assert reason is not None and why in reason
-    assert shared.obstacle(shared.descriptor()) is None
+    mine = shared.descriptor()
+    assert why in shared.obstacle(mine, theirs) and why in shared.obstacle(theirs, mine)
+    assert shared.obstacle(mine, shared.descriptor()) == ""
 
 
 def test_wires_of_one_and_many_are_the_same_wires() -> None:

@@ -1327,7 +1327,7 @@ async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_nothing(way: str, 
                 break
             assert is_all(await first.call("worker1", plus_one, x), number + 1)
         assert number > 10, "it was interrupted nowhere"
-        await until(lambda: not any(link.devices.busy for link in first._node.links.all()))
+        await until(lambda: not any(link.busy for link in first._node.links.all()))
         del x, arguments, call, made
 
 
