@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.interrupts import give_back
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
 from aiorpc.transport import send_queue, writing
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
-from aiorpc.interrupts import give_back
 from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, meanwhile, unread, until
 
 

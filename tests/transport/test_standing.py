@@ -46,7 +46,7 @@ class Stander:
     async def attached(self) -> Stander:
         if not self.connection.attach(self.epoll):
             await until(
-                lambda: self.connection._epoll is not None
+                lambda: self.connection._reader.epoll is not None
             )  # reading is shared from the next turn of the loop on
             assert self.connection.attach(self.epoll)
         return self
@@ -130,7 +130,7 @@ class Counted:
 @pytest.fixture
 def counted(half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch) -> Counted:
     """The lock of whoever reads from the connection."""
-    lock = Counted(half[0].connection._reading)
+    lock = Counted(half[0].connection._reader.reading)
     monkeypatch.setattr(half[0].connection, "_reading", lock)
     return lock
 
@@ -224,7 +224,7 @@ async def test_a_thread_that_stops_looking_does_not_wait_for_the_loops_turn(
 
     connection.on_frames = in_a_turn
     far.send(encoded(1))
-    connection._readable()
+    connection._reader.readable()
     assert waited == [False]
     await asyncio.sleep(0.01)
     far.send(encoded(2))
@@ -315,7 +315,7 @@ async def test_nothing_is_kept_from_a_loop_that_has_to_read(half: tuple[End, soc
     stander.join()
     assert not connection.keep_from_loop()
     await end.received(1)
-    with connection._reading:
+    with connection._reader.reading:
         assert not await asyncio.to_thread(connection.keep_from_loop)
     assert connection.keep_from_loop()
     connection.abort()
@@ -344,7 +344,7 @@ async def test_a_loop_that_cannot_be_told_again_ends_the_connection(
             return getattr(self._epoll, name)
 
     assert end.connection.keep_from_loop()
-    monkeypatch.setattr(end.connection, "_epoll", Full(end.connection._epoll))
+    monkeypatch.setattr(end.connection._reader, "epoll", Full(end.connection._reader.epoll))
     await asyncio.to_thread(end.connection.leave_to_loop)
     assert isinstance(await end.closed(), OSError)
     stander.stop()
@@ -504,13 +504,13 @@ async def test_what_is_refused_last_is_not_forgotten(half: tuple[End, socket.soc
     end, far = half
     stander.takes = False
     reading: list[bool] = []
-    original = end.connection._call_on_loop
+    original = end.connection._port.call_on_loop
 
     def call_on_loop(callback: Callable[..., None], *args: object) -> None:
-        reading.append(is_owned(end.connection._reading))
+        reading.append(is_owned(end.connection._reader.reading))
         original(callback, *args)
 
-    end.connection._call_on_loop = call_on_loop  # type: ignore[method-assign]  # to see when the loop is told
+    end.connection._port.call_on_loop = call_on_loop  # type: ignore[method-assign]  # to see when the loop is told
     stander.wait()
     far.send(encoded(1))
     stander.join()
@@ -533,25 +533,25 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
             holds.set()
             assert let_go.wait(LONG)
 
-    original = end.connection._readable
+    original = end.connection._reader.readable
     in_vain = asyncio.Event()
 
     def readable() -> None:
         original()
-        if end.connection._left:
+        if end.connection._reader.left:
             in_vain.set()
 
-    end.connection._readable = readable  # type: ignore[method-assign]  # to see when it was called
+    end.connection._reader.readable = readable  # type: ignore[method-assign]  # to see when it was called
     slow = threading.Thread(target=end.connection.attach, args=(Reluctant(),))
-    original_call = end.connection._call_on_loop
+    original_call = end.connection._port.call_on_loop
 
     def call_late(callback: Callable[..., None], *args: object) -> None:
-        end.connection._call_on_loop = original_call  # type: ignore[method-assign]  # as it was
+        end.connection._port.call_on_loop = original_call  # type: ignore[method-assign]  # as it was
         slow.start()
         assert holds.wait(LONG)
         original_call(callback, *args)
 
-    end.connection._call_on_loop = call_late  # type: ignore[method-assign]  # as if the thread had been interrupted there
+    end.connection._port.call_on_loop = call_late  # type: ignore[method-assign]  # as if the thread had been interrupted there
     stander.wait()
     far.send(encoded(1))
     stander.join()
@@ -569,7 +569,7 @@ async def test_whoever_begins_to_look_in_the_way_tells_the_loop(
 ) -> None:
     """A thread is told of something while another one takes the socket from the loop, which comes in vain for that."""
     end, far = half
-    slow = SlowEpoll(end.connection._epoll)
+    slow = SlowEpoll(end.connection._reader.epoll)
     monkeypatch.setattr(end.connection, "_epoll", slow)
     looking = threading.Thread(target=end.connection.keep_from_loop)
     looking.start()
@@ -593,10 +593,10 @@ async def test_whoever_stops_looking_in_the_way_tells_the_loop(
     connection = end.connection
     stander.takes = False
     assert connection.keep_from_loop()
-    slow = SlowEpoll(connection._epoll)
+    slow = SlowEpoll(connection._reader.epoll)
     monkeypatch.setattr(connection, "_epoll", slow)
     far.send(encoded(1))
-    original = connection._call_on_loop
+    original = connection._port.call_on_loop
     late: list[Callable[[], None]] = []
     monkeypatch.setattr(connection, "_call_on_loop", lambda callback: late.append(callback))
     await asyncio.to_thread(connection.read_once)
@@ -661,10 +661,10 @@ async def test_a_thread_does_not_wait_for_the_loops_turn(half: tuple[End, socket
 async def test_reading_is_shared_once(half: tuple[End, socket.socket]) -> None:
     """Also if two threads have asked for that: the loop would go on to look at the descriptor of the first one."""
     end, far = half
-    end.connection._share_reading()
-    epoll = end.connection._epoll
-    end.connection._share_reading()
-    assert end.connection._epoll is epoll
+    end.connection._reader.share_reading()
+    epoll = end.connection._reader.epoll
+    end.connection._reader.share_reading()
+    assert end.connection._reader.epoll is epoll
     far.send(encoded(1))
     await end.received(1)
 

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.interrupts import SocketTurn
 from aiorpc.protocol.frames import CHUNK, READ_SIZE, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
@@ -22,7 +23,6 @@ from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.interrupts import SocketTurn
 from tests.authority import Authority
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
 

@@ -16,7 +16,7 @@ from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...rights import SAFE_RULE, Rights
 from ...transport.certificates import Credentials
-from ...transport.lasting import LastingConnection
+from ...transport.connection import Connection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
 from .counters import Counters
@@ -97,7 +97,7 @@ class Engine:
         self.tasks: Tasks = Tasks(self.loop)
         self.kept: set[object] = set()
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
-        self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
         # A lone core is left to whoever has to answer.
