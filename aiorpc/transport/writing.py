@@ -46,11 +46,6 @@ class FrameWriter:
         # Whether the loop is going to flush; the thread that is about to have it do so, until it was asked.
         self._scheduled: bool | int = False
 
-    @property
-    def unsent(self) -> int:
-        """Frames appended and not yet written."""
-        return len(self.queue)
-
     def send(
         self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False, unsent: Unsent | None = None
     ) -> None:

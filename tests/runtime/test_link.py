@@ -30,7 +30,6 @@ from aiorpc.runtime.links.link import Link
 from aiorpc.runtime.links.messages import DEVICE, LINK, MESSAGES, Pipe
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
-from aiorpc.transport.writing import FrameWriter
 from tests.runtime.bad_member import call_of, say
 from tests.runtime.bad_member import calling as calling_connection
 from tests.runtime.waiting import LIMIT, until, until_no_references
@@ -38,7 +37,7 @@ from tests.transport.ends import meanwhile
 
 MIB = 1 << 20
 MANY = 1000
-UNSENT: Callable[[Connection], int] = vars(FrameWriter)["unsent"].fget
+UNSENT: Callable[[Connection], int] = vars(Connection)["unsent"].fget
 WINDOW = RpcBackendOptions().stream_window
 COUNT = HASTY_SIZE // 4 + 1000  # of float32: goes in chunks even before there is a connection for them
 MIDDLE = 100_000  # of float32: goes in chunks once there is one
@@ -367,7 +366,7 @@ async def test_an_answer_on_its_way_outlives_the_goodbye(tcp: list[Worker]) -> N
     """What was written to the second connection before the first one ended still arrives."""
     pipe = calling(tcp[0]).pipe
     assert pipe is not None
-    tcp[0].loop.remove_reader(pipe._fd)
+    tcp[0].loop.remove_reader(pipe._port.fd)
     call = tcp[0].call("worker1", echo, large(0, MIDDLE))
     await until(lambda: calling(tcp[0]).held)
     await until(lambda: not serving(tcp[1]).busy)

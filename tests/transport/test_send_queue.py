@@ -22,7 +22,7 @@ from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
 from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
-from tests.transport.ends import interrupted, meanwhile
+from tests.transport.ends import meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -305,40 +305,6 @@ def test_many_small_frames_share_a_seal() -> None:
 LARGE = b"L" * (JOIN_SIZE + 1)
 
 
-@pytest.mark.parametrize("amounts", [[], [3, 0, 4], [None, 2, None, EVERYTHING, 1], [1, JOIN_SIZE, None, 1]], ids=str)
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [[b"a frame"]],
-        [[b"head"], [b"next"]],
-        [[b"head", LARGE]],
-        [[b"one", b"two"], [b"three"], [LARGE, b"four"], [b"five"]],
-    ],
-    ids=lambda frames: "+".join(str(len(frame)) for frame in frames),
-)
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_interruption_anywhere_loses_and_doubles_nothing(
-    frames: list[list[Buffer]], amounts: list[int | None], seals: bool
-) -> None:
-    """An exception between any two instructions of the writer: who goes on writing sends each byte once, in order."""
-    expected = joined([*frames, [b"later"]])
-    wrong: list[str] = []
-    at = 0
-    for at in range(10_000):
-        queue, sock = filled(frames), Taker(amounts)
-        if seals:
-            queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # no type for a default
-        if place is None:
-            break
-        queue.append([b"later"])
-        drain(queue, sock)
-        if (opened(sock.data) if seals else bytes(sock.data)) != expected:
-            wrong.append(f"{place}: {bytes(sock.data)[:60]!r}")
-    assert wrong == []
-    assert 50 < at < 9_999, "it was not interrupted"
-
-
 @pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
 def test_others_append_at_any_moment(seals: bool) -> None:
     """Between any two instructions of the writer: it fails by that no more than it loses or doubles anything."""
@@ -399,29 +365,6 @@ def test_the_size_is_right_whenever_others_append(work: str) -> None:
 
     moments = next(at for at in range(10_000) if not happened(at))
     assert moments > 1
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["", "kept"])
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_the_size_is_right_again_after_an_interruption(seals: bool, kept: bool) -> None:
-    """Of a writer, wherever a signal handler raises: also where part of a frame had left by then."""
-    at = 0
-    for at in range(10_000):
-        session, queue, sock = Session(1 << 20), filled([]), Taker([3, 0, 4, None])
-        if seals:
-            queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        if kept:
-            queue.keep(session)
-        for frame in ([b"one"], [b"head", LARGE], [b"three"]):
-            queue.append(frame)
-        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__, signals=True)  # type: ignore[misc]  # no type for a default
-        if place is None:
-            break
-        queue.recount((None,))
-        drain(queue, sock)
-        assert queue.size == 0, place
-        assert session.size == sum(map(len, chain.from_iterable(session.kept))), place
-    assert 10 < at < 9_999, "it was not interrupted"
 
 
 @pytest.mark.parametrize("others", ["append", "acknowledge"])
@@ -488,18 +431,3 @@ def test_a_turn_is_ended_once(seals: bool) -> None:
     drain(undisturbed, whole)
     expected = whole.data
     assert next(at for at in range(1_000) if not happened(at)) > 3
-
-
-def test_interruption_of_append_leaves_all_or_nothing() -> None:
-    """A frame whose append was interrupted is there as a whole or not at all, one of very many buffers too."""
-    frame: list[Buffer] = [b"%d," % number for number in range(2 * MAX_BUFFERS + 1)]
-    seen: set[bytes] = set()
-    at = 0
-    for at in range(10_000):
-        queue, sock = filled([[b"before"]]), Taker()
-        if interrupted(lambda queue=queue: queue.append(frame), at, send_queue.__file__) is None:  # type: ignore[misc]  # no type for a default
-            break
-        drain(queue, sock)
-        seen.add(bytes(sock.data))
-    assert 5 < at < 9_999, "it was not interrupted"
-    assert seen <= {b"before", b"before" + b"".join(frame)}
