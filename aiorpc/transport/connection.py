@@ -54,8 +54,8 @@ class Connection:
     sent before that. takes: gives something if a waiter may have a PARCEL, as an answer; any thread. on_stood: called
     with the frames that a thread has read which stands by; whether it takes them, else nothing was done with them.
     on_suspended: called when its socket has broken, with the cause, if it may go on over another one. on_resumed:
-    called when it goes on. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and will come
-    again. queue: what waits to be written. label: what it is called in the log. takes_at_once: bytes of tensors of one
+    called when it goes on. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and
+    will come again. queue: what waits to be written. label: what it is called in the log. takes_at_once: bytes of tensors of one
     message that the other end takes, as its handshake has said. session: what its handshake has left for second
     connections, and for other sockets.
     """

@@ -20,10 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels import arena as arena_module
 from aiorpc.channels import segments as segments_module
-from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARE_SIZE, SPARES, Arena, Block
-from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
+from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, Arena, Block
+from aiorpc.channels.segments import HEADER, NONCE_SIZE, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.channels.growing import GrowingArena
 from tests.tiers import examples
@@ -138,17 +137,6 @@ def test_the_smallest_and_lowest_range_is_used_first() -> None:
     assert starts == [16 * MIB, 32 * MIB, 0]
 
 
-def test_the_slot_freed_last_is_used_first() -> None:
-    """A small block gets the bytes that are likely in the cache."""
-    with opened() as arena:
-        first, second = allocated(arena, 40 * KIB), allocated(arena, 40 * KIB)
-        allocated(arena, 40 * KIB)
-        arena.free(second)
-        arena.free(first)
-        assert allocated(arena, 40 * KIB).offset == first.offset
-        assert allocated(arena, 40 * KIB).offset == second.offset
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(STEPS, st.booleans())
 def test_blocks_keep_their_bytes(steps: list[int], poison: bool) -> None:
@@ -227,12 +215,6 @@ def test_segments_double() -> None:
         allocated(arena, 33 * MIB)
         assert [segment.size for segment in arena.segments] == [4 * MIB, 8 * MIB, 33 * MIB + HEADER]
         assert arena.size == sum(segment.size for segment in arena.segments)
-
-
-def test_nothing_is_set_up_before_the_first_block() -> None:
-    """An arena that nobody uses costs neither memory nor a descriptor."""
-    with opened() as arena:
-        assert arena.segments == () and arena.size == arena.resident == 0
 
 
 def test_a_segment_that_is_prepared_takes_no_memory() -> None:
@@ -351,48 +333,6 @@ def test_threads_share_an_arena() -> None:
             thread.join(25)
         assert not problems and arena.used == arena.blocks == 0
         assert arena.size <= arena.limit
-
-
-def test_blocks_of_one_size_are_taken_again_the_last_first() -> None:
-    """As their bytes are likely in the cache; and more of them than are laid aside join again."""
-    with opened(64 * MIB, segment_size=64 * MIB) as arena:
-        for count in (3, 2 * SPARES):
-            blocks = [allocated(arena, MIB // 2) for _ in range(count)]
-            for block in blocks:
-                arena.free(block)
-            again = [allocated(arena, MIB // 2) for _ in range(min(count, SPARES))]
-            assert [each.offset for each in again] == [each.offset for each in reversed(blocks)][: len(again)]
-            for block in again:
-                arena.free(block)
-
-
-def test_large_blocks_are_laid_aside_up_to_some_bytes() -> None:
-    """Else memory that nobody uses would be taken for one size alone, and new memory for another."""
-    size = SPARE_SIZE // 4
-    with opened(8 * SPARE_SIZE, segment_size=8 * SPARE_SIZE) as arena:
-        blocks = [allocated(arena, size) for _ in range(6)]
-        for block in blocks[:4]:
-            arena.free(block)
-        assert len(arena._spare_places()) == 4
-        arena.free(blocks[4])
-        assert len(arena._spare_places()) == 1
-        arena.free(blocks[5])
-
-
-def test_what_is_laid_aside_is_there_for_other_sizes() -> None:
-    """A block that needs the room of several of them finds it, and so does one after a block of a third size."""
-    with opened(16 * MIB, segment_size=16 * MIB, kind=Arena) as arena:
-        arena.grow(16 * MIB - HEADER)
-        for others in ((), (3 * MIB,)):
-            blocks = [allocated(arena, 2 * MIB) for _ in range(7)]
-            assert arena.allocate(2 * MIB) is None
-            for block in blocks:
-                arena.free(block)
-            for size in others:
-                arena.free(allocated(arena, size))
-            whole = arena.allocate(14 * MIB)
-            assert whole is not None
-            arena.free(whole)
 
 
 def test_growing_makes_room_that_is_warm() -> None:
@@ -569,20 +509,6 @@ def test_without_any_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch, t
         assert arena.last_refusal == f"memory: {os.strerror(errno.ENOENT)}"
 
 
-def test_an_alarm_while_a_segment_is_made_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a signal handler raises, a TimeoutError say, is raised; there is memory for whoever asks next."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError("the time of the program is up")
-
-    monkeypatch.setattr(arena_module, "create_segment", ring)
-    with opened() as arena:
-        with pytest.raises(TimeoutError, match="the time of the program"):
-            arena.allocate(MIB)
-        monkeypatch.undo()
-        assert arena.allocate(MIB) is not None
-
-
 def test_a_tiny_folder_gives_smaller_segments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the wanted size is refused a smaller one that suffices is taken; where none suffices there is no block."""
     monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))
@@ -628,17 +554,6 @@ def test_closing_does_not_take_memory_from_a_reader() -> None:
         view = numpy.frombuffer(arena.segments[0].mapping.memory, numpy.uint8, 1000, block.offset)
         arena.close()
         assert bytes(view) == b"x" * 1000
-
-
-def test_an_address_outlives_an_attempt_to_close_the_mapping() -> None:
-    """The mapping refuses to be closed under those who know its address."""
-    segment = create_segment(0, MIB)
-    try:
-        mapping: Mapping = segment.mapping
-        with pytest.raises(BufferError):
-            mapping.memory.close()
-    finally:
-        os.close(segment.fd)
 
 
 class Interrupting(Block):

@@ -11,7 +11,6 @@ import gc
 import io
 import os
 import pickle
-import random
 import signal
 import threading
 import time
@@ -531,107 +530,6 @@ def test_backward_lets_go_although_the_graph_lives() -> None:
 
 SIZES = (5 * KIB, 40 * KIB, 300 * KIB, 1500 * KIB)  # a slab's slots, and pages of their own
 COUNT = 4000
-
-
-class Traffic:
-    """Random messages, views, holders and deaths; what is dropped is looked at first."""
-
-    def __init__(self, wire: Wire, seed: int) -> None:
-        self.wire = wire
-        self.chance = random.Random(seed)
-        self.held: list[tuple[Plain, int]] = []
-        self.places: set[tuple[int, int]] = set()
-
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            value = self.chance.randrange(1, POISON)
-            size = self.chance.choices(SIZES, (8, 8, 3, 1))[0] - self.chance.randrange(900)
-            tensors, wires = self.wire.send([torch.full((size,), value, dtype=torch.uint8)])
-            self.places.update((wire[0], wire[1]) for wire in wires)
-            self.hold(tensors.pop(), value)
-            if len(self.held) > 12:
-                self.drop(self.chance.randrange(1, 12))
-        self.drop(len(self.held))
-
-    def hold(self, view: Any, value: int) -> None:
-        for _ in range(self.chance.randrange(4)):
-            view = derived(view, self.chance.randrange(1000))
-        kinds = (Plain, InClosure, InGenerator, InCycle)
-        self.held.append((self.chance.choice(kinds)(view), value))
-
-    def drop(self, count: int) -> None:
-        self.chance.shuffle(self.held)
-        for holder, value in self.held[:count]:
-            view = shown(holder.look())
-            assert (view == value).all(), f"{value} became {view[view != value][:4].tolist()}"
-        del self.held[:count]
-        self.wire.settle()
-
-
-@contextmanager
-def collecting_after(count: int) -> Iterator[None]:
-    """The collector looks for cycles after so many objects: Python 3.13 takes 2,000, and blocks wait in cycles."""
-    before = gc.get_threshold()
-    gc.set_threshold(count, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@pytest.mark.long
-def test_thousands_of_messages_over_few_blocks() -> None:
-    """Four sizes, all kinds of views, cycles: every place is used over and over, never while somebody looks at it."""
-    with wired(32 * MIB) as wire, collecting_after(700):
-        traffic = Traffic(wire, 1)
-        traffic.run(COUNT)
-        wire.check_empty()
-        assert wire.sent == wire.back == COUNT
-        assert len(traffic.places) < COUNT / 5, "hardly a block was used again"
-
-
-def test_threads_recycle_each_others_blocks() -> None:
-    """The same from three threads over one arena, with a fourth that drops what they hold and collects."""
-    problems: list[BaseException] = []
-
-    def run(wire: Wire, seed: int) -> None:
-        try:
-            Traffic(wire, seed).run(COUNT // 8)
-        except BaseException as problem:
-            problems.append(problem)
-
-    with wired(64 * MIB) as wire:
-        threads = [threading.Thread(target=run, args=(wire, seed)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 40
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-            gc.collect()
-            wire.settle()
-            time.sleep(0.002)  # the collector keeps the interpreter for itself
-        assert not any(thread.is_alive() for thread in threads) and not problems, problems
-        wire.check_empty()
-        assert wire.sent == 3 * (COUNT // 8)
-
-
-def test_the_collector_may_run_in_the_middle_of_everything() -> None:
-    """Collections at every allocation: releases happen inside of lending, adopting, draining, and harm none of them."""
-    before = gc.get_threshold()
-    with wired(16 * MIB) as wire:
-        gc.set_threshold(1, 1, 1)
-        try:
-            for number in range(300):
-                value = 1 + number % 200
-                tensors, _ = wire.send([filled(value, (6000,), torch.uint8), filled(value, (4, 3000), torch.int16)])
-                for tensor in tensors:
-                    assert (shown(tensor) == value).all()
-                holders = [InCycle(tensor) for tensor in tensors]
-                del tensors, tensor, holders
-                wire.settle()
-        finally:
-            gc.set_threshold(*before)
-        wire.check_empty()
-        assert wire.back == 600
 
 
 # ---- forks, and the end of the interpreter

@@ -28,7 +28,6 @@ from tests.channels.device.ends import (
     DirectEnds,
     IpcEnds,
     NeighbourCuda,
-    NeighbourInterprocess,
     StagingEnds,
 )
 from tests.channels.ends import KIB, MIB, Message
@@ -762,18 +761,6 @@ def test_a_copy_whose_record_is_refused_does_not_spoil_what_the_slot_holds_next(
             gate.set()
 
 
-class InterruptedWait(NeighbourInterprocess):
-    """A signal handler raises as a stream is about to be made to wait."""
-
-    interrupted = False
-
-    def wait(self, event: InterprocessEvent, stream: Stream) -> None:
-        interrupted, self.interrupted = self.interrupted, False
-        if interrupted:
-            raise KeyboardInterrupt
-        super().wait(event, stream)
-
-
 class Crowded(NeighbourCuda):
     """Somebody else sends at the moment in which there is no memory."""
 
@@ -1208,27 +1195,6 @@ def exchange(kind: type[DeviceEnds], call: str, caller: str, seed: int) -> tuple
         sending.close()
         receiving.close()
     return sending.omitted, wrong, len(sending.violations + receiving.violations)
-
-
-@pytest.mark.parametrize(
-    "kind, call, caller",
-    [
-        (DirectEnds, "wait", "_take_over"),
-        (DirectEnds, "keep", "_take_over"),
-        (DirectEnds, "mark", "_hand_over"),
-        (DirectEnds, "wait", "send"),
-        (IpcEnds, "keep", "send"),
-        (IpcEnds, "wait", "send"),
-    ],
-)
-def test_each_call_that_orders_is_needed(kind: type[DeviceEnds], call: str, caller: str) -> None:
-    """Left out, values are wrong or rules are broken."""
-    for seed in range(5):
-        omitted, wrong, broken = exchange(kind, call, caller, seed)
-        assert omitted >= 40
-        if wrong or broken:
-            return
-    pytest.fail("nobody noticed")
 
 
 @pytest.mark.parametrize("kind", [DirectEnds, IpcEnds], ids=lambda kind: kind.way)
