@@ -55,9 +55,9 @@ class Connection:
     with the frames that a thread has read which stands by; whether it takes them, else nothing was done with them.
     on_suspended: called when its socket has broken, with the cause, if it may go on over another one. on_resumed:
     called when it goes on. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and
-    will come again. queue: what waits to be written. label: what it is called in the log. takes_at_once: bytes of tensors of one
-    message that the other end takes, as its handshake has said. session: what its handshake has left for second
-    connections, and for other sockets.
+    will come again. queue: what waits to be written. label: what it is called in the log. takes_at_once: bytes of
+    tensors of one message that the other end takes, as its handshake has said. session: what its handshake has left
+    for second connections, and for other sockets.
     """
 
     on_frames: Callable[[list[Frame]], None] | None = _of_port("on_frames")

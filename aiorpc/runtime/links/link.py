@@ -41,7 +41,7 @@ from .channel_link import PIECES, ChannelEnd
 from .distribution import Distribution, Prepared
 from .messages import BULK, LINK, MESSAGES, Attach, Introduce, Pipe
 from .reassembly import Assembly, Message, Reassembly
-from .registry import Registered, agree, at_once
+from .registry import InstalledChannel, agree, at_once
 from .returns import Returns
 from .second import SecondConnection
 
@@ -85,7 +85,7 @@ class Home(Protocol):
 
     engine: Engine
     accelerators: Accelerators
-    channels: list[Registered]
+    channels: list[InstalledChannel]
 
     @property
     def open_pipe(self) -> Callable[[Link], None]:
@@ -431,7 +431,7 @@ class Link:
             channel.introduced(theirs[context.name])
             self.route_back = channel.route or self.route_back
 
-    def _use(self, registered: list[Registered]) -> None:
+    def _use(self, registered: list[InstalledChannel]) -> None:
         """Open these channels, but for those that are open, and use them in this order before those of the link."""
         channels: dict[int, Channel] = {}
         for number, context in registered:

@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 from .accelerators import Accelerators
 from .link import Link, MessageSink
 from .memory import Memory
-from .registry import Registered, find_channels
+from .registry import InstalledChannel, find_channels
 
 
 class Links:
@@ -36,7 +36,7 @@ class Links:
         self.memory: Memory = Memory(engine, self.busy)
         self.open_pipe = open_pipe
         self.other_end = other_end
-        self.channels: list[Registered] = find_channels(self)
+        self.channels: list[InstalledChannel] = find_channels(self)
         self._links: set[Link] = set()
 
     def make(

@@ -31,16 +31,16 @@ OURS: Mapping[int, EntryPoint] = {
 FIRST_NUMBER = 16
 
 
-class Registered(NamedTuple):
+class InstalledChannel(NamedTuple):
     """A channel that this worker has. number: by which messages name it; 0 if each link numbers it."""
 
     number: int
     context: ChannelContext
 
 
-def find_channels(worker: Any) -> list[Registered]:
+def find_channels(worker: Any) -> list[InstalledChannel]:
     """The channels that are installed, for a worker that starts. One that cannot be loaded is left out, and logged."""
-    found = [Registered(number, entry.load()(worker)) for number, entry in OURS.items()]
+    found = [InstalledChannel(number, entry.load()(worker)) for number, entry in OURS.items()]
     names = {each.context.name for each in found}
     for entry in sorted(entry_points(group=GROUP)):
         try:
@@ -51,24 +51,24 @@ def find_channels(worker: Any) -> list[Registered]:
             logger.warning("the channel %s (%s) is not used: %r", entry.name, entry.value, error)
             continue
         names.add(context.name)
-        found.append(Registered(0, context))
+        found.append(InstalledChannel(0, context))
     return found
 
 
-def at_once(registered: list[Registered]) -> list[Registered]:
+def at_once(registered: list[InstalledChannel]) -> list[InstalledChannel]:
     """Those that a link has from its start: every worker of this version has them."""
     return [each for each in registered if each.number == DEVICE]
 
 
 def agree(
-    registered: list[Registered], link: ChannelLink, mine: Mapping[str, object], theirs: Mapping[str, object]
-) -> list[Registered]:
+    registered: list[InstalledChannel], link: ChannelLink, mine: Mapping[str, object], theirs: Mapping[str, object]
+) -> list[InstalledChannel]:
     """The channels that this link uses, each with its number, the one that is asked first in front.
 
     mine, theirs: the descriptors of both ends, by the names of the channels. Raises ProtocolError for one of theirs
     that cannot be.
     """
-    agreed: list[Registered] = []
+    agreed: list[InstalledChannel] = []
     for number, context in sorted(registered, key=lambda each: each.context.name):
         name = context.name
         if name not in mine:
@@ -89,5 +89,5 @@ def agree(
             context.refused(link, reason)
         else:
             others = sum(each.number >= FIRST_NUMBER for each in agreed)
-            agreed.append(Registered(number or FIRST_NUMBER + others, context))
+            agreed.append(InstalledChannel(number or FIRST_NUMBER + others, context))
     return sorted(agreed, key=lambda each: (-each.context.priority, each.context.name))
