@@ -4,8 +4,9 @@ Which channel takes which buffer of a message that leaves is decided in `distrib
 PARCEL is opened here: who serves or answers calls sees the message with all its buffers, as if they had come with it.
 What the two ends of a link say to each other, on channel 0 of CHANNEL, is in `messages`.
 
-Every message of a worker leaves through `Link.send` and arrives through `Link.on_frames`, with the exception of those
-of the handshake, which comes before there is a link. Observers are asked there, and messages are counted there.
+Every message of a worker leaves through `Link.send`, or through `Link.post` if its buffers went to channels, and arrives
+through `Link.on_frames`; those of the handshake come before there is a link. Observers are asked there, and messages
+are counted there.
 
 Invariants
 1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
@@ -160,66 +161,71 @@ class Link:
         urgent: bool = False,
         more: bool = False,
         call: object = None,
-        prepared: Prepared | None = None,
         undo: Outgoing | None = None,
-        pipe: Connection | None = None,
         passed: bool = False,
         unsent: Unsent | None = None,
     ) -> None:
-        """Send a message: the one way out of a worker. Any thread; it never blocks.
+        """Send a message. Any thread; it never blocks.
 
-        call: what is kept of the call that the message belongs to. prepared: what the frame was made of, for a message
-        whose buffers were given to channels. undo: what to take back if an observer drops the message. pipe: the second
-        connection, for messages that go over that one. urgent, more, unsent: see `FrameWriter.send`. passed: whether
-        all observers have let it go.
+        call: what is kept of the call that the message belongs to. undo: what to take back if an observer drops the
+        message. urgent, more, unsent: see `FrameWriter.send`. passed: whether all observers have let it go.
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
-            send = partial(self.send, kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, pipe=pipe)
-            passed_on = partial(send, passed=True, unsent=unsent)
-            self._ask_observers(kind, call_id, frame, call, prepared, undo, passed_on)
+            passage = frame_passage(kind, call_id, frame, call, self.record)
+            ask(self.engine.observers, passage, partial(self._leave, kind, frame, urgent, False, unsent), _undo(undo))
             return
+        self._leave(kind, frame, urgent, more, unsent)
+
+    def _leave(self, kind: int, frame: Sequence[Buffer], urgent: bool, more: bool, unsent: Unsent | None) -> None:
         self.messages_sent += 1
-        if pipe is not None:
-            pipe.send(frame)
-            return
         if any(self._released) and kind not in (CHANNEL, RELEASE):
             self.flush(more=True)
-        if prepared is None:
-            self.connection.send(frame, urgent=urgent, more=more, unsent=unsent)
+        self.connection.send(frame, urgent=urgent, more=more, unsent=unsent)
+
+    def post(
+        self,
+        prepared: Prepared,
+        *,
+        urgent: bool = False,
+        call: object = None,
+        undo: Outgoing | None = None,
+        passed: bool = False,
+    ) -> None:
+        """Send a message that was prepared. Any thread. The rest is as of `send`."""
+        if not passed and self.engine.observers:
+            names = self.distribution.names(prepared.wires)
+            size = len(prepared.body) + prepared.size
+            passage = Passage(prepared.kind, prepared.call_id, prepared.body, size, call, self.record, names)
+
+            def drop() -> None:
+                self.distribution.withdraw(prepared)
+                _undo(undo)()
+
+            ask(self.engine.observers, passage, partial(self._leave_prepared, prepared, urgent), drop)
             return
+        self._leave_prepared(prepared, urgent)
+
+    def _leave_prepared(self, prepared: Prepared, urgent: bool) -> None:
         if not prepared.unsent:  # withdrawn while an observer had it
             return
-        self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
+        self._leave(prepared.kind, prepared.frame, urgent, False, prepared.unsent)
         if prepared.unsent:  # the connection has ended
             self.distribution.withdraw(prepared)
         elif prepared.wires:
             self.distribution.posted(prepared)
 
-    def _ask_observers(
-        self,
-        kind: int,
-        call_id: int,
-        frame: Sequence[Buffer],
-        call: object,
-        prepared: Prepared | None,
-        undo: Outgoing | None,
-        send: Callable[[], None],
-    ) -> None:
-        if prepared is None:
-            passage = frame_passage(kind, call_id, frame, call, self.record)
+    def send_over(self, pipe: Connection, kind: int, frame: Sequence[Buffer]) -> None:
+        """Send a message over the second connection. On the loop."""
+
+        def leave() -> None:
+            self.messages_sent += 1
+            pipe.send(frame)
+
+        if self.engine.observers:
+            ask(self.engine.observers, frame_passage(kind, 0, frame, None, self.record), leave, _undo(None))
         else:
-            size = len(prepared.body) + prepared.size
-            names = self.distribution.names(prepared.wires)
-            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, names)
-
-        def drop() -> None:
-            if prepared is not None:
-                self.distribution.withdraw(prepared)
-            if undo is not None:
-                undo.unsend()
-
-        ask(self.engine.observers, passage, send, drop)
+            leave()
 
     # --- the entrance -------------------------------------------------------------------------------------------------
 
@@ -274,19 +280,6 @@ class Link:
         return Passage(kind, call_id, body, len(body) + size, call, self.record, names)
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
-
-    def post(
-        self,
-        prepared: Prepared,
-        *,
-        urgent: bool = False,
-        call: object = None,
-        undo: Outgoing | None = None,
-        passed: bool = False,
-    ) -> None:
-        """Send a message that was prepared. call, undo, passed: as of `send`."""
-        kind, call_id, frame = prepared.kind, prepared.call_id, prepared.frame
-        self.send(kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, undo=undo, passed=passed)
 
     def flush(self, *, more: bool = False) -> None:
         """Give back what was borrowed from the other end and is released. more: another frame follows at once. Any
@@ -525,3 +518,8 @@ class Link:
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
         self._home.ended(self)
+
+
+def _undo(out: Outgoing | None) -> Callable[[], None]:
+    """What takes back what a message has recorded that will not leave."""
+    return out.unsend if out is not None else lambda: None

@@ -54,7 +54,7 @@ class LinkForSecond(Protocol):
     def say(self, channel: int, fields: list[object]) -> None:
         """Send what the link or a channel says, over the first connection."""
 
-    def send(self, kind: int, call_id: int, frame: Sequence[Buffer], *, pipe: Connection) -> None:
+    def send_over(self, pipe: Connection, kind: int, frame: Sequence[Buffer]) -> None:
         """Send a message over that connection."""
 
     def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None) -> None:
@@ -95,7 +95,7 @@ class SecondConnection:
             frame = self.bulk.next_frame()
             if frame is None:
                 return
-            link.send(CHUNK, 0, frame, pipe=pipe)
+            link.send_over(pipe, CHUNK, frame)
 
     def _need(self) -> None:
         link = self._link
@@ -146,7 +146,7 @@ class SecondConnection:
         pipe.on_frames = partial(link.on_frames, pipe=pipe)
         if link.opener:
             greeting = write(messages.ChannelMessage(LINK, MESSAGES.write(Attach())))
-            link.send(CHANNEL, 0, encode_frame(CHANNEL, 0, greeting), pipe=pipe)
+            link.send_over(pipe, CHANNEL, encode_frame(CHANNEL, 0, greeting))
             self._use(pipe)
 
     def _use(self, pipe: Connection) -> None:
