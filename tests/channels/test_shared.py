@@ -19,8 +19,8 @@ import pytest
 
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
-from aiorpc.channels.segments import HEADER, Mapping
-from aiorpc.channels.shared import COLD_SIZE, COPY_OUT, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST, SharedMemory
+from aiorpc.channels.segments import HEADER
+from aiorpc.channels.shared import COLD_SIZE, COPY_OUT, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, SegmentRefused, Warm
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
@@ -270,23 +270,6 @@ def test_a_long_buffer_goes_into_cold_memory_that_is_mapped_meanwhile(waiting: S
     assert not any(waiting.under_way().values())
 
 
-def test_a_mapping_is_told_of_before_its_pages_are_touched(cold: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other end may wait for the word, and not for the pages."""
-    told: list[str] = []
-    cold.arenas[0].grow(MIB)
-    post = cold.around[1].post
-
-    def tell(fields: list[Any]) -> None:
-        told.append(fields[0])
-        post(fields)
-
-    monkeypatch.setattr(cold.around[1], "post", tell)
-    monkeypatch.setattr(Mapping, "touch", lambda *args, **options: told.append("touched"))
-    cold.ends[0].offer_all()
-    cold.settle()
-    assert told[0] == "mapped" and "touched" in told
-
-
 def test_a_shorter_one_waits_for_nothing(waiting: SharedEnds) -> None:
     """It goes another way until there is warm memory."""
     assert waiting.ends[0].send([bytes(COLD_SIZE - 1)], []) == [None]
@@ -350,49 +333,6 @@ def test_what_warms_up_later_is_offered_and_named() -> None:
         said = overhear(ends, 0)
         end.grown(ranges)
         assert said == [MESSAGES.write(Warm(*extent)) for extent in ranges] and ranges
-    finally:
-        ends.dispose()
-
-
-def test_the_first_growth_offers_its_segment_once(cold: SharedEnds) -> None:
-    """After a buffer found nothing at all: the offer carries what is needed to map, and is not repeated."""
-    end = cold.ends[0]
-    assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    said = overhear(cold, 0)
-    end.grown(cold.arenas[0].grow(MIB))
-    end.grown(cold.arenas[0].grow(MIB))
-    assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    (segment,) = cold.arenas[0].segments
-    assert said == [MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce))]
-
-
-def in_tables() -> int:
-    """Bytes of memory files that are in the tables of this process, by all of its mappings of them."""
-    found = 0
-    ours = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "/memfd:aiorpc" in line:
-            ours = True
-        elif ours and line.startswith("Rss:"):
-            found += int(line.split()[1]) * 1024
-            ours = False
-    return found
-
-
-def test_warm_pages_are_touched_in_the_other_process() -> None:
-    """In a thread; ranges that are none, or of a segment that is not mapped, are hints that come to nothing."""
-    ends = SharedEnds(limit=64 * MIB, warm=MIB)
-    try:
-        before = in_tables()
-        for extent in ([7, 0, 5], [0, -5, 3], [0, 0, 1 << 50], [0, 32 * MIB, MIB]):
-            ends.ends[1].on_message(MESSAGES.write(Warm(*extent)))
-        for _ in range(3):
-            ends.step("thread 1")
-        assert in_tables() == before
-        ends.step("thread 1")
-        assert in_tables() == before + MIB
-        assert ends.lanes() == []
-        delivered(ends, SHARE_SIZE)
     finally:
         ends.dispose()
 
@@ -708,20 +648,6 @@ def test_processes_that_cannot_share_are_told_apart(theirs: Any, why: str) -> No
     mine = shared.descriptor()
     assert why in shared.obstacle(mine, theirs) and why in shared.obstacle(theirs, mine)
     assert shared.obstacle(mine, shared.descriptor()) == ""
-
-
-def test_wires_of_one_and_many_are_the_same_wires() -> None:
-    """`receive_one` gives what `receive` does, for a block that stays where it is; None for all others."""
-    ends = SharedEnds(limit=LIMIT, warm=6 * MIB)
-    try:
-        end: SharedMemory = ends.ends[1]
-        wire: Wire | None = ends.ends[0].send_one(pattern(3, SHARE_SIZE))
-        assert wire is not None and end.receive_one([*wire[:4], 1]) is None and end.receive_one([*wire, 0, 1]) is None
-        buffer = end.receive_one(wire)
-        assert buffer is not None and bytes(buffer) == pattern(3, SHARE_SIZE)
-        assert (end.traffic.received, end.traffic.bytes_received) == (1, SHARE_SIZE)
-    finally:
-        ends.dispose()
 
 
 def test_a_message_has_no_more_bytes_than_are_shared(ends: SharedEnds) -> None:

@@ -149,14 +149,6 @@ def test_each_waits_for_what_the_other_recorded_last(events: list[Signal], other
         assert mine.run() == 0 and events[1].done()
 
 
-def test_what_is_done_already_costs_no_wait(events: list[Signal], other: Other) -> None:
-    """The host looks first."""
-    lane = Lane()
-    events[0].record(lane)
-    lane.run()
-    assert other.ask("wait", 0) == 0
-
-
 def test_a_dead_process_is_waited_for_no_more(events: list[Signal], other: Other) -> None:
     """By what waits already, and by what comes later, in whatever order; what is ours is waited for as before."""
     mine, waiting, later = Lane(), Lane(), Lane()
@@ -211,16 +203,6 @@ def test_memory_stays_until_it_is_closed(host: Host) -> None:
     del last
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_memory_that_nobody_closes_stays_registered(host: Host) -> None:
-    """As long as the process lives."""
-    (event,) = make_signals(host, 0, 1)
-    page = event._page
-    del event
-    gc.collect()
-    assert host.registered == {page.mapping.address: 4096}
-    page.close()
 
 
 def in_child(body: Callable[[], str]) -> str:

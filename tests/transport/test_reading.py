@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import itertools
 import select
 import socket
 import threading
-from collections.abc import Sequence
 
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.interrupts import give_back
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
-from aiorpc.transport import connection as connection_module
-from aiorpc.transport import reading as reading_module
-from aiorpc.transport import send_queue, writing
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
-from tests.transport.ends import LONG, SOON, End, Watched, encoded, meanwhile, unread, until
+from tests.transport.ends import LONG, SOON, End, encoded, unread, until
 
 
 class Waiter:
@@ -86,25 +79,6 @@ async def shared(half: tuple[End, socket.socket]) -> tuple[End, socket.socket]:
     """A connection that threads may read on, and the bare socket at its other end."""
     await share(half[0])
     return half
-
-
-async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socket]) -> None:
-    """The first call of read_here takes nothing, what is there goes to the loop; from then on threads may read."""
-    end, far = half
-    far.send(encoded(1))
-    taken: list[Sequence[Frame]] = []
-    thread = threading.Thread(target=lambda: taken.append(end.connection.read_here(lambda: False)))
-    thread.start()
-    thread.join(LONG)  # blocks the loop: nobody has told `read_here` that it is enough
-    assert not thread.is_alive()
-    await end.received(1)
-    assert taken == [[]]
-    far.send(encoded(2))
-    await end.received(2)
-    waiter = await Waiter(end).looks()
-    far.send(encoded(3))
-    await waiter.ended()
-    assert [frame.call_id for frame in waiter.taken] == [3]
 
 
 async def test_without_descriptors_the_loop_reads_on(
@@ -185,60 +159,6 @@ async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data:
     await waiter.ended()
     assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
     assert end.frames == []
-
-
-async def test_alarm_that_rings_in_a_read_is_no_word_of_the_socket(
-    watched: tuple[End, Watched, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A TimeoutError that a signal handler has raised is its thread's, and the connection goes on."""
-    end, sock, far = watched
-    await share(end)
-
-    def ring(size: int, flags: int) -> bytes:
-        raise TimeoutError("the time of the program is up")
-
-    monkeypatch.setattr(sock, "recv", ring, raising=False)
-    with pytest.raises(TimeoutError, match="the time of the program"):
-        await asyncio.to_thread(end.connection.read_here, lambda: False)
-    monkeypatch.undo()
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-    assert end.causes == []
-
-
-async def test_what_a_signal_handler_raises_after_a_call_is_no_end_of_a_turn(shared: tuple[End, socket.socket]) -> None:
-    """Wherever it runs: it has given back the turns of its thread, and what it raises then is raised there."""
-    end, far = shared
-    files = connection_module.__file__, reading_module.__file__, writing.__file__, send_queue.__file__
-    where = ""
-
-    def ring(place: str) -> None:
-        nonlocal where
-        where = place
-        give_back()
-        raise IndexError("of the program's")
-
-    def work(at: int) -> bool:
-        looks = itertools.count()
-
-        def read_and_send() -> None:
-            end.send(at, urgent=True)
-            end.connection.read_here(lambda: next(looks) > 2)
-
-        with contextlib.suppress(IndexError):
-            assert not meanwhile(read_and_send, at, ring, *files, signals=True), where
-            return True
-        return False
-
-    async with asyncio.timeout(LONG):
-        moments = 0
-        while not await asyncio.to_thread(work, moments):
-            moments += 1
-    assert moments > 30
-    await until(lambda: not end.connection.unsent)
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-    assert end.causes == []
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -400,21 +320,6 @@ async def test_write_that_fails_under_a_waiter_hears_the_last_words(shared: tupl
     assert isinstance(await end.closed(), ConnectionError)
     assert [frame.kind for frame in end.frames] == [Kind.GOODBYE]
     assert waiter.errors == []
-
-
-async def test_read_on_loop_again_does_nothing(shared: tuple[End, socket.socket]) -> None:
-    """Whoever does not read may say so as often as it likes, before, after and while another thread reads."""
-    end, far = shared
-    end.connection.read_on_loop()
-    waiter = await Waiter(end).looks()
-    for _ in range(2):
-        end.connection.read_on_loop()
-        await asyncio.to_thread(end.connection.read_on_loop)
-    far.send(encoded(7))
-    await waiter.ended()
-    assert [frame.call_id for frame in waiter.taken] == [7]
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
 
 
 class Wire:

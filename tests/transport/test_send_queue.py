@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import pytest
@@ -16,12 +15,10 @@ from hypothesis import strategies as st
 
 from aiorpc.interrupts import SocketTurn
 from aiorpc.locks import RLock, is_owned
-from aiorpc.protocol import session as protocol_session
-from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
-from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
-from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
+from aiorpc.transport.send_queue import FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
 from tests.transport.ends import meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
@@ -116,21 +113,6 @@ def test_bytes_leave_in_order_however_little_is_taken(
     assert bytes(sock.data) == joined(frames)
 
 
-@given(frame_sizes.filter(bool), st.integers(0, 1000))
-def test_write_says_what_was_taken(lengths: list[list[int]], amount: int) -> None:
-    """Its answer is the number of bytes, and whether that was all that it offered; a frame counts until it is whole."""
-    frames = make_frames(lengths)
-    queue = filled(frames)
-    assert len(queue) == len(frames)
-    sock = Taker([amount])
-    count, whole = write(queue, sock)
-    assert count == len(sock.data) <= amount
-    assert whole == (count == sum(map(len, sock.handed[0])))
-    assert bool(queue) == (count < len(joined(frames)))
-    drain(queue, sock)
-    assert len(queue) == 0
-
-
 def test_frames_cross_a_real_socket() -> None:
     """Small frames and large ones, more than the socket holds at once, arrive bit for bit."""
     frames = [
@@ -175,17 +157,6 @@ def test_very_many_buffers_in_one_frame(size: int) -> None:
     assert bytes(sock.data) == joined(frames)
 
 
-def test_small_frames_leave_in_one_buffer() -> None:
-    """Joining many small frames takes one system call with one buffer, up to a batch."""
-    sock = Taker()
-    queue = filled([[b"head", b"tail"] for _ in range(100)])
-    assert write(queue, sock) == (800, True)
-    assert [len(buffers) for buffers in sock.handed] == [1]
-    queue = filled([[b"x" * 1000] for _ in range(2 * BATCH_SIZE // 1000)])
-    count, _ = write(queue, sock)
-    assert BATCH_SIZE <= count < BATCH_SIZE + 1000
-
-
 def test_large_buffers_are_not_copied() -> None:
     """What is larger than joining pays for goes to the system as the very same object, between joined small ones."""
     large: list[Buffer] = [bytearray(JOIN_SIZE + 1), memoryview(bytearray(50_000))]
@@ -195,17 +166,6 @@ def test_large_buffers_are_not_copied() -> None:
     assert (first, third) == (b"ab", b"cd")
     assert second is large[0]
     assert fourth is large[1]
-
-
-def test_a_frame_alone_is_handed_over_as_it_is() -> None:
-    """With nothing else to write, neither a short frame nor head and segment are joined or copied."""
-    frames: list[list[Buffer]] = [[b"short"], [b"head", bytearray(50_000)]]
-    for frame in frames:
-        sock = Taker()
-        drain(filled([frame]), sock)
-        ((*handed,),) = sock.handed
-        assert len(handed) == len(frame)
-        assert all(one is other for one, other in zip(handed, frame, strict=True))
 
 
 def test_clear_forgets_what_was_begun_too() -> None:
@@ -291,14 +251,6 @@ def test_head_of_a_chunk_is_a_piece_of_its_own_and_pieces_leave_together() -> No
     assert len(queue) == 0
 
 
-def test_many_small_frames_share_a_seal() -> None:
-    """One piece for all that leave together."""
-    queue, sock = filled([[b"x" * 20] for _ in range(MAX_BUFFERS)]), Taker()
-    queue.seal(Seal(KEY))
-    assert write(queue, sock) == (20 * MAX_BUFFERS + OVERHEAD, True)
-    assert len(queue) == 0
-
-
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
@@ -324,30 +276,6 @@ def test_others_append_at_any_moment(seals: bool) -> None:
     assert moments > 50
 
 
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_what_is_kept_is_counted_whenever_it_is_acknowledged(seals: bool) -> None:
-    """The loop may take an acknowledgement wherever the interpreter turns from the writer to another thread."""
-
-    def happened(at: int) -> bool:
-        session, queue, sock = Session(1 << 20), SendQueue(), Taker()
-        queue.keep(session)
-        if seals:
-            queue.seal(Seal(KEY))
-        queue.append([b"one"])
-        drain(queue, sock)
-        queue.append([b"two"])
-
-        def acknowledge(_: str) -> None:
-            session.arrived([Frame(ACK, 1, b"")], 0, queue.begun_frames)
-
-        found = meanwhile(partial(drain, queue, sock), at, acknowledge, send_queue.__file__, signals=True)
-        assert session.size == sum(map(len, chain.from_iterable(session.kept)))
-        return found
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 5
-
-
 @pytest.mark.parametrize("work", ["write", "prepend"])
 def test_the_size_is_right_whenever_others_append(work: str) -> None:
     """Wherever the interpreter turns to another thread: by it a callee sees whether its caller takes what it gets."""
@@ -365,40 +293,6 @@ def test_the_size_is_right_whenever_others_append(work: str) -> None:
 
     moments = next(at for at in range(10_000) if not happened(at))
     assert moments > 1
-
-
-@pytest.mark.parametrize("others", ["append", "acknowledge"])
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_what_others_count_stays_as_the_size_is_made_right(seals: bool, others: str) -> None:
-    """Wherever the interpreter turns from a writer that was interrupted to another thread, and from that to it."""
-    whole: list[Buffer] = [b"head", LARGE]
-
-    def happened(at: int, recounts: bool) -> bool:
-        session, queue, sock = Session(1 << 20), SendQueue(), Taker()
-        queue.keep(session)
-        if seals:
-            queue.seal(Seal(KEY))
-        queue.append(whole)
-        drain(queue, sock)
-        queue.append([b"waits"])
-        step: Callable[[], object] = partial(queue.append, [b"later"], [])
-        if others == "acknowledge":
-            step = partial(session.arrived, [Frame(ACK, 1, b"")], 0)
-        recount = partial(queue.recount, (None,))
-        first, second = (recount, step) if recounts else (step, recount)
-
-        def other(_: str) -> None:
-            second()
-
-        found = meanwhile(first, at, other, send_queue.__file__, protocol_session.__file__, signals=True)
-        drain(queue, sock)
-        assert queue.size == 0
-        assert session.size == sum(map(len, chain.from_iterable(session.kept)))
-        return found
-
-    for recounts in (True, False):
-        moments = next(at for at in range(10_000) if not happened(at, recounts))
-        assert moments > 1
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])

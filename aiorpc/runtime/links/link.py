@@ -4,7 +4,7 @@ Which channel takes which buffer of a message that leaves is decided in `distrib
 PARCEL is opened here: who serves or answers calls sees the message with all its buffers, as if they had come with it.
 What the two ends of a link say to each other, on channel 0 of CHANNEL, is in `messages`.
 
-Every message of a worker leaves through `Link.send`, or through `Link.post` if its buffers went to channels, and arrives
+Every message of a worker leaves through `Link.send`, or `Link.post` if its buffers went to channels. It arrives
 through `Link.on_frames`; those of the handshake come before there is a link. Observers are asked there, and messages
 are counted there.
 

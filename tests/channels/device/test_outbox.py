@@ -61,21 +61,6 @@ def test_slots_lie_inside_and_apart(size: int) -> None:
     check_slots(size)
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(size=st.integers(2, 512))
-def test_slots_of_boxes_of_any_size(size: int) -> None:
-    """Any multiple of CUDA's granule that the options allow."""
-    check_slots(size * 2 * MIB)
-
-
-def test_the_size_is_rounded_up_to_whole_granules(fake: NeighbourCuda) -> None:
-    """So that nobody else's memory is exported with it."""
-    box = Outbox(driver_of(fake), 0, 4 * MIB + 1)
-    assert box.size == 6 * MIB
-    assert box.slots == cut(6 * MIB)
-    box.close()
-
-
 def test_the_smallest_slot_that_fits_is_lent(box: Outbox) -> None:
     """A longer one only when those are out; of those that are too short none."""
     rooms = [room for _, room in box.slots]
@@ -171,13 +156,6 @@ def test_a_box_that_cannot_be_opened_leaves_nothing(fake: NeighbourCuda, box: Ou
         inbox.close()
         inbox.close()
         assert other.violations == [] and driver_of(other).mapped == {}
-
-
-def test_free_is_done_once(fake: NeighbourCuda, box: Outbox) -> None:
-    """The second time nothing happens."""
-    box.close()
-    box.close()
-    assert fake.calls["free"] == 1
 
 
 @pytest.mark.parametrize("size", [0, -1, 64 * KIB + 1])
