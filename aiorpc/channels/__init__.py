@@ -9,8 +9,8 @@ A message is a body and some buffers. Each buffer goes by the first channel that
 
 Buffers that lie on a device go by a channel of their own (`device`), which carries nothing else.
 
-Bulk and inline belong to each link. All others come from the registry (`runtime/links/registry.py`), those of other
-packages by the entry point group `aiorpc.channels`: a `ChannelContext` says what a worker has of its channel and
+Bulk and inline belong to each link. All others come from the registry (`runtime/links/channel_registry.py`), those of
+other packages by the entry point group `aiorpc.channels`: a `ChannelContext` says what a worker has of its channel and
 whether two workers reach each other by it, and opens an end of it for each link.
 
 A channel knows nothing of calls, tensors or sockets. It has two ends, one in either worker, which tell each other what

@@ -39,10 +39,10 @@ from ..engine.engine import Engine
 from ..engine.observing import Passage, ask, frame_passage, tell
 from .accelerators import Accelerators
 from .channel_link import PIECES, ChannelEnd
+from .channel_registry import InstalledChannel, agree, at_once
 from .distribution import Distribution, Prepared
 from .messages import BULK, LINK, MESSAGES, Attach, Introduce, Pipe
 from .reassembly import Assembly, Message, Reassembly
-from .registry import InstalledChannel, agree, at_once
 from .returns import Returns
 from .second import SecondConnection
 

@@ -11,9 +11,9 @@ from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from .accelerators import Accelerators
+from .channel_registry import InstalledChannel, find_channels
 from .link import Link, MessageSink
 from .memory import Memory
-from .registry import InstalledChannel, find_channels
 
 
 class Links:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...protocol.families import Family
 
 # Who a message on CHANNEL is for, the link itself or one of its channels; these have the same numbers in PARCELs and
-# RELEASEs. The channels of other packages are numbered by each link (`registry`).
+# RELEASEs. The channels of other packages are numbered by each link (`channel_registry`).
 LINK, SHARED, BULK, INLINE, DEVICE = range(5)
 
 
