@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from ..interrupts import SocketTurn, TurnEnded, begin, leave
 from ..locks import RLock, is_owned, release
 from ..protocol.frames import Buffer
+from ..protocol.session import Session
 from ..threads import waits_in_main_thread
 from .port import Port
-from .send_queue import FRAME_COST, SendQueue, Unsent
+from .send_queue import SendQueue, Unsent
 
 # So many small frames are not held back for more to come: the other side starts to work on them while we make the rest.
 BATCH_FRAMES = 32
@@ -58,14 +59,7 @@ class FrameWriter:
             return
         queue = self.queue
         try:
-            if unsent is not None:
-                queue.append(frame, unsent)
-            elif len(frame) == 1:  # as `append` does, with one function less for most frames
-                size = len(frame[0]) + FRAME_COST
-                queue.size += size
-                queue.frames.append(frame)
-            else:
-                queue.append(frame)
+            queue.append(frame, unsent)
             if more:
                 return
             if not self.blocked and (len(queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
@@ -140,10 +134,8 @@ class FrameWriter:
         if queue.miscounted:
             queue.recount(turn)
         while (queue.frames or queue.begun) and not port.closed:
-            if session is not None and (session.due or session.size >= session.limit):
-                owner = port.owner
-                if owner is None or not owner.may_begin(session, turn):
-                    return
+            if session is not None and not self._may_begin(session, turn):
+                return
             try:
                 sent, whole = queue.write(port.sock, turn)
             except (BlockingIOError, InterruptedError):
@@ -151,12 +143,25 @@ class FrameWriter:
             port.bytes_sent += sent
             if whole:
                 turn[1] = _DONT_WAIT
-            elif port.patient and turn[1] and sent and not waits_in_main_thread():
-                turn[1] = 0  # once more, and this time wait a little; no signal handler runs in that
-            else:
-                self.blocked = True
-                port.call_on_loop(self._wait_writable)
+            elif not self._writes_on(sent, turn):
                 return
+
+    def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
+        """Whether something may be written: not if an ACK has to come first, or too much was not acknowledged."""
+        if not session.due and session.size < session.limit:
+            return True
+        owner = self._port.owner
+        return owner is not None and owner.may_begin(session, turn)
+
+    def _writes_on(self, sent: int, turn: SocketTurn) -> bool:
+        """The socket took `sent` bytes of more: whether this thread writes on, and waits a little; else the loop does,
+        once the socket takes more."""
+        if self._port.patient and turn[1] and sent and not waits_in_main_thread():
+            turn[1] = 0  # no signal handler runs in that
+            return True
+        self.blocked = True
+        self._port.call_on_loop(self._wait_writable)
+        return False
 
     def _is_settled(self, error: BaseException, turn: SocketTurn) -> bool:
         """Whether what was raised in a turn is dealt with: the socket has broken, or the turn has ended."""

@@ -236,28 +236,36 @@ class Link:
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
         """
         if not again:
-            count = len(frames)
-            self.messages_received += count
-            if self.engine.observers:
-                for frame in frames:
-                    tell(self.engine.observers, self._passage_of(frame))
+            self._note(frames)
+        if pipe is not None:
+            for frame in frames:
+                self.second.on_frame(pipe, frame)
+            return
         methods = self._methods
         for frame in frames:
-            if pipe is not None:
-                self.second.on_frame(pipe, frame)
-                continue
-            kind = frame.kind
-            if frame.segments and not again and kind not in _COUNTED:
-                self.distribution.arrived(frame.segments)
-            if self.held or kind in OF_LINKS:
-                message = self.admit(frame)
+            if self.held or frame.segments or frame.kind in OF_LINKS:
+                message = self._look_into(frame, again)
                 if message is None:
                     continue
-                frame, kind = message, message.kind
-            method = methods.get(kind)
+                frame = message
+            method = methods.get(frame.kind)
             if method is None:
                 raise ProtocolError(f"{frame} does not belong on this side of a connection")
             method(frame)
+
+    def _look_into(self, frame: Frame, again: bool) -> Frame | None:
+        """`admit`, for what is the link's or may have to wait; buffers that came with their frame are counted."""
+        if frame.segments and not again and frame.kind not in _COUNTED:
+            self.distribution.arrived(frame.segments)
+        return self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
+
+    def _note(self, frames: Sequence[Frame]) -> None:
+        """Count frames that have arrived, and show them to observers. Raises ProtocolError."""
+        count = len(frames)  # apart: no other thread gets in between then
+        self.messages_received += count
+        if self.engine.observers:
+            for frame in frames:
+                tell(self.engine.observers, self._passage_of(frame))
 
     def take_over(self, frame: Frame) -> None:
         """A frame that a thread has read, and left. On the loop."""
