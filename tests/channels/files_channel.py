@@ -127,7 +127,5 @@ class FilesChannel(Channel):
         return size
 
     def close(self) -> None:
-        """Nothing more is fetched."""
+        """Nothing more is written. What was posted may still be fetched; the rest goes with the folder."""
         self._closed = True
-        for name in self._sent:
-            (self._folder / name).unlink(missing_ok=True)
