@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -566,8 +566,12 @@ def test_release_is_sent_by_flush(ends: SharedEnds) -> None:
     end, around = ends.ends[1], ends.around[1]
     end.flush()
     assert ends.lanes() == [] and not end.released and around.loans == 3
-    said: list[tuple[list[Block], bool]] = []
-    around.give_back = lambda blocks, *, more: said.append(([*blocks], more))  # type: ignore[method-assign]  # overheard
+    said: list[tuple[list[Any], bool]] = []
+
+    def give_back(released: Sequence[Sequence[int]], *, more: bool) -> None:
+        said.append(([*released], more))
+
+    around.give_back = give_back  # type: ignore[method-assign]  # overheard
     message.outcomes.clear()
     assert len(end.released) == 3
     end.flush(more=True)
@@ -663,7 +667,11 @@ def test_a_message_has_no_more_bytes_than_are_shared(ends: SharedEnds) -> None:
 def test_offers_and_answers_have_an_end(ends: SharedEnds) -> None:
     """Each is answered, and each refusal may be logged; of a segment there is one."""
     end = ends.ends[1]
-    ends.around[1].post = lambda fields: None  # type: ignore[method-assign]  # nobody reads them
+
+    def post(fields: list[Any], *, more: bool = False) -> None:
+        """Nothing reads it."""
+
+    ends.around[1].post = post  # type: ignore[method-assign]  # as it says
     with pytest.raises(ProtocolError, match=f"more than {MOST_WAITING} segments are offered"):
         for number in range(MOST_WAITING + 1):
             end.on_message(MESSAGES.write(SegmentOffer(number, 0, HEADER, bytes(16))))

@@ -470,7 +470,10 @@ class Link:
         self.send(CHANNEL, 0, frame, more=more)
 
     def give_back(self, channel: int, released: Sequence[Sequence[int]], *, more: bool) -> None:
-        """Tell the other end that these are its own again. more: another frame follows at once. Any thread."""
+        """Tell the other end that these are its own again: the call id of a RELEASE is the number of the channel.
+
+        more: another frame follows at once. Any thread.
+        """
         self.send(RELEASE, channel, encode_frame(RELEASE, channel, pack((released,))), more=more)  # a Release
 
     def _give_back_all(self) -> bool:

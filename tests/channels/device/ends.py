@@ -422,7 +422,8 @@ class DeviceEnds(Ends):
     ) -> Any:
         """The short cut of a link: what fails is told as what `receive` tells later."""
         try:
-            return landed(self.devices[end].receive_one(wire, SimpleNamespace(streams=dict(enumerate(streams)))))
+            landing: Any = SimpleNamespace(streams=dict(enumerate(streams)))
+            return landed(self.devices[end].receive_one(wire, landing))
         except RpcError as error:
             outcome = error
             self.around[end].on_loop(lambda: None if self.closed[end] else arrived(0, outcome))
