@@ -78,9 +78,7 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     return cast("Future[list[F]]", result)  # of the same objects
 
 
-def _count(
-    place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture
-) -> None:
+def _count(place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture) -> None:
     """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
     left.pop(place, None)
     if not left:

@@ -28,6 +28,7 @@ from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame, room
 from ..protocol.messages import Chunk, read_chunk, write_chunk
 from ..protocol.states import TRANSFER, TransferEvent, TransferState
+from ..undoing import on_error
 from . import Arrived, Traffic, Wire, size_said
 from .inline import allocate
 
@@ -133,7 +134,7 @@ class Bulk:
         """Queue the buffers that are long enough. The wire of each is the number of its transfer and its size."""
         wires: list[Wire | None] = [None] * len(buffers)
         least = self._least if self.ready else max(self._least, HASTY_SIZE)
-        try:
+        with on_error(lambda: self._take_back([wire for wire in wires if wire is not None])):
             for index, buffer in enumerate(buffers):
                 if len(buffer) >= least:
                     self._queue(memoryview(buffer), wires, index)
@@ -141,9 +142,6 @@ class Bulk:
                     self._wake()
             if self._turns:
                 self._wake()
-        except BaseException:  # a signal handler has raised it: nobody else knows of what is queued
-            self._take_back([wire for wire in wires if wire is not None])
-            raise
         return wires
 
     def _queue(self, data: memoryview, wires: list[Wire | None], index: int) -> None:

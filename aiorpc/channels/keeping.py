@@ -76,26 +76,20 @@ class Keeper:
         self.collect()
         if not self._has_room(size):
             return None
-        block, keep = None, None
+        block = self._arena.allocate(size)
+        if block is None:
+            if not self._arena.closed:
+                self._on_cold(size)
+            return None
         try:
-            block = self._arena.allocate(size)
-            if block is None:
-                if not self._arena.closed:
-                    self._on_cold(size)
-                return None
             array = self._arena.view(block)
-            keep = _Keep(array, self._dead.append)
-            keep.address, keep.block = _address_of(array), block
-            self.keeps[keep.address] = keep
-        except BaseException as error:
-            if keep is not None:
-                keep.block = None
-                self.keeps.pop(keep.address, None)
-            if block is not None:
-                self._arena.free(block)
-            if isinstance(error, ValueError) and self._arena.closed:  # meanwhile
+        except ValueError:
+            if self._arena.closed:  # meanwhile
                 return None
             raise
+        keep = _Keep(array, self._dead.append)
+        keep.address, keep.block = _address_of(array), block
+        self.keeps[keep.address] = keep
         self._on_keep()
         return array
 
@@ -112,22 +106,14 @@ class Keeper:
         """Give back to the arena what nobody here has any more; whether there was any."""
         found = False
         dead: list[_Keep] = []
-        freed: list[bool] = []
-        try:
-            with contextlib.suppress(IndexError):  # another thread has found it
-                dead.extend(map(deque.popleft, repeat(self._dead, len(self._dead))))
-            for keep in dead:
-                if keep.block is not None:
-                    self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
-                    self._arena.free(keep.block, freed)
-                    keep.block, freed = None, []
-                    found = True
-        except BaseException:  # a signal handler has raised it: the next look finds what is left
-            left = [keep for keep in dead if keep.block is not None]
-            if left and left[0].block is not None and self._arena.freed(left[0].block, freed):
-                del left[0]
-            self._dead.extend(left)
-            raise
+        with contextlib.suppress(IndexError):  # another thread has found it
+            dead.extend(map(deque.popleft, repeat(self._dead, len(self._dead))))
+        for keep in dead:
+            if keep.block is not None:
+                self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
+                self._arena.free(keep.block)
+                keep.block = None
+                found = True
         return found
 
     def close(self) -> None:

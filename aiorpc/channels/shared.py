@@ -23,6 +23,7 @@ from ..errors import ProtocolError
 from ..interrupts import acquire
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
+from ..undoing import on_error
 from . import Arrived, Traffic, Wire, count_refused, size_said
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
@@ -153,11 +154,8 @@ class SharedMemory:
         copies: of buffers that other peers get, too.
         """
         wires: list[Wire | None] = [None] * len(buffers)
-        try:
+        with on_error(lambda: self.withdraw([wire for wire in wires if wire is not None], named=False)):
             self._send(buffers, wires, copies)
-        except BaseException:
-            self.withdraw([wire for wire in wires if wire is not None], named=False)
-            raise
         return wires
 
     def to_copy(self, buffers: Sequence[Buffer]) -> int:
@@ -180,42 +178,30 @@ class SharedMemory:
         self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None, group: list[int]
     ) -> None:
         members = [buffers[index] for index in group]
-        lent = None
-        try:
-            lent = self._lend(members, copies)
-            if lent is None:
-                return
-            block, copy_out = lent
-            if len(group) == 1:  # as large ones always are
-                wires[group[0]] = [*block, copy_out]  # a Lent
-                self.traffic._count_sent(len(members[0]))
-                return
-            for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
-                wires[index] = [*LentPart(*block, copy_out, *span)]
-                self.traffic._count_sent(span[1])
-        except BaseException:
-            if lent is not None and wires[group[0]] is None:  # else it is known, and withdrawn with the others
-                self.lender.taken_back(lent[0])
-            raise
+        lent = self._lend(members, copies)
+        if lent is None:
+            return
+        block, copy_out = lent
+        if len(group) == 1:  # as large ones always are
+            wires[group[0]] = [*block, copy_out]  # a Lent
+            self.traffic._count_sent(len(members[0]))
+            return
+        for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
+            wires[index] = [*LentPart(*block, copy_out, *span)]
+            self.traffic._count_sent(span[1])
 
     def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
         if len(buffer) < self._least:
             return None
-        lent = None
-        try:
-            lent = self._lend((buffer,), copies)
-            if lent is None:
-                return None
-            traffic, size = self.traffic, len(buffer)
-            traffic.sent += 1
-            traffic.bytes_sent += size
-            block, copy_out = lent
-            return [*block, copy_out]  # a Lent
-        except BaseException:  # a signal handler has raised it: nobody else knows of the block
-            if lent is not None:
-                self.lender.taken_back(lent[0])
-            raise
+        lent = self._lend((buffer,), copies)
+        if lent is None:
+            return None
+        traffic, size = self.traffic, len(buffer)
+        traffic.sent += 1
+        traffic.bytes_sent += size
+        block, copy_out = lent
+        return [*block, copy_out]  # a Lent
 
     def _lend(self, buffers: Sequence[Buffer], copies: Copies | None) -> tuple[Block, int] | None:
         """The block, and whether it is to be copied out."""
@@ -399,20 +385,7 @@ class SharedMemory:
         released = self.borrower.drain()
         if not released:
             return
-        unsent: list[object] = [released]
-        try:
-            self._around.give_back(released, unsent, more=more)
-        except BaseException:
-            if unsent:  # a signal handler has raised it: somebody else sends them
-                self.borrower.released.extend(released)
-            raise
-
-    def has_taken(self, wire: Wire) -> bool:
-        """Whether the block that a thread has begun to receive was adopted, if `is_here` has said that it may.
-
-        In that thread, after it was interrupted.
-        """
-        return self.borrower.has_taken(_block_of(wire))
+        self._around.give_back(released, [released], more=more)
 
     def on_release(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
         """The other end has given these blocks back. Any thread. again, and errors: as of `Lender.released`."""

@@ -69,35 +69,14 @@ class Copies:
 
     def add(self, buffers: Sequence[Buffer], block: Block) -> None:
         """That block is the copy of these buffers."""
-        key, shared = tuple(map(id, buffers)), list[bool]()
-        try:
-            self._arena.share(block, shared)
-            self._made[key] = buffers, block
-        except BaseException:
-            if shared and key not in self._made:
-                self._arena.free(block)
-            raise
+        self._arena.share(block)
+        self._made[tuple(map(id, buffers))] = buffers, block
 
     def close(self) -> None:
-        """No further peer gets them. What was lent stays so until it is given back.
-
-        Again: nothing. If a signal handler raises in it, all are given back, once; but if it was only about to begin.
-        """
-        made = self._made
-        key: tuple[int, ...] = ()
-        freed: list[bool] = []
-        try:
-            while True:
-                if not made:
-                    break
-                key, freed = next(iter(made)), []
-                self._arena.free(made[key][1], freed)
-                del made[key]
-        except BaseException:
-            if key in made and self._arena.freed(made[key][1], freed):
-                del made[key]
-            self.close()
-            raise
+        """No further peer gets them. What was lent stays so until it is given back. Idempotent."""
+        while self._made:
+            _, (_, block) = self._made.popitem()
+            self._arena.free(block)
 
 
 class Lender:
@@ -161,7 +140,6 @@ class Lender:
         size = len(buffer) if not others else lay_out(map(len, buffers))[1]
         counted = leased = lent = False
         block = made = None
-        shared: list[bool] = []
         try:
             with self._lock:
                 if self._retired:
@@ -180,7 +158,7 @@ class Lender:
                 if block is None and cold is not None and cold():
                     block = self.arena.allocate_cold(size)
             else:
-                self.arena.share(made, shared)
+                self.arena.share(made)
                 block = made
             if block is None:
                 self._refuse(self.arena.last_refusal)
@@ -207,12 +185,10 @@ class Lender:
                         self._leases[block.generation] = block
                 if leased:
                     crowded = self._lent > self._share or self.arena.used > self._soft
-                    lent = True  # until here whoever is interrupted has lent nothing
+                    lent = True
                     return block, crowded
                 self._refuse("retired" if self._retired else "lent twice")
         except OSError as error:  # what the system had promised it has not
-            if error.errno is None:  # or a signal handler has raised it: a TimeoutError, say
-                raise
             self._refuse(f"memory: {error.strerror}")
         except Exception:
             if not self.arena.closed:
@@ -220,7 +196,7 @@ class Lender:
             self._refuse("closed")
         finally:
             if counted and not lent:
-                self._give_up(size, made if shared else block, leased)
+                self._give_up(size, block, leased)
         return None
 
     def _copy(self, buffers: Sequence[Buffer], block: Block) -> None:
@@ -248,24 +224,17 @@ class Lender:
         that the peer does not hold.
         """
         for numbers in blocks:
-            ended, freed = None, list[bool]()
-            try:
-                with self._lock:
-                    if self._reclaimed:
-                        return
-                    block = self._leases.get(numbers[3])
-                    if block is None or block != tuple(numbers):
-                        if again:
-                            continue
-                        raise ProtocolError(f"a release of a block that is not lent: {numbers}")
-                    del self._leases[block.generation]
-                    self._lent -= block.size
-                    ended = block
-                self.arena.free(block, freed)
-            except BaseException:  # a signal handler has raised it: with the lease nobody would come again
-                if ended is not None and not self.arena.freed(ended, freed):
-                    self.arena.free(ended, freed)
-                raise
+            with self._lock:
+                if self._reclaimed:
+                    return
+                block = self._leases.get(numbers[3])
+                if block is None or block != tuple(numbers):
+                    if again:
+                        continue
+                    raise ProtocolError(f"a release of a block that is not lent: {numbers}")
+                del self._leases[block.generation]
+                self._lent -= block.size
+            self.arena.free(block)
 
     def retire(self) -> None:
         """The connection is gone: nothing more is lent; what is lent stays so."""
@@ -305,7 +274,6 @@ class Borrower:
         self._on_loan = on_loan
         self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
         self._loans: dict[tuple[int, int], Loan] = {}  # by segment and offset
-        self._lately: deque[int] = deque(maxlen=16)  # generations of the blocks that were adopted last
         #: For `drain`; public so that one can look cheaply whether there is anything.
         self.released: deque[Loan | Block] = deque()
         self._pid = os.getpid()
@@ -407,7 +375,6 @@ class Borrower:
         loan = Loan(array, self.released.append)
         loan.block = block
         self._loans[block.segment, block.offset] = loan
-        self._lately.append(block.generation)
         self._on_loan()
         return array
 
@@ -418,25 +385,16 @@ class Borrower:
             return blocks
         last: list[Loan | Block] = []
         released = self.released
-        try:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                last.extend(map(deque.popleft, repeat(released, len(released))))
-            for each in last:
-                if isinstance(each, Loan):
-                    block = each.block
-                    self._loans.pop((block.segment, block.offset), None)
-                else:
-                    block = each
-                blocks.append(block)
-        except BaseException:  # a signal handler has raised it
-            released.extend(last)
-            raise
+        with contextlib.suppress(IndexError):  # another thread was faster
+            last.extend(map(deque.popleft, repeat(released, len(released))))
+        for each in last:
+            if isinstance(each, Loan):
+                block = each.block
+                self._loans.pop((block.segment, block.offset), None)
+            else:
+                block = each
+            blocks.append(block)
         return blocks
-
-    def has_taken(self, block: Block) -> bool:
-        """Whether that block was adopted; also when it has been released since, unless many were adopted after it."""
-        loan = self._loans.get((block.segment, block.offset))
-        return (loan is not None and loan.block == block) or block.generation in self._lately
 
     def close(self) -> None:
         """Nothing is adopted or released any more. What was adopted stays valid as long as it lives.
@@ -466,7 +424,6 @@ class Borrower:
         return known[0]
 
     def _give_back(self, block: Block) -> None:
-        self._lately.append(block.generation)
         self.released.append(block)
         self._on_loan()
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy
@@ -23,13 +22,11 @@ from hypothesis import strategies as st
 
 from aiorpc.channels import arena as arena_module
 from aiorpc.channels import segments as segments_module
-from aiorpc.channels import space as space_module
 from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARE_SIZE, SPARES, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.channels.growing import GrowingArena
 from tests.tiers import examples
-from tests.transport.ends import interrupted
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 2 * MIB), st.sampled_from(SLOTS), st.integers(1, 12 * MIB))
 # Each step: allocate so many bytes, or (negative) free the block at that place of those alive.
@@ -356,61 +353,6 @@ def test_threads_share_an_arena() -> None:
         assert arena.size <= arena.limit
 
 
-@pytest.mark.parametrize("sizes", [(300 * KIB,), (3 * MIB,), (300 * KIB, 3 * MIB, 40 * KIB, 700 * KIB)], ids=str)
-def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
-    """A signal handler raises wherever it may: no room is lost, none given out twice, and no block is nobody's."""
-    files = arena_module.__file__, space_module.__file__
-    with opened(kind=Arena) as arena:
-        arena.grow(6 * MIB)
-        whole = sorted(arena._space.extents)
-        chance = random.Random(7)
-        alive: dict[int, Block] = {}
-
-        def make(size: int) -> None:
-            made = arena.allocate(size)
-            if made is not None:
-                alive[made.generation] = made
-
-        def settle() -> None:
-            assert {*arena._live} == {*alive}
-            places = [place for _, place in arena._live.values()]
-            assert arena.used == sum(place.room for place in places)
-            for place in places:
-                for other in places:
-                    apart = place.start + place.room <= other.start or other.start + other.room <= place.start
-                    assert place is other or place.segment != other.segment or apart
-
-        places: set[str] = set()
-        at, quiet = 0, 0
-        while quiet < 2 * len(sizes):  # until nothing is interrupted any more
-            size = sizes[at % len(sizes)]
-            for _ in range(chance.randrange(3)):
-                other = arena.allocate(chance.choice(sizes))
-                if other is not None:
-                    alive[other.generation] = other
-            where = interrupted(partial(make, size), at, *files, signals=True)
-            settle()
-            block = arena.allocate(size)
-            interrupted_too = None
-            if block is not None:
-                done: list[bool] = []
-                interrupted_too = interrupted(partial(arena.free, block, done), at, *files, signals=True)
-                if not arena.freed(block, done):  # it was interrupted before its first step
-                    arena.free(block, done)
-            settle()
-            for generation in chance.sample(sorted(alive), chance.randrange(len(alive) + 1)):
-                arena.free(alive.pop(generation))
-            places |= {each for each in (where, interrupted_too) if each is not None}
-            quiet = quiet + 1 if where is None and interrupted_too is None else 0
-            at += 1
-        assert len(places) > 5
-        for block in alive.values():
-            arena.free(block)
-        arena._give_spares()
-        arena._space.drop_empty_slabs()
-        assert sorted(arena._space.extents) == whole
-
-
 def test_blocks_of_one_size_are_taken_again_the_last_first() -> None:
     """As their bytes are likely in the cache; and more of them than are laid aside join again."""
     with opened(64 * MIB, segment_size=64 * MIB) as arena:
@@ -431,9 +373,9 @@ def test_large_blocks_are_laid_aside_up_to_some_bytes() -> None:
         blocks = [allocated(arena, size) for _ in range(6)]
         for block in blocks[:4]:
             arena.free(block)
-        assert len(arena._spare_places()) == 4
+        assert arena._spare is not None and arena._spare[3] == 4
         arena.free(blocks[4])
-        assert len(arena._spare_places()) == 1
+        assert arena._spare is not None and arena._spare[3] == 1
         arena.free(blocks[5])
 
 

@@ -214,36 +214,6 @@ def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds) -> None:
 # --- refused, and why -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(SHARE_SIZE,), (PACK_LEAST, 100)], ids=["one", "two"])
-def test_an_interrupted_message_leaves_nothing_lent(
-    ends: SharedEnds, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler raises when a block was lent, and is in no wire yet: nobody else could give it back."""
-    end = ends.channels[0]
-    lend = end._lend
-
-    class Interruption(BaseException):
-        pass
-
-    class Interrupting(tuple[Block, int]):
-        def __iter__(self) -> Iterator[Any]:
-            raise Interruption
-
-    def lend_and_interrupt(*args: Any) -> Any:
-        lent = lend(*args)
-        assert lent is not None
-        return Interrupting(lent)
-
-    monkeypatch.setattr(end, "_lend", lend_and_interrupt)
-    buffers = [bytes(size) for size in sizes]
-    with pytest.raises(Interruption):
-        if len(buffers) == 1:
-            end.send_one(buffers[0])
-        else:
-            end.send(buffers, [])
-    assert end.lender.lent == end.lender.leases == 0
-
-
 def test_nothing_is_taken_before_there_is_memory(cold: SharedEnds) -> None:
     """`cold`, and who makes it warm is told how much was missing; nothing is said to the other end."""
     end = cold.ends[0]

@@ -195,22 +195,6 @@ def test_numbers_begin_anew_after_the_largest(events: list[Signal]) -> None:
         assert events[0].done() and waiting.run() == 0
 
 
-def test_a_record_that_was_interrupted_is_made_again(events: list[Signal], other: Other) -> None:
-    """Nobody knows whether it was enqueued. Who waits for the second one waits for the first as well, and a late first
-    one is not taken for a later record."""
-    first, second, waiting = Lane(), Lane(), Lane()
-    Signal.record(events[0], first)
-    events[0]._words[2] = 0  # it was interrupted before it took note of that
-    events[0].record(first, again=True)
-    events[0].wait(second)
-    events[0].record(second)
-    events[0].wait(waiting)
-    assert (second.run(), waiting.run()) == (2, 1)
-    assert first.steps.pop(0)()  # the first one alone
-    assert (second.run(), waiting.run()) == (2, 1)
-    assert (first.run(), second.run(), waiting.run()) == (0, 0, 0)
-
-
 def test_memory_stays_until_it_is_closed(host: Host) -> None:
     """Streams may still write to it, whatever has become of the objects; closed, nothing stays locked or open."""
     before = len(os.listdir("/proc/self/fd"))

@@ -423,53 +423,6 @@ def interrupt_everywhere(
     return places
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one tensor", "several"])
-async def test_a_large_call_that_is_interrupted_leaves_nothing_lent(
-    several: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever a signal handler may raise in the thread that sends it and reads its answer; and later calls go on."""
-
-    def lent_now() -> int:
-        return sum(each._node.memory.lent + each._node.memory.arena.used for each in (worker, other))
-
-    def call() -> object:
-        return worker.call(other.name, echo, value).wait()
-
-    def later() -> bool:
-        return bool(worker.call(other.name, echo, 1).wait() == 1)
-
-    value = [large(1), large(2), torch.zeros(9)] if several else large()
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True, busy_wait=0.004)) as (worker, other):
-        await warm(worker, other)
-        places = await asyncio.to_thread(interrupt_everywhere, call, later, lent_now, monkeypatch)
-    assert len(set(places)) > 50
-
-
-@pytest.mark.parametrize("size", [COUNT, 16], ids=["large", "small"])
-async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_no_reference(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was counted for its receiver is so no more if it never leaves, and still is if it has left."""
-
-    def pins() -> int:
-        return sum(each._node.references.counts().pins for each in (worker, other, third))
-
-    def call() -> object:
-        return worker.call(other.name, total, value).wait()
-
-    def later() -> bool:
-        return call() == size
-
-    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True)) as (worker, other, third):
-        await warm(worker, other)
-        reference = worker.remote(third.name, list, [1])
-        assert await reference == [1]
-        value = [large(count=size), reference]
-        places = await asyncio.to_thread(interrupt_everywhere, call, later, pins, monkeypatch)
-        assert await reference == [1]
-    assert len(set(places)) > 20
-
-
 def give_back_what_was_not_lent(to: str) -> int:
     (service,) = [each for each in aiorpc.current()._node.services if each.record.name == to]
     service.link.give_back([Block(0, 4096, 5, 77)], [True], more=True)

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.interrupts import give_back
 from aiorpc.protocol import seal, session
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.session import ACK_BYTES
 from aiorpc.transport import lasting, reading, send_queue, writing
 from aiorpc.transport.lasting import LastingConnection
-from aiorpc.interrupts import give_back
 from tests.tiers import examples
 from tests.transport.ends import LONG, meanwhile, takes_little, until
 

@@ -9,19 +9,19 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.interrupts import give_back
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
 from aiorpc.transport import send_queue, writing
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
-from aiorpc.interrupts import give_back
-from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, meanwhile, unread, until
+from tests.transport.ends import LONG, SOON, End, Watched, encoded, meanwhile, unread, until
 
 
 class Waiter:
@@ -501,70 +501,6 @@ async def test_seals_begin_where_the_handshake_ends(ends: tuple[End, End]) -> No
     right.connection.decoder.feed(encoded(4)[:3])
     with pytest.raises(ProtocolError, match="without a seal"):
         right.connection.unseal(KEY)
-
-
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize("pieces", [["7"], ["8"], ["7", "8"], ["7a", "7b"], ["8a"]], ids="+".join)
-async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
-    shared: tuple[End, socket.socket], pieces: list[str], sealed: bool
-) -> None:
-    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
-    end, far = shared
-    wire = Wire(end, sealed)
-    lost: list[str] = []
-    done: set[int] = set()
-    at = 0
-    for at in range(2_000):
-        first, second = 2 * at + 1, 2 * at + 2
-        one = wire(encoded(first)) if pieces[0].startswith("7") else b""
-        two = wire(encoded(second, kind=Kind.ITEM)) if pieces[-1].startswith("8") else b""
-        names = {"7": one, "7a": one[:10], "7b": one[10:], "8": two, "8a": two[:10]}
-        rest = [names[piece] for piece in pieces]
-        taken: list[Frame] = []
-
-        looks: list[None] = []
-
-        def more(rest: list[bytes] = rest, looks: list[None] = looks) -> bool:
-            if rest:
-                far.send(rest.pop(0))
-            looks.append(None)
-            return len(looks) > 3
-
-        def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
-            def read() -> None:
-                end.connection.read_here(more, taken)
-
-            place = interrupted(read, at, connection_module.__file__, reading_module.__file__, writing.__file__)
-            end.connection.read_on_loop()
-            return place
-
-        before = len(end.frames)
-        place = await asyncio.to_thread(work)
-        left = b"".join(rest) + (two[10:] if "8a" in pieces else b"")
-        if left:
-            far.send(left)
-        expected = sorted({first if piece.startswith("7") else second for piece in pieces})
-
-        def had(taken: list[Frame] = taken, before: int = before, done: set[int] = done) -> list[int]:
-            # An answer that was read in an earlier turn is none of this one's: its call is not pending any more.
-            return sorted({frame.call_id for frame in taken} - done) + [each.call_id for each in end.frames[before:]]
-
-        try:
-            await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
-        except TimeoutError:
-            lost.append(f"{place}: waits for ever")
-            far.send(wire(encoded(0)))  # wakes the loop
-            await until(lambda: 0 in had())
-            lost[-1] += f", then {had()} of {expected}"
-        else:
-            if had() != expected:
-                lost.append(f"{place}: {had()} instead of {expected}")
-        done |= {first, second}
-        if place is None or len(lost) >= 3:
-            break
-    assert lost == []
-    assert 50 < at < 1_999, "it was not interrupted"
-    assert end.causes == []
 
 
 async def test_a_flood_of_short_messages_leaves_the_loop_to_others(half: tuple[End, socket.socket]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc.interrupts import SocketTurn
 from aiorpc.locks import RLock, is_owned
 from aiorpc.protocol import session as protocol_session
 from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
@@ -21,7 +22,6 @@ from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
 from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
-from aiorpc.interrupts import SocketTurn
 from tests.transport.ends import interrupted, meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)

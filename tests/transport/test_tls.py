@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.interrupts import SocketTurn
 from aiorpc.locks import is_owned
 from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.interrupts import SocketTurn
 from tests.authority import Authority
 from tests.tiers import examples
 from tests.transport.ends import Interruption, interrupted

@@ -8,12 +8,13 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.interrupts import SocketTurn
 from aiorpc.protocol.frames import CHUNK, READ_SIZE, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
@@ -22,7 +23,6 @@ from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.interrupts import SocketTurn
 from tests.authority import Authority
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
 
@@ -470,58 +470,4 @@ async def test_interruption_of_a_sender_loses_and_doubles_nothing(
     assert found == sorted(set(found)), "in order, and none twice"
     assert at + 1 - len(found) < 60, "more than what was interrupted before it was queued"
     assert 50 < at < 4_999, "it was not interrupted"
-    assert end.causes == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pieces", [["7"], pytest.param(["7", "8"], marks=pytest.mark.long), ["8"]], ids="+".join)
-async def test_interruption_of_a_waiter_loses_and_doubles_nothing(shared: tuple[End, Far], pieces: list[str]) -> None:
-    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
-    end, far = shared
-    lost: list[str] = []
-    done: set[int] = set()
-    at = 0
-    for at in range(3_000):
-        first, second = 2 * at + 1, 2 * at + 2
-        frames = {"7": encoded(first), "8": encoded(second, kind=Kind.ITEM)}
-        expected = [{"7": first, "8": second}[piece] for piece in pieces]
-        rest = [far.encrypted(frames[piece]) for piece in pieces]
-        looks: list[None] = []
-        taken: list[Frame] = []
-
-        def more(rest: list[bytes] = rest, looks: list[None] = looks) -> bool:
-            if rest:
-                far.send_raw(rest.pop(0))
-            looks.append(None)
-            return len(looks) > 3
-
-        def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
-            def read() -> None:
-                end.connection.read_here(more, taken)
-
-            place = interrupted(read, at, *FILES)
-            end.connection.read_on_loop()
-            return place
-
-        before = len(end.frames)
-        place = await asyncio.to_thread(work)
-        if left := b"".join(rest):
-            far.send_raw(left)
-
-        def had(taken: list[Frame] = taken, before: int = before, done: set[int] = done) -> list[int]:
-            # An answer that was read in an earlier turn is none of this one's: its call is not pending any more.
-            return sorted({frame.call_id for frame in taken} - done) + [each.call_id for each in end.frames[before:]]
-
-        try:
-            await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
-        except TimeoutError:
-            lost.append(f"{place}: {had()} of {expected}, and waits for ever")
-        else:
-            if had() != expected:
-                lost.append(f"{place}: {had()} instead of {expected}")
-        done |= {first, second}
-        if place is None or len(lost) >= 3:
-            break
-    assert lost == []
-    assert 50 < at < 2_999, "it was not interrupted"
     assert end.causes == []

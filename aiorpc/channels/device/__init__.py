@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...errors import ProtocolError
 from ...logs import logger
 from ...protocol.frames import Buffer
+from ...undoing import on_error
 from .. import Arrived, Traffic, Wire, size_said
 from ..accelerator import Accelerator, DeviceBuffer, Stream
 from .messages import (
@@ -91,27 +92,18 @@ class Devices:
     def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
         wires: list[Wire] = []
-        try:
+        with on_error(lambda: self.withdraw(wires, named=False)):
             for buffer in buffers:
                 wires.append(self._sender.send(buffer))
                 self.traffic._count_sent(len(buffer))
-        except BaseException:
-            self.withdraw(wires, named=False)
-            raise
         return wires
 
     def send_one(self, buffer: DeviceBuffer) -> tuple[Wire, bool]:
         """As `send`, for one; and whether nothing of it is still to come, so that `posted` need not be said."""
-        wire: Wire | None = None
-        try:
-            wire = self._sender.send(buffer)
-            size, chunks = wire[2], wire[3]
-            self.traffic._count_sent(size)
-            return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
-        except BaseException:
-            if wire is not None:
-                self.withdraw([wire], named=False)
-            raise
+        wire = self._sender.send(buffer)
+        size, chunks = wire[2], wire[3]
+        self.traffic._count_sent(size)
+        return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
         """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""

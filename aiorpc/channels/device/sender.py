@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import RpcError
 from ...locks import Lock
+from ...undoing import on_error
 from .. import Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
 from .messages import BoxOffer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop
@@ -133,14 +134,10 @@ class Sender:
         if sent < size:
             try:
                 self._clone(number, buffer, sent, box, index)
-            except BaseException:
+            except Exception:
                 self._give_back(chunks)
                 self._around.on_loop(self._pump_all, chunks)
-                sending = self._sending.get(number)
-                if sending is not None:  # a signal handler has raised it: nobody will post this one
-                    self._stop(sending, "")
                 raise
-        # No call from here on, in which a signal handler may raise: nobody else knows of what was taken.
         return [number, buffer.target, size, chunks]
 
     def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
@@ -169,7 +166,7 @@ class Sender:
                 chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
                 self.ways[IPC]._count_sent(copied)
                 start += copied
-        except BaseException:
+        except Exception:
             if outbox is not None:
                 for slot in taken:
                     outbox.give(slot)
@@ -243,12 +240,9 @@ class Sender:
                 box = self._boxes.get((index, target))
                 if box is None:
                     made = _Box(len(self._boxes), index, target)
-                    try:
+                    with on_error(self._around.in_background, self._make, made):
                         box = self._boxes[index, target] = made
                         self._around.in_background(self._make, made)
-                    except BaseException:  # a signal handler has raised it, maybe before a thread was asked
-                        self._around.in_background(self._make, made)
-                        raise
         if box.refused and not self._forced:
             return None
         return box

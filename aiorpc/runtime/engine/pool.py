@@ -377,14 +377,12 @@ class ThreadPool:
             self._waking = True
             thread = daemon(self._work, announced, name=name)
             thread.start()
-        except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
+        except RuntimeError as error:
             with self._lock:
                 self._starting.discard(announced)
                 self._ended.notify_all()
             self._waking = False
-            if isinstance(error, RuntimeError):
-                raise _NotStarted(*error.args) from error
-            raise
+            raise _NotStarted(*error.args) from error
         return True
 
     def _take_back(self, job: _Job, reason: _NotStarted) -> None:

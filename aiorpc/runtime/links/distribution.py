@@ -31,6 +31,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import write
 from ...protocol.packing import pack
 from ...transport.send_queue import FRAME_COST, Unsent
+from ...undoing import on_error
 from ..engine.engine import Engine
 from .messages import BULK, DEVICE, INLINE, SHARED
 from .on_devices import PIECES
@@ -129,25 +130,19 @@ class Distribution:
             wire = sharing.send_one(host[0], copies)
             if wire is not None:  # a short cut through what follows: most large messages have one buffer
                 lone = ((SHARED, wire),)
-                try:
+                with on_error(lambda: self._withdraw(lone, named=False)):
                     frame = encode_frame(PARCEL, call_id, pack((kind, lone, body)))  # a Parcel
                     size = len(host[0])
                     prepared: Prepared = _new(Prepared, (kind, call_id, body, frame, [frame], lone, size, False))
                     return prepared
-                except BaseException:
-                    self._withdraw(lone, named=False)
-                    raise
             sharing = None  # it has refused the buffer, and need not be asked again
         if len(buffers) == 1 and type(buffers[0]) is DeviceBuffer:  # a short cut for these, too
             given: tuple[_Given, ...] = ()
-            try:
+            with on_error(lambda: self._withdraw(given, named=False)):
                 away, whole = self.devices.send_one(buffers[0])
                 given = ((DEVICE, away),)
                 frame = encode_frame(PARCEL, call_id, pack((kind, given, body)))
                 return Prepared(kind, call_id, body, frame, [frame], given, away[2], not whole)
-            except BaseException:
-                self._withdraw(given, named=False)
-                raise
         if DeviceBuffer in map(type, buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)
         if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
@@ -157,11 +152,8 @@ class Distribution:
             frame = encode_frame(kind, call_id, body, host)
             return Prepared(kind, call_id, body, frame, [frame], (), sum(map(len, host)))
         wires, riders = self._distribute(kind, body, host, copy, sharing is not None, copies)
-        try:
+        with on_error(lambda: self._withdraw(_apart(wires), named=False)):
             return self._prepared(kind, call_id, body, wires, riders, buffers)
-        except BaseException:
-            self._withdraw(_apart(wires), named=False)
-            raise
 
     def _prepare_with_devices(
         self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
@@ -170,15 +162,12 @@ class Distribution:
         host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
         sent = self.devices.send(away, [])
         given: list[_Given] = []
-        try:
+        with on_error(lambda: self._withdraw([*[(DEVICE, wire) for wire in sent], *_apart(given)], named=False)):
             there = iter([(DEVICE, wire) for wire in sent])
             given, riders = self._distribute(kind, body, host, copy, self.shared is not None)
             here = iter(given)
             wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
             return self._prepared(kind, call_id, body, wires, riders, buffers)
-        except BaseException:
-            self._withdraw([*[(DEVICE, wire) for wire in sent], *_apart(given)], named=False)
-            raise
 
     def _prepared(
         self,

@@ -203,16 +203,11 @@ class Link:
         if not prepared.unsent:  # withdrawn: its sender was interrupted while an observer had it
             return
         away = self.distribution.remember(prepared) if prepared.remembered else ()
-        try:
-            self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
-            if prepared.unsent:  # the connection has ended
-                self.distribution.withdraw(prepared)
-            elif away:
-                self.devices.posted(away, call_id)
-        except BaseException:
-            if away and not prepared.unsent:  # a signal handler has raised it: others wait until these have gone on
-                self.devices.posted(away, call_id)
-            raise
+        self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
+        if prepared.unsent:  # the connection has ended
+            self.distribution.withdraw(prepared)
+        elif away:
+            self.devices.posted(away, call_id)
 
     def _ask_observers(
         self,
@@ -418,11 +413,6 @@ class Link:
     def gives_slots(frame: Frame) -> bool:
         """Whether a CHANNEL frame gives back slots of outboxes, and so need not be the loop's. Any thread."""
         return bytes(frame.body[: len(_SLOTS)]) == _SLOTS
-
-    def has_taken(self, frame: Frame) -> bool:
-        """Whether the memory of a PARCEL that this thread was about to handle is here now. After an interruption."""
-        sharing = self.distribution.shared
-        return sharing is not None and all(sharing.has_taken(wire) for _, wire in read_parcel(frame.body).wires)
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""

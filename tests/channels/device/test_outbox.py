@@ -268,32 +268,6 @@ class Interrupted(BaseException):
     """What a signal handler raises."""
 
 
-def test_a_copy_that_was_interrupted_is_waited_for(fake: NeighbourCuda) -> None:
-    """The slot may be lent again at once: whoever uses it next comes after all that was enqueued."""
-    driver = Noting(driver_of(fake))
-    recorded: list[bool] = []
-
-    def record(event: Any, stream: Any, *, again: bool = False) -> None:
-        recorded.append(again)
-        if recorded == [False]:
-            raise Interrupted
-        driver.driver.record(event, stream, again=again)
-
-    driver.record = record  # type: ignore[attr-defined]  # in front of the driver's
-    box = Outbox(cast(NeighbourInterprocess, driver), 0, 4 * MIB)
-    slot = box.take(8)
-    assert slot is not None
-    source = fake.empty(8, 0)
-    with pytest.raises(Interrupted):
-        box.put(slot, source, 0, fake.current(0))
-    assert recorded == [False, True]
-    box.put(slot, source, 0, fake.fresh(0))
-    assert recorded == [False, True, False]
-    box.close()
-    assert box.gone
-    driver.made.clear()
-
-
 def test_an_outbox_that_cannot_be_made_leaves_no_events(fake: NeighbourCuda) -> None:
     """Their memory would stay registered until the process ends."""
     driver = Noting(driver_of(fake))
