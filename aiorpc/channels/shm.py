@@ -189,6 +189,8 @@ class Lender:
                     return block, crowded
                 self._refuse("retired" if self._retired else "lent twice")
         except OSError as error:  # what the system had promised it has not
+            if error.errno is None:  # a signal handler has raised it: a TimeoutError, say
+                raise
             self._refuse(f"memory: {error.strerror}")
         except Exception:
             if not self.arena.closed:

@@ -156,6 +156,8 @@ class SharedSlots:
                     slot = SharedSlot(self._number, room, share)
                 except OSError as error:
                     self._arena.take_back(room)
+                    if error.errno is None:  # a signal handler has raised it: a TimeoutError, say
+                        raise
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         return None
                 else:

@@ -652,17 +652,6 @@ class RingingLock:
             raise Late
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=["before the copy", "after it"])
-def test_an_interrupted_lender_lends_nothing(number: int) -> None:
-    """Who is interrupted has no block that he could give back. What a handler raises is no refusal of the system's."""
-    with paired() as pair:
-        pair.lender._lock = RingingLock(number)  # type: ignore[assignment]  # as far as it is used
-        with pytest.raises(Late):
-            pair.lender.lend(bytes(1000))
-        assert pair.lender.refused == {}
-        assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
-
-
 def test_an_arena_that_is_closed_before_the_copy_lends_nothing() -> None:
     """No error: the bytes go another way."""
 

@@ -121,12 +121,6 @@ async def wait_for_the_end() -> None:
         await asyncio.sleep(0.01)
 
 
-@async_execution
-def deferred_by_a_call(to: str) -> Future[Any]:
-    _waiting.append(aiorpc.rpc_async(to, wait_for_the_end))
-    return _waiting[0]
-
-
 @async_execution  # type: ignore[type-var]
 def not_deferred() -> int:
     return 3
@@ -663,12 +657,6 @@ class Gate:
         self.open.wait(LIMIT)
         self.running -= 1
         return xs
-
-
-@pytest.fixture(autouse=True)
-def _forget_sizes() -> None:
-    sizes.clear()
-    gates.clear()
 
 
 async def made_gate() -> Gate:

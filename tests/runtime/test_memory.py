@@ -39,7 +39,6 @@ from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 from tests.shared_files import named_shared_files
-from tests.transport.ends import interrupted
 
 MIB = 1 << 20
 COUNT = SHARE_SIZE // 4 + 1024  # of float32: just above what is worth a block
@@ -392,35 +391,6 @@ INTERRUPTED = [
     )
     if module.__file__ is not None
 ]
-
-
-def interrupt_everywhere(
-    call: Callable[[], object], later: Callable[[], bool], left: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """Make the call again and again, each time with an interruption at the next place; in this thread. The places.
-
-    After each, `later` is called, and has to be true, until nothing is `left` of the call.
-    """
-    monkeypatch.setattr(arena, "_MAIN", threading.get_ident())  # of all threads this one is interrupted
-    places: list[str] = []
-    at = ends = 0
-    while at < 2000 and ends < 8:  # a call is shorter if the loop has come first, which reads its answer
-        place = interrupted(call, at, *INTERRUPTED, signals=True)
-        if place is None:
-            ends += 1
-            continue
-        at, ends = at + 1, 0
-        places.append(place)
-        limit = time.monotonic() + LIMIT
-        for turn in range(1_000_000):
-            assert later(), place
-            if not left() or time.monotonic() > limit:
-                break
-            time.sleep(0.001)
-            if turn % 32 == 31:
-                gc.collect()
-        assert not left(), place
-    return places
 
 
 def give_back_what_was_not_lent(to: str) -> int:

@@ -436,14 +436,6 @@ class Signals:
         return signal.raise_signal, (signal.SIGUSR1,)
 
 
-async def comes_once(version: int, got: list[int], versions: Subscription[Any], place: str | None) -> None:
-    """That a turn which was interrupted at a place has got the version, or that the next one does. Clears `got`."""
-    if not got:
-        got.append((await anext(versions)).version)
-    assert got == [version], place
-    got.clear()
-
-
 # If it comes just before one of these is awaited:
 async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker]) -> None:
     """Who keeps all versions takes memory of its own for them, and the publisher's slots go round."""

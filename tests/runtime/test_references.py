@@ -1153,7 +1153,3 @@ def create(worker: Worker) -> None:
 
 def pass_on(worker: Worker) -> None:
     worker.call("worker1", type, worker._node.references.refer_to(Thing())).wait()
-
-
-def give_reference() -> RRef[Thing]:
-    return RRef(Thing())

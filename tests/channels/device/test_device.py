@@ -36,7 +36,7 @@ from tests.fakes.interprocess import InterprocessEvent
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
 from tests.tiers import examples
-from tests.transport.ends import interrupted, meanwhile
+from tests.transport.ends import meanwhile
 
 FILES = [str(path) for path in Path(aiorpc.channels.__file__).parent.rglob("*.py")]
 SIZES = [1, 64 * KIB - 1, 64 * KIB, MIB + 1, 2 * BOX + 5]
@@ -772,23 +772,6 @@ class InterruptedWait(NeighbourInterprocess):
         if interrupted:
             raise KeyboardInterrupt
         super().wait(event, stream)
-
-
-class InterruptedCuda(NeighbourCuda):
-    interprocess_type = InterruptedWait
-
-
-def interrupted_send(ends: DeviceEnds, size: int, number: int) -> bool:
-    """Send a buffer, interrupted at that place, and withdraw it if it was sent; whether there was such a place."""
-    wires: list[Wire] = []
-
-    def send_it() -> None:
-        wires[:] = [ends.devices[0].send_one(buffer)[0]]
-
-    buffer = ends.make_on(0, "cuda:1", ends.pattern(1, size))
-    place = interrupted(send_it, number - 1, *FILES, signals=True)
-    ends.devices[0].withdraw(wires, named=False)
-    return place is not None
 
 
 class Crowded(NeighbourCuda):
