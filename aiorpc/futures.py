@@ -371,7 +371,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
-        given_up = ""
+        given_up, interrupted = "", True
         now = time.monotonic()
         until = _NEVER if timeout is None else now + timeout
         try:
@@ -387,10 +387,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                     break
                 self._refuse_idle_loop(False)
                 due = self._end_overdue(now) + GRACE
-        except BaseException:
-            self._remove_callback(gate)
-            raise
+            interrupted = False
         finally:
+            if interrupted:
+                self._remove_callback(gate)
             if observer is not None:
                 observer.exit_blocked()
             if call is not None:
@@ -471,7 +471,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if not self._remove_callback(wake) or not (self._waiters or self.cancel()):
                     self._mark_seen()
                 raise
-            except BaseException:  # this process was forked, says the overseer
+            except RpcError:  # this process was forked, says the overseer
                 self._remove_callback(wake)
                 raise
             finally:

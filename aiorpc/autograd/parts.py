@@ -415,7 +415,7 @@ class Part:
                 return
             said = (self._context.id, self._number, *to_wire(gradients))
             call = ask(self._node, worker_id, take, *said, until=self._until)
-        except BaseException as error:
+        except Exception as error:
             self.fail(error)
             return
         call._when_settled(partial(self._delivered, number))

@@ -117,12 +117,8 @@ class FrameWriter:
 
     def push(self) -> None:
         """Write what is queued, unless the loop will; from any thread, never blocks."""
-        try:
-            if self.queue and not self._blocked and not self._scheduled:
-                self._write_here()
-        except BaseException:
-            self._interrupted()
-            raise
+        if self.queue and not self._blocked and not self._scheduled:
+            self._write_here()
 
     def flush(self) -> None:
         """Write what is queued. On the loop's thread."""

@@ -391,7 +391,7 @@ class OwedCalls:
             error = self._home.read_error(future.function, error)
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")
-        except BaseException as broken:
+        except Exception as broken:
             error = RpcError(f"{future._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         else:
             if told.again and type(error) is PeerLeft:  # said in place of a goodbye: nothing was run there

@@ -531,7 +531,7 @@ class ThreadPool:
                 if watched is not None:
                     self._waking = True  # we take the jobs that we bring ourselves
                     watched.bring()
-        except BaseException as error:
+        except Exception as error:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
         finally:

@@ -205,10 +205,8 @@ class Distribution:
         """Give each buffer to the first channel that takes it: channel and wire of each, and the riders."""
         wires: list[Any] = [None] * len(buffers)
         riders: list[Buffer] = []
-        sent: Sequence[Wire | None] = ()
-        try:
+        with on_error(lambda: self._withdraw(_apart([each for each in wires if each is not None]), named=False)):
             for code, channel in self.channels.items():
-                sent = ()
                 if code == SHARED and not share:
                     continue
                 left = [index for index, wire in enumerate(wires) if wire is None]
@@ -222,12 +220,6 @@ class Distribution:
                 for index, wire in zip(left, sent, strict=True):
                     if wire is not None:
                         wires[index] = code, wire
-        except BaseException:
-            given_away = [each for each in wires if each is not None]
-            # What the last channel took, if a signal handler has raised before all of it was noted.
-            given_away += [(code, wire) for wire in sent if wire is not None and (code, wire) not in given_away]
-            self._withdraw(_apart(given_away), named=False)
-            raise
         return wires, riders
 
     def remember(self, prepared: Prepared) -> list[Wire]:

@@ -131,13 +131,15 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
                         return self._open(arrival)
                     self._feed.engine.refuse_idle_loop(f"to await a version of {self.name!r}", "async for")
                     await arrived.wait()
-        except BaseException as error:
-            self._feed.forget(wake)
-            if isinstance(error, TimeoutError) and limit.expired():
+        except TimeoutError:
+            if limit.expired():
                 raise self._too_late(seconds) from None
-            if isinstance(error, StopAsyncIteration):
-                _look_at_the_end()
             raise
+        except StopAsyncIteration:
+            _look_at_the_end()
+            raise
+        finally:
+            self._feed.forget(wake)
 
     def newest(self) -> PublishedVersion[T_co] | None:
         """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
