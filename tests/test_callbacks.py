@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc import callbacks, collecting, futures, sites
+from aiorpc import sites
 from aiorpc.collecting import collect_all
 from aiorpc.errors import WorkerClosed
 from aiorpc.futures import Future
@@ -22,9 +22,6 @@ from tests.settling import (
     until,
     wait_until,
 )
-
-# Where an exception is raised before each instruction.
-SETTLING = futures.__file__, callbacks.__file__, collecting.__file__, sites.__file__
 
 
 def test_callbacks_run_in_order() -> None:

@@ -635,23 +635,6 @@ class Late(TimeoutError):
     """What the alarm clock of a program raises."""
 
 
-class RingingLock:
-    """A lock at whose release, of that number, a signal handler raises: there Python sees one that came before."""
-
-    def __init__(self, number: int) -> None:
-        self._lock = threading.Lock()
-        self._left = number
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        self._left -= 1
-        if not self._left:
-            raise Late
-
-
 def test_an_arena_that_is_closed_before_the_copy_lends_nothing() -> None:
     """No error: the bytes go another way."""
 

@@ -21,7 +21,6 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, Worker
-from aiorpc.channels import arena, shared, shm
 from aiorpc.channels.arena import Block
 from aiorpc.channels.shared import COLD_SIZE
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
@@ -29,12 +28,10 @@ from aiorpc.channels.space import PAGE
 from aiorpc.errors import SerializationError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
-from aiorpc.runtime.caller import addressee, future, peer
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.links import distribution, link, memory
+from aiorpc.runtime.links import link, memory
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
-from aiorpc.transport import connection, reading, send_queue, writing
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
@@ -381,16 +378,6 @@ async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatc
         await asyncio.to_thread(calls)
         assert {PARCEL, RELEASE} <= taken
         await until_all_back(worker, other)
-
-
-INTERRUPTED = [
-    module.__file__
-    for module in (
-        *(distribution, link, shared, shm, arena, addressee, peer, future),
-        *(writing, send_queue, reading, connection),
-    )
-    if module.__file__ is not None
-]
 
 
 def give_back_what_was_not_lent(to: str) -> int:

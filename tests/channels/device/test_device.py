@@ -28,7 +28,6 @@ from tests.channels.device.ends import (
     DirectEnds,
     IpcEnds,
     NeighbourCuda,
-    NeighbourInterprocess,
     StagingEnds,
 )
 from tests.channels.ends import KIB, MIB, Message
@@ -760,18 +759,6 @@ def test_a_copy_whose_record_is_refused_does_not_spoil_what_the_slot_holds_next(
     finally:
         for gate in gates:
             gate.set()
-
-
-class InterruptedWait(NeighbourInterprocess):
-    """A signal handler raises as a stream is about to be made to wait."""
-
-    interrupted = False
-
-    def wait(self, event: InterprocessEvent, stream: Stream) -> None:
-        interrupted, self.interrupted = self.interrupted, False
-        if interrupted:
-            raise KeyboardInterrupt
-        super().wait(event, stream)
 
 
 class Crowded(NeighbourCuda):
