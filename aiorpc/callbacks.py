@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from . import foreign
 from .errors import WorkerClosed
-from .interrupts import is_interrupt
+from .interrupts import ends_program
 from .logs import logger
 from .sites import spates
 from .threads import daemon
@@ -102,10 +102,13 @@ class UserCallback:
         token = current_autograd.set(self.autograd)
         depth = nested.set(nested.get() + 1)
         try:
+            run = copy_context().run  # what it sets stays in no thread, which serves others next
             self.begun = True
-            copy_context().run(self.callback, future)  # what it sets stays in no thread, which serves others next
+            run(self.callback, future)
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
-            if is_interrupt(error):  # the main thread's, whatever it was doing
+            if not self.begun:  # a signal handler has raised it
+                raise
+            if ends_program(error):  # the main thread's, whatever it was doing
                 raise
             raised = f"a callback of {future._describe()} raised"
             more = spates.line(raised)

@@ -10,6 +10,7 @@ import torch
 
 from .callbacks import settle_within
 from .futures import AnyFuture, Future, is_future, twin_of, when_done
+from .undoing import on_error
 
 T = TypeVar("T")
 F = TypeVar("F", bound=AnyFuture)
@@ -78,9 +79,7 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     return cast("Future[list[F]]", result)  # of the same objects
 
 
-def _count(
-    place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture
-) -> None:
+def _count(place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture) -> None:
     """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
     left.pop(place, None)
     if not left:
@@ -103,9 +102,7 @@ def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
 def wait_alone(future: Future[T]) -> T:
     """Wait for a Future that nobody else has. Who is interrupted cancels it: else nobody could, nor ever look at it."""
     try:
-        return future.wait()
-    except BaseException:
-        future.cancel()  # nothing if its error is what was raised
-        raise
+        with on_error(future.cancel):  # nothing if its error is what was raised
+            return future.wait()
     finally:
         del future  # see `Future._outcome`

@@ -115,11 +115,8 @@ def log_error(
     try:
         logger.log(level, message, *args, exc_info=error)
     except BaseException:
-        try:
+        with contextlib.suppress(BaseException):  # else it is a handler of the program's own
             logger.log(level, f"{message}\n%s", *args, traceback_of(error))
-        except BaseException as broken:  # a handler of the program's own
-            with contextlib.suppress(BaseException):
-                logger.debug("a log handler raised %s", name_of(broken))
 
 
 # --- of what an exception is made -------------------------------------------------------------------------------------

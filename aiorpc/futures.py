@@ -41,7 +41,7 @@ import torch
 from . import foreign
 from .callbacks import DEEPEST, Executor, UserCallback, block_observer, hand_over, nested, served
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
-from .interrupts import acquire, give_back, is_interrupt
+from .interrupts import acquire, ends_program, give_back
 from .overseeing import LOOK, Watched, oversee
 from .sites import CallSite, Unobserved, describe_site
 from .threads import daemon
@@ -371,7 +371,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
-        given_up = ""
+        given_up, interrupted = "", True
         now = time.monotonic()
         until = _NEVER if timeout is None else now + timeout
         try:
@@ -387,10 +387,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                     break
                 self._refuse_idle_loop(False)
                 due = self._end_overdue(now) + GRACE
-        except BaseException:
-            self._remove_callback(gate)
-            raise
+            interrupted = False
         finally:
+            if interrupted:
+                self._remove_callback(gate)
             if observer is not None:
                 observer.exit_blocked()
             if call is not None:
@@ -471,7 +471,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if not self._remove_callback(wake) or not (self._waiters or self.cancel()):
                     self._mark_seen()
                 raise
-            except BaseException:  # this process was forked, says the overseer
+            except RpcError:  # this process was forked, says the overseer
                 self._remove_callback(wake)
                 raise
             finally:
@@ -529,7 +529,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 made._settle(value)
             except BaseException as error:
                 made._settle(None, error)
-                if is_interrupt(error):
+                if ends_program(error):
                     raise
             finally:
                 # The traceback of the error has this frame: it must not lead back to who has the error (`_outcome`).
@@ -586,18 +586,20 @@ class Future(torch.futures.Future[T], Generic[T]):
             if users:
                 hand_over(self, users)
         except BaseException:
-            self._put_back([*taken, *users])
-            daemon(self._run_callbacks, True, name="aiorpc-settler").start()
+            for callback in taken:  # one, or none
+                if type(callback) is _LOCK:
+                    with contextlib.suppress(RuntimeError):  # it has been released
+                        callback.release()
+                elif type(callback) is not UserCallback or not (callback.begun or callback in users):
+                    callbacks.insert(0, callback)
+            daemon(self._go_on, users, name="aiorpc-settler").start()
             raise
 
-    def _put_back(self, interrupted: list[_Registered]) -> None:
-        """Have them run once more, but for one of the user's that has begun, and wake the thread that waits."""
-        for callback in reversed(interrupted):
-            if type(callback) is _LOCK:
-                with contextlib.suppress(RuntimeError):  # it has been released
-                    callback.release()
-            elif type(callback) is not UserCallback or not callback.begun:
-                self._callbacks.insert(0, callback)
+    def _go_on(self, users: list[UserCallback]) -> None:
+        """Do the rest of an interrupted `_run_callbacks`. users: maybe handed over before; each is taken out once."""
+        if users:
+            hand_over(self, users)
+        self._run_callbacks(True)
 
 
 #: What waits for a Future: an internal callback, one of the user's, the loop and the asyncio Future of a task that

@@ -128,6 +128,11 @@ _interrupts = _Interrupts()
 follow = _interrupts.follow
 
 
+def ends_program(error: BaseException) -> bool:
+    """Whether it is a KeyboardInterrupt of the main thread, where Ctrl-C comes."""
+    return issubclass(type(error), KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether it is Ctrl-C, and no KeyboardInterrupt that code of the program's has raised."""
     if not issubclass(type(error), KeyboardInterrupt):

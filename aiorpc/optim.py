@@ -41,6 +41,7 @@ from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
 from .sites import call_site, outside
+from .undoing import on_error
 
 __all__ = ["DistributedOptimizer", "NoGradients"]
 
@@ -334,7 +335,7 @@ class _Gathered(Future[T]):
         for name, start in self._starts.items():
             try:
                 self._calls[name] = start()
-            except BaseException as error:
+            except Exception as error:
                 self._on_cancel()
                 foreign.add_note(error, self._where(name))
                 raise
@@ -388,7 +389,7 @@ class _Turns:
 
     def enter(self, claim: _Claim) -> None:
         """Wait for the turn. Raises what entering the claim raises."""
-        try:
+        with on_error(self.leave, claim):
             with self._lock:
                 self._claims.append(claim)
                 free = self._is_next(claim)
@@ -398,9 +399,6 @@ class _Turns:
                 raise RpcCancelled("the backward pass that was to end with a step has failed, or was cancelled")
             if current_call.get() is not None:
                 check_cancelled()
-        except BaseException:
-            self.leave(claim)
-            raise
 
     def leave(self, claim: _Claim) -> None:
         """It is others' turn. Nothing if the claim was not made."""
@@ -502,7 +500,7 @@ class LocalOptimizer(Closing):
             return False
         try:
             return self.step_on(node, context_id, seconds, part) > 0
-        except BaseException as error:
+        except Exception as error:
             foreign.add_note(error, f"DistributedOptimizer.backward_and_step(), on worker {node.engine.name!r}")
             raise
 
@@ -550,7 +548,7 @@ class _Gradients:
         self._before = [parameter.grad for parameter in parameters]
 
     def __enter__(self) -> None:
-        try:
+        with on_error(self.__exit__):
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 try:
                     parameter.grad = gradient
@@ -558,9 +556,6 @@ class _Gradients:
                     if gradient is None:
                         raise
                     parameter.grad = gradient.to(parameter)
-        except BaseException:
-            self.__exit__()
-            raise
 
     def __exit__(self, *exc_info: object) -> None:
         for parameter, gradient in zip(self._parameters, self._before, strict=True):

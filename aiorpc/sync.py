@@ -24,6 +24,7 @@ from .runtime.calls.batched import Batched
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
 from .runtime.node import registry
+from .undoing import on_error
 from .worker import Worker
 
 _ENDING = (WorkerState.CLOSING, WorkerState.CLOSED)
@@ -86,20 +87,13 @@ def host(worker: Worker) -> None:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
         _end(former, False, None, "init_rpc()")  # a handler has shut it down, and may not be through with that
     follow(True)
-    try:
+    with on_error(_unhost, worker):
         thread = LoopThread(worker.name)
         thread.on_end = worker._loop_ended
-        try:
+        with on_error(_abandon, worker, thread):
             thread.start()
             thread.run(worker.start())
             worker._hosted_by = thread
-        except BaseException:
-            _abandon(worker, thread)
-            raise
-    except BaseException:
-        registry.unhost(worker)
-        follow(bool(registry.nodes()))
-        raise
 
 
 def _abandon(worker: Worker, thread: LoopThread) -> None:
@@ -109,6 +103,12 @@ def _abandon(worker: Worker, thread: LoopThread) -> None:
             thread.run(worker.shutdown(graceful=False))
     finally:
         thread.close()
+
+
+def _unhost(worker: Worker) -> None:
+    """It has ended, or was not started."""
+    registry.unhost(worker)
+    follow(bool(registry.nodes()))
 
 
 def _already(name: str) -> RpcUsageError:
@@ -158,8 +158,7 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
         # that loop, and whoever comes next ends the thread.
         if worker.closed and not thread.is_here:
             thread.close()
-            registry.unhost(worker)
-            follow(bool(registry.nodes()))
+            _unhost(worker)
 
 
 def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import threading
 import time
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import pytest
 import torch
 
 import aiorpc
-from aiorpc import PeerLost, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, autograd, futures, optim
+from aiorpc import PeerLost, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, autograd
 from aiorpc.errors import WouldBlockLoop
 from aiorpc.optim import DistributedOptimizer, NoGradients
 from aiorpc.runtime.gradients.contexts import current_autograd
@@ -23,7 +21,6 @@ from tests.processes import workers as processes
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.scripts import as_script, run
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 MOST = 3000  # instructions: more than any of this takes
@@ -510,53 +507,6 @@ async def test_errors_that_take_no_note(apart: list[Worker], owner: str, at_once
                 optimizer.step(context_id)
 
     await run(apart[0], script)
-
-
-@pytest.mark.parametrize(
-    ("answers", "wanted"),
-    [((1, 0), None), ((0, 0), NoGradients), ((0, ArithmeticError("no")), ArithmeticError)],
-    ids=["value", "no gradients", "error"],
-)
-async def test_an_interrupted_answer_is_not_lost(current_pair: list[Worker], answers: Any, wanted: Any) -> None:
-    """Whatever instruction a signal comes at in who reads it: the step ends with what all answers come to."""
-    weights = [aiorpc.remote(worker.name, make, 0) for worker in current_pair]
-    optimizer = await DistributedOptimizer.create(torch.optim.SGD, weights, lr=1.0)
-    files = [module.__file__ or "" for module in (optim, futures)]
-
-    def step(at: int) -> str | None:
-        """The last answer comes and is interrupted at that instruction: where that is, None behind the last."""
-        done = optimizer.step(ctx)
-        first, last = done._sources
-        first._settle(answers[0])
-        failed = isinstance(answers[1], BaseException)
-        answer = partial(last._settle, None, copy.copy(answers[1])) if failed else partial(last._settle, answers[1])
-        where = interrupted(answer, at, *files)
-        answer()  # if it had not begun
-        assert done.done() and done._waiters == 0, where
-        error = done.exception()
-        assert type(error) is (wanted or type(None)), where
-        if error is not None and failed:
-            assert error.__notes__ == ["DistributedOptimizer.step(), on worker 'worker1'"], where
-        return where
-
-    async with autograd.context() as ctx:
-        found = list(takewhile(lambda where: where is not None, map(step, range(MOST))))
-        await until(lambda: all(worker.is_idle() for worker in current_pair))
-    assert 50 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
-
-
-def test_a_turn_that_is_interrupted_is_over() -> None:
-    """Whatever a signal handler raises in, as a main thread takes its turn or leaves it: the others have theirs."""
-    local = optim.LocalOptimizer(torch.optim.SGD, [make(0)], (), {"lr": 1.0})
-    files = [module.__file__ or "" for module in (optim, threading)]
-    found: list[str] = []
-    while (where := interrupted(local.state_dict, len(found), *files, signals=True)) is not None:
-        found.append(where)
-        thread = threading.Thread(target=local.state_dict, daemon=True)
-        thread.start()
-        thread.join(LIMIT)
-        assert not thread.is_alive(), where
-    assert any(where.startswith("enter") for where in found), "it was not interrupted"
 
 
 @pytest.mark.parametrize("owner", ["worker0", "worker2"])

@@ -27,6 +27,7 @@ from ..runtime.calls.functions import brief
 from ..runtime.gradients.contexts import current_autograd, opener_of
 from ..runtime.node import Node, registry, serving
 from ..sites import call_site
+from ..undoing import on_error
 from .parts import Id
 from .passes import Last, Pass
 from .wire import pack_ids, unpack_ids
@@ -122,24 +123,9 @@ class context:
 
     def _leave(self) -> list[Future[bytes]]:
         """It has ended: here, and on all workers that know of it. Returns what to wait for."""
-        gradients, id, known = self._node.gradients, self._id, set[Any]()
-        try:
-            found = gradients.find(id)
-            known = known if found is None else found.known
-            self._forget_here(id)
-            return _Farewell(self._node, id, gradients.leave(id)).tell(later=True)
-        except RpcError:
-            raise
-        except BaseException:  # a signal handler has raised it, and nobody else would tell the others
-            self._id = 0
-            self._node.engine.call_on_loop(self._leave_again, id, known)
-            raise
-
-    def _leave_again(self, id: int, known: Iterable[Any]) -> None:
-        """On the loop. known: workers that took part."""
-        self._node.gradients.leave(id)
-        with contextlib.suppress(RpcError):  # we leave
-            _Farewell(self._node, id, known).tell_all()
+        id = self._id
+        self._forget_here(id)
+        return _Farewell(self._node, id, self._node.gradients.leave(id)).tell(later=True)
 
     def _forget_here(self, id: int) -> None:
         """What is done from now on is not done in it."""
@@ -186,17 +172,11 @@ class _Farewell:
         for worker_id in self._todo - self._told:
             before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
             trailing = later and before is None  # else the one before may be waiting for a message to leave with
-            try:
-                self._told.add(worker_id)
-                call = last[worker_id] = self._forget_at(peer, trailing)
-                call._when_settled(partial(self._answered, worker_id))
-            except BaseException:  # a signal handler has raised it, and what this one says may be heard by nobody
-                self._told.discard(worker_id)
-                self._todo.update(self._everybody())
-                raise
-            finally:  # also if a signal handler raises in it: it may be queued by then
-                if trailing:
-                    self._node.gradients.trailing.add(peer)
+            self._told.add(worker_id)
+            call = last[worker_id] = self._forget_at(peer, trailing)
+            call._when_settled(partial(self._answered, worker_id))
+            if trailing:
+                self._node.gradients.trailing.add(peer)
             if before is not None:
                 earlier.append(before)
         return earlier
@@ -272,10 +252,8 @@ def _doubt(node: Node, context_id: int, opener: int) -> None:
     doubted.add(context_id)
     serving = current_call.set(None)  # as in `_Farewell`
     try:
-        call: Future[bool] = node.peers.by_id(opener).call(has_ended, (context_id,), None, 0.0, system=True)
-    except BaseException:
-        doubted.discard(context_id)
-        raise
+        with on_error(doubted.discard, context_id):
+            call: Future[bool] = node.peers.by_id(opener).call(has_ended, (context_id,), None, 0.0, system=True)
     finally:
         current_call.reset(serving)
 

@@ -285,7 +285,7 @@ class Part:
                 deliveries = self._run(used, targets, begin, self._retain or again, arrivals)
                 for received, gradient in complete:
                     deliveries.setdefault(received.sender, {})[received.name] = gradient
-            except BaseException as error:
+            except Exception as error:
                 say_where(error, self._node.engine.name)
                 if self._runs is None:  # remembered with the pass, its frames would keep the gradients
                     used.clear()
@@ -329,7 +329,7 @@ class Part:
                 taken.add(memory_of(gradient))
         try:
             results = evaluate(given, targets, retain)
-        except BaseException as error:
+        except Exception as error:
             say_what_changed(error, targets)
             raise
         holders = references_to(results)
@@ -415,7 +415,7 @@ class Part:
                 return
             said = (self._context.id, self._number, *to_wire(gradients))
             call = ask(self._node, worker_id, take, *said, until=self._until)
-        except BaseException as error:
+        except Exception as error:
             self.fail(error)
             return
         call._when_settled(partial(self._delivered, number))

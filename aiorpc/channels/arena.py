@@ -82,6 +82,9 @@ class Arena:
     large, up to 1 GiB. poison: overwrite what is freed, so that use after release shows. assist: has a function run in
     another thread, to help with large copies.
     last_refusal: why `allocate` gave None the last time, in a few words without numbers.
+
+    A signal handler may raise in the midst of a step in the main thread. What is free is not known then, and the arena
+    gives no more: it is torn. Messages go other ways.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Arena:
     ) -> None:
         self.limit = limit
         self.poison = poison
+        self._torn = self._cold_torn = False  # whether somebody is at a step, or was interrupted in one
         self.last_refusal: str = ""
         self.used: int = 0  # bytes that live blocks take, with what rounding adds
         self._segment_size = segment_size
@@ -353,8 +357,9 @@ class Arena:
         self._live.pop(block.generation, None)
         if self._fresh:
             self._fresh.discard(block.generation)
-        if self._closed:
+        if self._closed or self._torn:
             return
+        self._torn = True
         self._mark(place)
         self.used -= place.room
         spares = self._spares

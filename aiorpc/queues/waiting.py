@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -254,25 +255,21 @@ class JoinFuture(RewordedFuture):
     def __await__(self) -> Generator[Any, None, Any]:
         try:
             return (yield from super().__await__())
-        except BaseException as error:
-            self._leave(error)
-            raise
         finally:
+            self._leave(sys.exception())
             del self  # as of a GetFuture
 
     def wait(self, timeout: float | None = None) -> Any:
         """As of any Future."""
         try:
             return super().wait(timeout)
-        except BaseException as error:
-            self._leave(error)
-            raise
         finally:
+            self._leave(sys.exception())
             del self
 
-    def _leave(self, error: BaseException) -> None:
-        """Somebody waits no longer. error: is what it hears."""
-        if error is self._error:
+    def _leave(self, error: BaseException | None) -> None:
+        """A wait has ended. error: what it raises."""
+        if error is not None and error is self._error:
             self._heard = True
         elif isinstance(self._error, ItemLost) and not (self._heard or self._waiters):
             self._not_heard()

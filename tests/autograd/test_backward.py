@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import Counter
 from functools import partial
-from itertools import takewhile
 from typing import Any
 from unittest import mock
 
@@ -20,23 +19,17 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
-from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc import RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
 from aiorpc.autograd import engine as autograd_engine
-from aiorpc.autograd import parts as autograd_parts
-from aiorpc.autograd import passes
-from aiorpc.autograd.contexts import make_pass
 from aiorpc.autograd.parts import abort, gather, go_on, part_of
-from aiorpc.autograd.passes import Pass
 from aiorpc.autograd.wire import MORE, from_wire, pack_names, to_wire
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine import engine
 from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
 from tests.runtime import hostile
-from tests.runtime.waiting import LIMIT, until, wait_until
-from tests.transport.ends import Interruption, interrupted, meanwhile
+from tests.runtime.waiting import LIMIT, until
 from tests.unlooked import unlooked_at
 
 double = torch.float64
@@ -1032,94 +1025,6 @@ async def test_a_hook_on_the_node_of_a_leaf_may_not_change_the_shape(workers: li
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [None, ArithmeticError("no")], ids=["value", "error"])
-async def test_an_interrupted_answer_is_not_lost(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    """Whatever instruction a signal comes at in who reads it: the pass ends, in the thread that waits for it."""
-    asked: list[tuple[object, Future[Any]]] = []
-
-    def ask(node: Any, worker_id: int, function: object, *args: Any, **options: Any) -> Future[Any]:
-        asked.append((function, Future()))
-        return asked[-1][1]
-
-    def drive(one: Pass, ended: threading.Event) -> None:
-        with contextlib.suppress(ArithmeticError):
-            one.drive()
-        ended.set()
-
-    def read(at: int) -> str | None:
-        """The answer is interrupted at that instruction: where that is, None behind the last."""
-        asked.clear()
-        one, ended = make_pass(ctx, [root], True), threading.Event()
-        ((_, part),) = context.parts.items()
-        where = None
-
-        def interrupt(place: str) -> None:
-            nonlocal where
-            where = place
-            if not part._lock.locked():  # else maybe at either end of a `with`, where Python looks for no signals
-                raise Interruption
-
-        thread = threading.Thread(target=drive, args=(one, ended), daemon=True)
-        thread.start()
-        wait_until(lambda: asked and asked[0][1]._waiters)
-        answer = partial(asked[0][1]._settle, None if error else to_wire({}), error)
-        with contextlib.suppress(Interruption):
-            meanwhile(answer, at, interrupt, *files)
-        assert ended.wait(LIMIT), where
-        thread.join(LIMIT)
-        assert one.done.exception() is error, where
-        assert not context.parts, where
-        assert error is None or abort in [function for function, _ in asked], where
-        return where
-
-    files = [module.__file__ or "" for module in (passes, autograd_parts)]
-    async with autograd.context() as ctx:
-        context = workers[0]._node.gradients.get(ctx)
-        root = (await workers[0].call("worker1", parts.layer, vector().detach())).sum()
-        with monkeypatch.context() as patched:
-            patched.setattr(passes, "ask", ask)
-            found = list(takewhile(lambda where: where is not None, map(read, range(MOST))))
-    assert 10 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
-
-
-async def test_an_interrupted_answer_to_a_gradient_that_was_handed_on_is_not_lost(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same for the answer of a worker that another one than the root has sent gradients to."""
-    asked: list[tuple[Future[Any], Future[Any]]] = []
-    real_ask = autograd_parts.ask
-
-    def ask(node: Any, worker_id: int, function: object, *args: Any, **options: Any) -> Future[Any]:
-        call = real_ask(node, worker_id, function, *args, **options)
-        if function is not autograd_parts.take or asked:
-            return call
-        asked.append((call, Future()))
-        return asked[-1][1]
-
-    def read(at: int) -> str | None:
-        wait_until(lambda: asked and asked[0][0].done() and asked[0][1]._waiters)
-        answer = partial(asked[0][1]._settle, None)
-        return interrupted(answer, at, autograd_parts.__file__, engine.__file__)
-
-    monkeypatch.setattr(autograd_parts, "ask", ask)
-    # As where a main thread waits for a call, and has read this answer.
-    monkeypatch.setattr(engine, "waits_in_main_thread", lambda: True)
-    at = 0
-    while True:
-        asked.clear()
-        async with autograd.context() as ctx, asyncio.timeout(LIMIT):
-            y = await workers[0].call("worker1", parts.via, vector(), "worker2")
-            done = ctx.backward([y.sum()])
-            place = await asyncio.to_thread(read, at)
-            await done
-        if place is None:
-            break
-        at += 1
-    assert at > 3, "it was not interrupted"
 
 
 # --- leaves that change after the forward pass ------------------------------------------------------------------------

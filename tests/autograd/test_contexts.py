@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker, autograd
-from aiorpc.autograd import contexts as contexts_module
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
 from aiorpc.errors import PeerLeft, ProtocolError, SerializationError, WouldBlockLoop
@@ -34,7 +32,7 @@ from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, outside, step, vector, weight_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
-from tests.transport.ends import interrupted, meanwhile
+from tests.transport.ends import meanwhile
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
@@ -621,25 +619,6 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
     await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-
-
-async def test_an_interrupted_end_releases_it_too(workers: list[Worker]) -> None:
-    """Wherever a signal handler raises as a context is left: the other workers are told all the same."""
-
-    def script(at: int) -> str | None:
-        context = autograd.context()
-        context.__enter__()
-        aiorpc.rpc_sync("worker1", parts.via, args=(vector(), "worker2"))
-        place = interrupted(partial(context.__exit__, *[None] * 3), at, contexts_module.__file__ or "", signals=True)
-        if context._id:  # it had not begun
-            context.__exit__(None, None, None)
-        return place
-
-    at = 0
-    while await asyncio.to_thread(script, at) is not None:
-        await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-        at += 1
-    assert at > 10, "it was not interrupted"
 
 
 async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:

@@ -32,12 +32,11 @@ from aiorpc import (
     RRef,
     Worker,
     WorkerClosed,
-    futures,
 )
 from aiorpc.errors import ItemLost, ProtocolError, UnknownWorker
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
-from aiorpc.queues import calls, packing, waiting
+from aiorpc.queues import calls, packing
 from aiorpc.queues.calls import Calls
 from aiorpc.queues.client import Client
 from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems, Taken
@@ -45,7 +44,6 @@ from aiorpc.queues.packing import hand_over
 from aiorpc.queues.served import HERE, ServedQueue
 from aiorpc.queues.waiting import GetFuture
 from aiorpc.runtime.callee.answers import Answers
-from aiorpc.runtime.caller import reworded
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.values import Results, encode
 from aiorpc.runtime.engine.bounds import Bounds
@@ -55,7 +53,6 @@ from aiorpc.types import QueueHandle
 from tests.runtime.joining import unheard_of
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 LONG = 30.0
@@ -2070,76 +2067,6 @@ async def test_a_get_in_a_thread_whose_caller_has_given_up_takes_no_item(trio: l
 
 
 # --- signal handlers that raise ---------------------------------------------------------------------------------------
-
-
-async def test_a_get_in_which_a_signal_handler_raises_loses_no_item(pair: list[Worker]) -> None:
-    """Wherever it does: also when the item has come, and is about to be returned."""
-    make(pair[0])
-    other = handle(pair[1])
-    got: list[int] = []
-    places: list[str] = []
-    while True:
-        await other.put(len(places))
-        take = partial(lambda: got.append(other.get().wait()))
-        place = await asyncio.to_thread(interrupted, take, len(places), waiting.__file__, signals=True)
-        if not got:
-            got.append(await other.get())
-        assert got == [len(places)], place
-        got.clear()
-        if place is None:
-            break
-        places.append(place)
-    assert any(place.startswith("_take") for place in places), "it was not interrupted as the item was there"
-
-
-@pytest.mark.parametrize("outcome", [Results((7,)), PeerLost("gone")], ids=["value", "error"])
-async def test_an_interrupted_answer_is_told_once(pair: list[Worker], outcome: Any) -> None:
-    """The thread that reads it may be interrupted anywhere; whoever put or takes items hears of it, and only once."""
-    make(pair[0])
-    told: list[Any] = []
-    owed = pair[1]._node.peers.find("worker0").owed
-    value, error = (None, outcome) if isinstance(outcome, Exception) else (outcome, None)
-
-    async def play(at: int) -> str | None:
-        made = Calls(pair[1]._node, "q", "worker0")
-        made.call("take_items", True, at + 1, (1,), lambda *said: told.append(said))
-        (call,) = [each for each in owed.pending.values() if each.function.endswith("take_items")]
-        answer = partial(call._settle, value, error)
-        place = await asyncio.to_thread(interrupted, answer, at, calls.__file__, futures.__file__)
-        answer()  # if it had not begun
-        await until(lambda: bool(told))
-        await asyncio.sleep(0)
-        assert told == [(value, error)], place
-        told.clear()
-        owed.cancel(call.call_id)
-        return place
-
-    at = 0
-    while (place := await play(at)) is not None:
-        at += 1
-        assert "_ended" in place or at < 400
-    assert at > 50, "it was not interrupted"
-
-
-async def test_a_join_whose_answer_is_interrupted_ends(pair: list[Worker]) -> None:
-    """With the answer, or as one that was cancelled."""
-    make(pair[0])
-    other = handle(pair[1])
-    await other.put(1)
-    at = 0
-    while True:
-        joined = other.join()
-        (call,) = joined._sources
-        answer = partial(call._settle, None)
-        place = await asyncio.to_thread(interrupted, answer, at, reworded.__file__, futures.__file__)
-        answer()  # if it had not begun
-        assert joined.done(), place
-        joined._mark_seen()
-        pair[1]._node.peers.find("worker0").owed.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
-        if place is None:
-            break
-        at += 1
-    assert at > 50, "it was not interrupted"
 
 
 async def test_a_queue_whose_worker_has_gone_is_none_of_the_next_one() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -30,7 +29,6 @@ from aiorpc.types import QueueHandle
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.runtime.test_overload import Threads
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
-from tests.transport.ends import interrupted
 
 Tensor = torch.Tensor
 CROSSED = {0: 1, 1: 0}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,17 +30,14 @@ from aiorpc import (
 )
 from aiorpc.errors import GroupError, SerializationError, UnknownWorker
 from aiorpc.futures import Future
-from aiorpc.runtime.caller import member_call
 from aiorpc.runtime.caller.known import FunctionEntry
 from aiorpc.runtime.caller.member_call import MemberCall
-from aiorpc.runtime.fanout import group_call
 from aiorpc.runtime.fanout.group_call import GroupCall
 from aiorpc.runtime.fanout.options import count_of
 from aiorpc.sites import call_site
 from aiorpc.testing import Faults, cluster
 from aiorpc.types import Outcome
 from tests.runtime.waiting import LIMIT, until, until_no_references
-from tests.transport.ends import interrupted
 
 _holds: dict[str, threading.Event] = {}
 _stopped: list[str] = []
@@ -614,43 +609,3 @@ CASES: list[tuple[int | None, list[Any], Any]] = [
     (2, [ValueError("no")], ValueError("nor this")),
     (1, [], 1),
 ]
-
-
-@pytest.mark.parametrize("kind", ["part", "future"])
-@pytest.mark.parametrize(("quorum", "before", "last"), CASES)
-async def test_whoever_brings_an_answer_may_be_interrupted_anywhere(
-    quorum: int | None, before: list[Any], last: Any, kind: str
-) -> None:
-    """The answer counts all the same, the call ends, and who takes outcomes as they come gets them.
-
-    Only before it is taken it may be lost: then the member has given no value.
-    """
-
-    async def play(last: Any, at: int) -> tuple[str | None, Any]:
-        three = Three(quorum)
-        place = len(before)
-        for member, outcome in zip(three.members, before, strict=False):
-            bring(member, outcome)
-        await three.until_seen()
-        brings: MemberCall | Future[Any] = three.members[place]
-        if kind == "future":
-            brings = Future[Any]()
-            three.call._calls[place] = brings
-            three.call._follow(place, brings)
-        where = interrupted(partial(bring, brings, last), at, group_call.__file__, member_call.__file__)
-        if where is not None and kind == "part":  # as whoever reads answers does then
-            with contextlib.suppress(AttributeError):
-                bring(brings, lost)
-        return where, (three.call.done(), await three.until_seen(), await three.end())
-
-    lost = RpcCancelled("interrupted")
-    _, whole = await play(last, -1)
-    _, without = await play(lost, -1)
-    taken = kind == "future"
-    for at in itertools.count():
-        where, got = await play(last, at)
-        taken = taken or got == whole
-        assert got == whole or (got == without and not taken), where
-        if where is None:
-            break
-    assert at > 50

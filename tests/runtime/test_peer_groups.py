@@ -36,13 +36,10 @@ from aiorpc import (
 from aiorpc.errors import GroupError, ProtocolError, SerializationError, UnknownWorker, WouldBlockLoop
 from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.fanout import barriers as barriers_module
-from aiorpc.runtime.fanout import mapping
 from aiorpc.runtime.fanout.barriers import come_to_barrier
-from aiorpc.runtime.fanout.mapping import GroupMap
 from aiorpc.testing import Faults, cluster
 from tests.runtime.test_returning import lose, place
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
-from tests.transport.ends import interrupted
 
 _gates: dict[str, asyncio.Event] = {}
 _begun: list[str] = []
@@ -1024,39 +1021,3 @@ async def test_barriers_without_pickles() -> None:
     options = RpcBackendOptions(serialization="safe", allow=["barrier/*:come"])
     async with cluster(2, options=options) as workers:
         await asyncio.gather(*(worker.group("*").barrier() for worker in workers))
-
-
-async def test_an_interrupted_answer_wakes_who_awaits_the_result_of_map(pair: list[Worker]) -> None:
-    """Wherever a signal handler raises in the thread that brings it."""
-    at = 0
-    while True:
-        call = futures.Future[str]()
-        results = GroupMap(pair[0]._node.engine, lambda _, call=call: call, [0], lambda: 1)  # type: ignore[misc]  # no type for a default
-        result = asyncio.ensure_future(anext(results))
-        await until(lambda call=call: call._waiters == 1)  # type: ignore[misc]  # as above
-        answer = partial(call._settle, "answer")
-        place = await asyncio.to_thread(interrupted, answer, at, mapping.__file__, futures.__file__)
-        answer()  # if it had not begun
-        async with asyncio.timeout(LIMIT):
-            assert await result == "answer", place
-        await results.aclose()
-        if place is None:
-            break
-        at += 1
-    assert at > 50, "it was not interrupted"
-
-
-async def test_a_large_call_that_is_interrupted_as_it_is_sent_is_called_off(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody gets it, so nobody else could."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    await pair[0].call("worker1", torch.sum, torch.ones(1))  # so that they are connected
-    monkeypatch.setattr("aiorpc.runtime.fanout.sending.Sending.flush", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        pair[0].group(["worker1"], timeout=0).call(torch.sum, torch.ones(1 << 20))
-    monkeypatch.undo()
-    await until(pair[0].is_idle)

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,15 +28,13 @@ from aiorpc import RpcBackendOptions, Worker
 from aiorpc.channels.segments import PrivateMapping
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Claim, Latest, Message, SubscriptionClosed, Unpublished, VersionsReleased, Want
-from aiorpc.runtime.publication import content, feed, known
-from aiorpc.runtime.publication import subscription as subscription_module
+from aiorpc.runtime.publication import feed, known
 from aiorpc.runtime.publication.claims import release_claim
 from aiorpc.runtime.publication.shelf import MOST_HELD, Key, Shelf
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
 from tests.runtime.stores import Stuck, WatchedStore
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 LARGE = 1 << 16  # floats: more than stands in a message itself
@@ -439,93 +436,7 @@ class Signals:
         return signal.raise_signal, (signal.SIGUSR1,)
 
 
-def test_what_a_signal_handler_raises_in_a_turn_is_no_error_of_the_version(tmp_path: Path) -> None:
-    """It goes to the program as it is, and the version comes in the next turn."""
-
-    class Alarm(Exception):
-        pass
-
-    def handler(*_: object) -> None:
-        raise Alarm
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        rpc.publish("policy", Signals()).wait()
-        with rpc.subscribe("policy") as versions:
-            for _ in range(2):
-                with pytest.raises(Alarm):
-                    next(versions)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            assert next(versions).version == 1
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        rpc.shutdown()
-
-
-async def test_a_turn_in_which_a_signal_handler_raises_loses_no_version(pair: list[Worker]) -> None:
-    """Wherever it does, also while the turn waits; and nothing else is raised in its place."""
-    got: list[int] = []
-    with pair[1].subscribe("policy", timeout=20.0) as versions:
-        at = 0
-        while True:
-            turn = asyncio.create_task(
-                asyncio.to_thread(
-                    interrupted,
-                    lambda: got.append(next(versions).version),
-                    at,
-                    subscription_module.__file__,
-                    feed.__file__,
-                    threading.__file__,
-                    signals=True,
-                )
-            )
-            await asyncio.sleep(0)
-            last = await pair[0].publish("policy", at)
-            place = await turn
-            await comes_once(last.version, got, versions, place)
-            if place is None:
-                break
-            at += 1
-    assert at > 5, "it was not interrupted"
-
-
-async def comes_once(version: int, got: list[int], versions: Subscription[Any], place: str | None) -> None:
-    """That a turn which was interrupted at a place has got the version, or that the next one does. Clears `got`."""
-    if not got:
-        got.append((await anext(versions)).version)
-    assert got == [version], place
-    got.clear()
-
-
 # If it comes just before one of these is awaited:
-@pytest.mark.filterwarnings("ignore:coroutine 'Timeout.__a(enter|exit)__' was never awaited")
-async def test_a_turn_of_a_task_in_which_a_signal_handler_raises_loses_no_version(pair: list[Worker]) -> None:
-    """As one of a thread: where a main thread runs the loop, its handlers raise in what runs there."""
-    got: list[int] = []
-    at = 0
-    async with pair[1].subscribe("policy", timeout=20.0) as versions:
-        while True:
-            last = await pair[0].publish("policy", at)
-            await until(lambda: versions._feed.newest == last.version)  # noqa: B023  # awaited in the same turn
-            turn = versions.__anext__()
-
-            def step() -> None:
-                try:
-                    turn.send(None)  # noqa: B023  # called in the same turn
-                except StopIteration as end:
-                    got.append(end.value.version)
-
-            places = (subscription_module.__file__, feed.__file__, content.__file__)
-            place = interrupted(step, at, *places, signals=True)
-            await comes_once(last.version, got, versions, place)
-            if place is None:
-                break
-            at += 1
-    assert at > 5, "it was not interrupted"
-
-
 async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker]) -> None:
     """Who keeps all versions takes memory of its own for them, and the publisher's slots go round."""
     async with pair[1].subscribe("policy") as versions:

@@ -9,12 +9,9 @@ import dataclasses
 import gc
 import logging
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -34,14 +31,11 @@ from aiorpc import (
     WorkerClosed,
 )
 from aiorpc.errors import ProtocolError, SerializationError
-from aiorpc.protocol import references as table_module
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.references import references as references_module
-from aiorpc.runtime.references import rref as rref_module
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
-from tests.transport.ends import interrupted
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
 class Thing:
@@ -1159,77 +1153,3 @@ def create(worker: Worker) -> None:
 
 def pass_on(worker: Worker) -> None:
     worker.call("worker1", type, worker._node.references.refer_to(Thing())).wait()
-
-
-@pytest.mark.parametrize("work", [own, create, pass_on])
-async def test_no_value_stays_where_a_signal_handler_raises(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, work: Callable[[Worker], None]
-) -> None:
-    """Wherever it does as a reference is made or passed on: nobody has it, so the value goes."""
-    monkeypatch.setattr(RRef, "__del__", lambda _: None)  # what is raised in it goes to nobody; see the next test
-
-    def nothing_left() -> bool:
-        gc.collect()
-        for worker in pair:
-            worker._node.references.flush()  # as soon as anything of the kind is looked after
-        return not any(worker._node.references.counts().owned for worker in pair)
-
-    files = [module.__file__ or "" for module in (references_module, rref_module, table_module)]
-    at = 0
-    while True:
-        place = await asyncio.to_thread(interrupted, partial(work, pair[0]), at, *files, signals=True)
-        await until(nothing_left)
-        if place is None:
-            break
-        at += 1
-    assert at > 3, "it was not interrupted"
-
-
-async def test_the_death_of_a_handle_is_told_if_its_end_was_interrupted(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler may raise before `__del__` has done anything; Python tells that, and goes on."""
-    ref = pair[0].remote("worker1", Thing)
-    await ref.rpc_async().get()
-    assert pair[1]._node.references.counts().owned == 1
-    monkeypatch.setattr(RRef, "__del__", lambda _: None)
-    del ref
-    gc.collect()
-    monkeypatch.undo()
-    pair[0]._node.references.flush()  # as soon as anything of the kind is looked after
-    await until_no_references(pair)
-
-
-def test_a_reference_in_an_answer_that_is_interrupted_is_taken(tmp_path: Path) -> None:
-    """Its sender waits for that, although whoever was to have it has got an alarm in its place."""
-
-    def handler(*_: object) -> None:
-        raise KeyError("alarm")
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", busy_wait=0.1)
-    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    references = aiorpc.current()._node.references
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        real = references.load
-
-        def load(*args: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                signal.raise_signal(signal.SIGUSR1)
-            return real(*args)
-
-        for _ in range(20):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(references, "load", load)
-                with contextlib.suppress(KeyError):
-                    aiorpc.rpc_sync("alone", give_reference)
-        aiorpc.rpc_sync("alone", len, ((),))
-        references.flush()
-        wait_until(lambda: references.counts().owned == 0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        aiorpc.shutdown()
-
-
-def give_reference() -> RRef[Thing]:
-    return RRef(Thing())

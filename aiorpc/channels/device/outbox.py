@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from ...locks import Lock
+from ...undoing import on_error
 from ..accelerator import Event, Interprocess, Stream, Tensor
 from ..space import KIB, MIB
 
@@ -98,7 +99,7 @@ class Outbox(BoxEnd):
         self.slots: list[tuple[int, int]] = cut(self.size)
         self._address = driver.allocate(index, self.size)
         self._events = []
-        try:
+        with on_error(lambda: driver.close_events(self._events)), on_error(driver.free, index, self._address):
             self.handle: bytes = driver.export(index, self._address)
             self._events = driver.events(index, len(self.slots))
             self.event_handles: list[bytes] = [driver.export_event(event) for event in self._events]
@@ -179,7 +180,7 @@ class Inbox(BoxEnd):
         super().__init__(driver, index, driver.close)
         self.slots = slots
         self._address = driver.open(index, handle)
-        try:
+        with on_error(driver.close, index, self._address):
             self._events = driver.open_events(index, event_handles)
         except Exception:
             driver.close(index, self._address)

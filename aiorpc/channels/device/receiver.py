@@ -13,6 +13,7 @@ import numpy
 
 from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer
+from ...undoing import on_error
 from .. import AnyBuffer, Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Stream, Tensor, device_index
 from ..inline import allocate
@@ -360,7 +361,7 @@ class Receiver:
             if self._left:
                 raise RpcError("this worker is leaving")
             inbox = Inbox(driver.interprocess, target, handle, event_handles, slots)
-            try:
+            with on_error(inbox.close):
                 self._around.hold([inbox])  # the nonce may still be on its way when the other process dies
                 self._prove(inbox, nonce)
             except Exception:

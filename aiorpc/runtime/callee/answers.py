@@ -305,7 +305,7 @@ class Answers:
         if self._engine.on_handler_error is not None:
             try:
                 self._engine.on_handler_error(error)
-            except BaseException as broken:
+            except Exception as broken:
                 said = "on_handler_error of worker %s raised"
                 foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
 

@@ -258,12 +258,8 @@ class Addressee:
         if self.gone is None:
             self._waiting.add(message)
             if self.state is PeerState.IDLE:
-                try:
-                    self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
-                    self.engine.call_on_loop(self._home.connect, self)
-                except BaseException:  # a signal handler has raised it, maybe before the loop was asked
-                    self.engine.call_on_loop(self._home.connect, self)
-                    raise
+                self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
+                self.engine.call_on_loop(self._home.connect, self)
 
     def _formed(self, message: WaitingCall) -> WaitingCall | None:
         """The same message in the form for the worker, now that it is known; None if it has none: its call ends."""

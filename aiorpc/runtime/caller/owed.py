@@ -28,6 +28,7 @@ from ...protocol.messages import Recorded, Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference, ReferenceId
 from ...protocol.states import PeerState
 from ...sites import describe_site
+from ...undoing import on_error
 from ..calls.current import CommonHome, current_node
 from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall
@@ -345,13 +346,10 @@ class OwedCalls:
     def _decode_in_background(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
-        try:
+        with on_error(self.decoding.discard, future.call_id):
             if not future.system:
                 self.decoding.add(future.call_id)
             self._engine.background.submit(self._settle_value, future, result, segments, landing)
-        except BaseException:
-            self.decoding.discard(future.call_id)
-            raise
 
     def _settle_value(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
@@ -393,7 +391,7 @@ class OwedCalls:
             error = self._home.read_error(future.function, error)
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")
-        except BaseException as broken:
+        except Exception as broken:
             error = RpcError(f"{future._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         else:
             if told.again and type(error) is PeerLeft:  # said in place of a goodbye: nothing was run there

@@ -256,9 +256,5 @@ def open_stream(
     window = peer.engine.options.stream_window
     stream: Stream[object] = Stream(peer, window, timeout)
     end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
-    try:
-        stream._start(end)
-    except BaseException:  # a signal handler has raised it: nobody will get the stream, so nobody could end it
-        end.cancel()
-        raise
+    stream._start(end)
     return stream

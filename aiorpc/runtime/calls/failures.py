@@ -191,7 +191,7 @@ def _drop_frames(error: BaseException) -> None:
 def _type_name(kind: type[BaseException]) -> str:
     try:
         return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    except BaseException:  # a class of a class of its own
+    except Exception:  # a class of a class of its own
         return "an exception"
 
 

@@ -56,11 +56,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
     host = ids[min(ids)]
     call = host.call(come_to_barrier, (tag, pack(sorted(ids)), timeout), None, patience, system=True)
     call.parked = True
-    try:
-        return _AtBarrier(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
-    except BaseException:  # as in `reworded`
-        call.cancel()
-        raise
+    return _AtBarrier(call, partial(_in_words_of_barriers, host, f"barrier {tag!r} of {len(ids)} workers", timeout))
 
 
 def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseException | None) -> BaseException | None:

@@ -130,7 +130,5 @@ async def _take(stream: Stream[object]) -> _Taken:
         return _Taken(await anext(stream))
     except StopAsyncIteration:
         return _Taken(ended=True)
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError):
-            raise
+    except Exception as error:
         return _Taken(ended=True, error=error)

@@ -141,7 +141,7 @@ async def _awaited(
                     await room.wait()
                 begun.append(call(item))
                 news.set()
-        except BaseException as error:
+        except Exception as error:
             begun.append(error)
         else:
             begun.append(None)

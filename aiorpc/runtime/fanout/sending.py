@@ -21,6 +21,7 @@ from ...futures import Future
 from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
 from ...sites import CallSite
+from ...undoing import on_error
 from ..caller.future import cannot_send
 from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall
@@ -209,28 +210,24 @@ class Sending:
                 raise refusal
         call_id, nested = next(owed.ids), self._trace is not None
         call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
-        try:
-            if keeps is not None:
-                owed.lent[call_id] = [keeps]
-            owed.enter(call, None)
-            if buffers and (link is None or not link.distribution.rides(buffers)):
-                message = WaitingCall(call, body, buffers, None)
-                if link is None or connection is None:
-                    peer.send_buffers(message)
-                else:
-                    self._parcels.append((peer, link, message))
+        if keeps is not None:
+            owed.lent[call_id] = [keeps]
+        owed.enter(call, None)
+        if buffers and (link is None or not link.distribution.rides(buffers)):
+            message = WaitingCall(call, body, buffers, None)
+            if link is None or connection is None:
+                peer.send_buffers(message)
             else:
-                if buffers:
-                    frame = encode_frame(CALL, call_id, body, buffers)
-                else:  # as `encode_frame` does
-                    frame = [HEAD.pack(call_id, len(body), 0, CALL, MAGIC) + body]
-                if link is None or connection is None:
-                    peer.send_later(WaitingFrame(CALL, call_id, frame, call))
-                else:
-                    link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
-        except BaseException:  # a signal handler has raised it: nobody will get the call, so nobody could cancel it
-            call.cancel()
-            raise
+                self._parcels.append((peer, link, message))
+        else:
+            if buffers:
+                frame = encode_frame(CALL, call_id, body, buffers)
+            else:  # as `encode_frame` does
+                frame = [HEAD.pack(call_id, len(body), 0, CALL, MAGIC) + body]
+            if link is None or connection is None:
+                peer.send_later(WaitingFrame(CALL, call_id, frame, call))
+            else:
+                link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
         if peer.gone is not None:  # as in `Peer.call`
             owed.settle(call_id, peer.gone)
         return call
@@ -248,13 +245,10 @@ class Sending:
 
     def _post(self, parcels: Sequence[tuple[Peer, Link, WaitingCall]]) -> None:
         copies = Copies(self._home.memory.arena)
-        try:
+        with on_error(copies.close):  # a signal handler may have raised it as that was about to begin
             for peer, link, message in parcels:
                 peer.post(link, message, copies)
             copies.close()
-        except BaseException:  # a signal handler may have raised it as that was about to begin
-            copies.close()
-            raise
 
 
 def send_all(
@@ -268,24 +262,20 @@ def send_all(
     flush: sends what `send` has kept. Who is interrupted in any of it has called off all of them: nobody gets the call.
     What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
     """
-    try:
-        for place in places:
-            over = call._over
-            if over:
-                break
-            try:
-                sent = send(place, call)
-                call._calls[place] = sent
-                if isinstance(sent, Future):
-                    call._follow(place, sent)
-                if call._over:  # looked at after it was entered: who ended the call has seen it, or this does
-                    sent.cancel()
-                    call._calls.pop(place, None)
-            except RpcError as error:
-                if place == places[0] and isinstance(error, RpcUsageError):
-                    raise
-                call._refused(place, error)
-        flush()
-    except BaseException:
-        call.cancel()
-        raise
+    for place in places:
+        over = call._over
+        if over:
+            break
+        try:
+            sent = send(place, call)
+            call._calls[place] = sent
+            if isinstance(sent, Future):
+                call._follow(place, sent)
+            if call._over:  # looked at after it was entered: who ended the call has seen it, or this does
+                sent.cancel()
+                call._calls.pop(place, None)
+        except RpcError as error:
+            if place == places[0] and isinstance(error, RpcUsageError):
+                raise
+            call._refused(place, error)
+    flush()

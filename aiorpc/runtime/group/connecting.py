@@ -27,6 +27,7 @@ from ...protocol.states import HandshakeState, PeerState
 from ...transport import sockets
 from ...transport.connection import Connection
 from ...transport.tls import TlsLayer
+from ...undoing import on_error
 from ..callee import service as callee
 from ..callee.service import Service
 from ..caller.addressee import farewell
@@ -424,13 +425,10 @@ class _Opening:
         connection.start()
         if connection.tls is None:
             self._on_open()
-        try:
+        with on_error(connection.abort):
             # Without a bound: the other side may be stopped, or hold its interpreter. Calls have their deadlines, and
             # the end of the socket or of the process tells of death.
             await self.done
-        except BaseException:
-            connection.abort()
-            raise
         return connection
 
     def look(self) -> None:

@@ -39,6 +39,7 @@ from ...protocol.publication import (
     Want,
     read_any,
 )
+from ...undoing import on_error
 from ..calls.failures import without_frames
 from ..calls.values import Results
 from ..engine.engine import Engine
@@ -165,22 +166,18 @@ class Feed:
         looking again, if there is one. Raises what has ended the feed, and once why the newest version
         cannot be had here."""
         arrival: ArrivedVersion | None = None
-        try:
-            with self._lock:
+        with on_error(lambda: self.give_back(arrival)), self._lock:
+            if waker is not None:
+                self._wakers.discard(waker)
+            arrival, self._ready = self._ready, None
+            if arrival is None:
+                if self._error is not None:
+                    raise copy.copy(self._error)  # with the traceback of this turn alone
+                if self._refusal is not None:
+                    refusal, self._refusal = self._refusal, None
+                    raise refusal
                 if waker is not None:
-                    self._wakers.discard(waker)
-                arrival, self._ready = self._ready, None
-                if arrival is None:
-                    if self._error is not None:
-                        raise copy.copy(self._error)  # with the traceback of this turn alone
-                    if self._refusal is not None:
-                        refusal, self._refusal = self._refusal, None
-                        raise refusal
-                    if waker is not None:
-                        self._wakers.add(waker)
-        except BaseException:
-            self.give_back(arrival)
-            raise
+                    self._wakers.add(waker)
         return arrival
 
     def give_back(self, arrival: ArrivedVersion | None) -> None:

@@ -37,6 +37,7 @@ from ...protocol.publication import (
     write,
 )
 from ...sites import call_site, outside
+from ...undoing import on_error
 from ..caller.peers import Peers
 from ..calls.current import within_call
 from ..calls.values import Results
@@ -242,20 +243,21 @@ class Publications:
                     f"{self.names.describe(name)}"
                 )
             publisher.ending = True  # who publishes a version from here on waits for the lock, and claims the name anew
-            try:
+            with on_error(self._goes_on, publisher):
                 await publisher.idle.wait()
                 claim, last = publisher.claim, publisher.last
                 release = partial(release_claim, self._home.rendezvous, publisher.stands, last)
                 await self.names.at_store(release)
-            except BaseException:
-                publisher.ending, publisher.unsure = False, True  # the answer of the store may have been lost alone
-                self._look()  # newcomers have not been told meanwhile
-                raise
             self._retire(publisher)
             # All who answer have heard it before this worker can claim the name once more; the others hear it later.
             told = [self._engine.tasks.spawn(self._tell_end(claim, each)) for each in self._home.group.live()]
             await asyncio.wait(told, timeout=self._engine.bounds.vouch)
         future._settle(None)
+
+    def _goes_on(self, publisher: Publisher) -> None:
+        """It was not unpublished, or that is not known: the answer of the store alone may have been lost."""
+        publisher.ending, publisher.unsure = False, True
+        self._look()  # newcomers have not been told meanwhile
 
     def _retire(self, publisher: Publisher) -> None:
         """What this worker publishes no longer."""

@@ -131,15 +131,15 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
                         return self._open(arrival)
                     self._feed.engine.refuse_idle_loop(f"to await a version of {self.name!r}", "async for")
                     await arrived.wait()
-        except BaseException as error:
-            if not isinstance(error, RpcError):  # a signal handler has raised it
-                self._feed.give_back(arrival)
-            self._feed.forget(wake)
-            if isinstance(error, TimeoutError) and limit.expired():
+        except TimeoutError:
+            if limit.expired():
                 raise self._too_late(seconds) from None
-            if isinstance(error, StopAsyncIteration):
-                _look_at_the_end()
             raise
+        except StopAsyncIteration:
+            _look_at_the_end()
+            raise
+        finally:
+            self._feed.forget(wake)
 
     def newest(self) -> PublishedVersion[T_co] | None:
         """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
@@ -152,12 +152,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
             arrival = self._feed.take(None)
         except StopAsyncIteration:
             return None
-        try:
-            return None if arrival is None else self._open(arrival)
-        except BaseException as error:
-            if not isinstance(error, RpcError):  # a signal handler has raised it
-                self._feed.give_back(arrival)
-            raise
+        return None if arrival is None else self._open(arrival)
 
     def __iter__(self) -> Subscription[T_co]:
         self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
@@ -176,23 +171,18 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
                 arrived.release()
 
         try:
-            while True:
+            while arrival is None:
                 try:
                     arrival = self._feed.take(wake)
                 except StopAsyncIteration:
                     raise StopIteration from None
-                if arrival is not None:
-                    break
-                if not _wait(arrived, wake, None if limit is None else max(0.0, limit - time.monotonic())):
+                if arrival is None and not _wait(
+                    arrived, wake, None if limit is None else max(0.0, limit - time.monotonic())
+                ):
                     raise self._too_late(seconds)
-                continue
+        finally:
             self._feed.forget(wake)
-            return self._open(arrival)
-        except BaseException as error:
-            self._feed.forget(wake)
-            if not isinstance(error, RpcError):  # a signal handler has raised it
-                self._feed.give_back(arrival)
-            raise
+        return self._open(arrival)
 
     def _open(self, arrival: ArrivedVersion) -> PublishedVersion[T_co]:
         engine = self._feed.engine

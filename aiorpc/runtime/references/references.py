@@ -53,6 +53,7 @@ from ...protocol.reference_messages import (
 )
 from ...protocol.references import ReferenceTable
 from ...sites import describe_site
+from ...undoing import on_error
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
@@ -236,26 +237,17 @@ class References:
         self._tell_first()
         handle = self.handle_class.__new__(self.handle_class)
         watched = _Watched(handle, self._died.append)
-        fork: ReferenceId | None = None
-        call: Future[object] | None = None
-        try:
-            with self._lock:
-                rref, fork = self._table.create(owner)  # as in `own`
-                watched.rref, watched.fork = rref, fork
-                self._handles[fork] = watched
-            handle._bind(self, rref, fork, owner, sys._getframe(depth))
-            handle._confirmed = False
+        with self._lock:
+            rref, fork = self._table.create(owner)
+            watched.rref, watched.fork = rref, fork
+            self._handles[fork] = watched
+        handle._bind(self, rref, fork, owner, sys._getframe(depth))
+        handle._confirmed = False
+        with on_error(self._run, self._table.create_failed_to_send, rref, fork):
             call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
-            handle._creation = call
-            handle._creating = creating = Creation(self, rref, fork)
-            call._when_settled(creating)
-        except BaseException:
-            if call is not None:  # a signal handler has raised it: nobody will get the handle
-                call._when_settled(Creation(self, watched.rref, watched.fork))  # once more, maybe
-                call.cancel()
-            elif fork is not None:
-                self._run(self._table.create_failed_to_send, watched.rref, fork)
-            raise
+        handle._creation = call
+        handle._creating = creating = Creation(self, rref, fork)
+        call._when_settled(creating)
         return handle
 
     def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[object], asked: bool) -> None:
