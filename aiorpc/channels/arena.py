@@ -97,7 +97,7 @@ class Arena:
     ) -> None:
         self.limit = limit
         self.poison = poison
-        self._torn = self._cold_torn = False  # whether somebody is at a step, or was interrupted in one
+        self._torn = self._cold_torn = False  # whether a thread is at a step, or was interrupted in one
         self.last_refusal: str = ""
         self.used: int = 0  # bytes that live blocks take, with what rounding adds
         self._segment_size = segment_size
@@ -151,12 +151,16 @@ class Arena:
         if size <= 0:
             self.last_refusal = "empty"
             return None
+        block = None
         with self._lock:
-            place = self._find_place(size)
-            if place is None:
+            if not self._torn:
+                self._torn = True
+                place = self._find_place(size)
+                block = None if place is None else self._carve(size, place)
+                self._torn = False
+            if block is None:
                 self.last_refusal = self._why_none(size)
-                return None
-            return self._carve(size, place)
+        return block
 
     def allocate_cold(self, size: int) -> Block | None:
         """A block of cold memory, whose pages come with the first `write`; None when there is none to be had.
@@ -164,10 +168,16 @@ class Arena:
         Not for a loop: it may ask the system for a segment.
         """
         with self._growth:
+            if self._cold_torn:
+                return None
+            self._cold_torn = True
             extent = self._take_cold(size, 0)
+            self._cold_torn = False
             if extent is None:
                 return None
             with self._lock:
+                if self._torn:
+                    return None
                 place = Place(*extent)
                 self._mark(place)
                 block = self._carve(size, place)
@@ -369,6 +379,7 @@ class Arena:
             self._give_spares()
         self._spare_size = block.size
         spares.append(place)
+        self._torn = False
 
     def _give_spares(self) -> None:
         while self._spares:

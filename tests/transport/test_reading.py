@@ -11,7 +11,6 @@ import threading
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.interrupts import give_back
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES

@@ -103,10 +103,6 @@ class Outbox(BoxEnd):
             self.handle: bytes = driver.export(index, self._address)
             self._events = driver.events(index, len(self.slots))
             self.event_handles: list[bytes] = [driver.export_event(event) for event in self._events]
-        except Exception:
-            driver.free(index, self._address)
-            driver.close_events(self._events)
-            raise
         self._rooms = [room for _, room in self.slots]
         self._free = [list[int]() for _ in self.slots]  # by the first slot of a size: those that are free
         self._lock = Lock()
@@ -182,9 +178,6 @@ class Inbox(BoxEnd):
         self._address = driver.open(index, handle)
         with on_error(driver.close, index, self._address):
             self._events = driver.open_events(index, event_handles)
-        except Exception:
-            driver.close(index, self._address)
-            raise
 
     def get(self, slot: int, target: int, size: int, stream: Stream) -> None:
         """Enqueue a copy of the slot's first bytes to an address. When this returns, the slot may be given back."""

@@ -364,9 +364,6 @@ class Receiver:
             with on_error(inbox.close):
                 self._around.hold([inbox])  # the nonce may still be on its way when the other process dies
                 self._prove(inbox, nonce)
-            except Exception:
-                inbox.close()
-                raise
         except Exception as error:
             self._around.post(BoxRefused(number, f"{type(error).__name__}: {error}"))
             return

@@ -18,7 +18,6 @@ from typing import Any
 
 from ...errors import RpcError
 from ...locks import Lock
-from ...undoing import on_error
 from .. import Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
 from .messages import BoxOffer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop

@@ -29,7 +29,6 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import write
 from ...protocol.packing import pack
 from ...transport.send_queue import FRAME_COST, Unsent
-from ...undoing import on_error
 from ..engine.engine import Engine
 from .messages import INLINE
 
