@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import socket
 import threading
@@ -17,14 +18,13 @@ import pytest
 import torch
 
 from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
-from aiorpc.channels import shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.protocol.messages import ChannelMessage, Parcel
 from aiorpc.protocol.packing import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
-from aiorpc.runtime.links import link
+from aiorpc.runtime.links import link, sharing
 from aiorpc.runtime.links.channel_link import PIECES
 from aiorpc.runtime.links.link import Link
 from aiorpc.runtime.links.messages import DEVICE, LINK, MESSAGES, Pipe
@@ -557,30 +557,18 @@ async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> 
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [
-        ({"user": -1, "processes": ""}, "another user"),
-        ({"user": None}, "another user"),
-        ("no descriptor", "does not share memory"),
-        (None, "does not share memory"),
+        (lambda number: {"user": number, "processes": ""}, "another user"),
+        (lambda number: {"user": None} if number % 2 else {"user": 1}, "another user"),
+        (lambda number: "no descriptor", "does not share memory"),
+        (lambda number: {"user": 1, "processes": f"pid:[{number}]"}, "process namespace"),
     ],
 )
 async def test_foreign_descriptors_share_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, theirs: Any, why: str
 ) -> None:
-    """Of another user, or none that could be read: said once by each worker, and everything arrives another way."""
-    monkeypatch.setattr(shared, "descriptor", lambda: theirs)
-    await check_nothing_is_shared(caplog, why)
-
-
-async def test_another_process_namespace_shares_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The files of its processes could not be opened."""
-    mine = shared.descriptor()
-    monkeypatch.setattr(shared, "descriptor", lambda: mine | {"processes": "pid:[1]"})
-    await check_nothing_is_shared(caplog, "process namespace")
-
-
-async def check_nothing_is_shared(caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """Of another user or namespace, or unreadable: said once by each worker, and all arrives another way."""
+    numbers = itertools.count()
+    monkeypatch.setattr(sharing, "descriptor", lambda: theirs(next(numbers)))
     caplog.set_level(logging.INFO, "aiorpc")
     async with cluster(2) as workers:
         for seed in range(3):

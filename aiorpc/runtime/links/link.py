@@ -395,7 +395,7 @@ class Link:
         if frame.call_id < PIECES:
             channel.on_message(fields)
         elif failure is None and len(frame.segments) != 1:
-            raise ProtocolError(f"{frame}, a piece that has not one buffer")
+            raise ProtocolError(f"{frame}, a piece of a tensor that has not one buffer")
         else:
             channel.on_buffer(fields, failure or frame.segments[0])
 
