@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
-from functools import partial
 from typing import Any, Protocol
 
 from . import foreign
 from .errors import WorkerClosed
+from .interrupts import ends_program
 from .logs import logger
 from .sites import spates
 from .threads import daemon
@@ -87,21 +87,6 @@ nested: ContextVar[int] = ContextVar("aiorpc_nested", default=0)
 DEEPEST = 32
 
 
-class Repeatable:
-    """An internal callback that may run twice: whoever was interrupted as he ran it runs it again."""
-
-    __slots__ = ()
-
-    def __call__(self, future: Any) -> None:
-        raise NotImplementedError
-
-
-class Again(partial[None], Repeatable):
-    """``partial(function, ...)`` as such a callback, of a function that may run twice with the same Future."""
-
-    __slots__ = ()
-
-
 class UserCallback:
     """A callback of the user's, kept off loop threads. begun: whether it has been called."""
 
@@ -117,10 +102,13 @@ class UserCallback:
         token = current_autograd.set(self.autograd)
         depth = nested.set(nested.get() + 1)
         try:
+            run = copy_context().run  # what it sets stays in no thread, which serves others next
             self.begun = True
-            copy_context().run(self.callback, future)  # what it sets stays in no thread, which serves others next
+            run(self.callback, future)
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
-            if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
+            if not self.begun:  # a signal handler has raised it
+                raise
+            if ends_program(error):  # the main thread's, whatever it was doing
                 raise
             raised = f"a callback of {future._describe()} raised"
             more = spates.line(raised)

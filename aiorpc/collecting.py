@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
-from .callbacks import Again, settle_within
+from .callbacks import settle_within
 from .futures import AnyFuture, Future, is_future, twin_of, when_done
+from .undoing import on_error
 
 T = TypeVar("T")
 F = TypeVar("F", bound=AnyFuture)
@@ -73,13 +75,11 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     if not futures:
         result._settle(futures)
     for place, future in enumerate(futures):
-        when_done(future, Again(_count, place, left, futures, result))
+        when_done(future, partial(_count, place, left, futures, result))
     return cast("Future[list[F]]", result)  # of the same objects
 
 
-def _count(
-    place: int, left: dict[int, None], futures: list[AnyFuture], result: Future[list[AnyFuture]], _: AnyFuture
-) -> None:
+def _count(place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture) -> None:
     """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
     left.pop(place, None)
     if not left:
@@ -102,9 +102,7 @@ def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
 def wait_alone(future: Future[T]) -> T:
     """Wait for a Future that nobody else has. Who is interrupted cancels it: else nobody could, nor ever look at it."""
     try:
-        return future.wait()
-    except BaseException:
-        future.cancel()  # nothing if its error is what was raised
-        raise
+        with on_error(future.cancel):  # nothing if its error is what was raised
+            return future.wait()
     finally:
         del future  # see `Future._outcome`

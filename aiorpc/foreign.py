@@ -7,18 +7,12 @@ those can raise, even SystemExit. What has to go on whatever comes goes past all
 from __future__ import annotations
 
 import contextlib
-import dis
 import logging
-import signal
-import threading
 import traceback
-from collections.abc import Collection, Mapping
-from functools import partial
-from inspect import CO_VARARGS
-from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, TracebackType
+from collections.abc import Mapping
+from types import MemberDescriptorType, TracebackType
 from typing import Any
 
-_RAISE = dis.opmap["RAISE_VARARGS"]
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
 # The attributes where the interpreter itself looks, which no class can redefine.
 _FIELDS: dict[str, Any] = {
@@ -88,59 +82,6 @@ def add_note(error: BaseException, note: str) -> None:
         BaseException.add_note(error, note)
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C: a KeyboardInterrupt that a signal handler has raised, and not what code of users has."""
-    return is_a(error, KeyboardInterrupt) and from_signal(error)
-
-
-def from_signal(error: BaseException) -> bool:
-    """Whether a signal handler has raised it: one of the interpreter's, or one of Python that is installed.
-
-    Such an error is for whoever the handler belongs to, and says nothing about what it has interrupted. Only the main
-    thread runs signal handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    handlers: dict[CodeType, set[int]] = {}
-    for number in signal.valid_signals():
-        code = _code_of(signal.getsignal(number))
-        if code is not None:
-            handlers.setdefault(code, set()).add(number)
-    trace, last = field(error, "__traceback__"), None
-    while trace is not None:
-        if _handles(trace.tb_frame, handlers.get(trace.tb_frame.f_code, ())):
-            return True
-        trace, last = trace.tb_next, trace
-    # What raises it for Ctrl-C by default has no frame; code of Python that raises one says so where it does.
-    return is_a(error, KeyboardInterrupt) and (last is None or last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE)
-
-
-def _handles(frame: FrameType, signals: Collection[int]) -> bool:
-    """Whether that frame was called for one of those signals: what handles it may be called by others, too."""
-    if not signals:
-        return False
-    code, names = frame.f_code, frame.f_locals
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
-    given: list[Any] = []
-    for name in code.co_varnames[:count]:
-        value = names.get(name)
-        given += value if type(value) is tuple else (value,)
-    if FrameType in map(type, given):  # what was interrupted
-        return True
-    deleted = any(name not in names for name in code.co_varnames[:count])
-    return deleted and any(isinstance(each, int) and each in signals for each in given)
-
-
-def _code_of(handler: Any) -> CodeType | None:
-    """What a signal handler runs first, if that is Python."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    if callable(handler) and not isinstance(handler, (FunctionType, MethodType)):
-        handler = type(handler).__call__
-    code = getattr(handler, "__code__", None)  # of a method it is the function's
-    return code if isinstance(code, CodeType) else None
-
-
 def copy_of(error: BaseException, kind: type[BaseException] | None = None) -> BaseException | None:
     """An equal error without traceback, made without a call of its own code; None where that cannot be.
 
@@ -174,11 +115,8 @@ def log_error(
     try:
         logger.log(level, message, *args, exc_info=error)
     except BaseException:
-        try:
+        with contextlib.suppress(BaseException):  # else it is a handler of the program's own
             logger.log(level, f"{message}\n%s", *args, traceback_of(error))
-        except BaseException as broken:  # a handler of the program's own
-            with contextlib.suppress(BaseException):
-                logger.debug("a log handler raised %s", name_of(broken))
 
 
 # --- of what an exception is made -------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ Invariants
    call and reads its answer; it is handed to the pool.
 5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
 6. Settling runs no code of a value's or an error's class (`foreign.py`): whatever that raised would be the settler's.
-7. A settler may be interrupted at any instruction, and settle the call of another thread. It then does the rest before
-   it lets the exception go on: who waits is woken, once more if need be, and callbacks of users run, elsewhere. Only an
-   internal callback that was interrupted itself does not run again, but for those that are `Repeatable`.
+7. An exception of a signal handler may interrupt a settler. Another thread then does the rest, with the callback that
+   was interrupted once more: internal callbacks may run twice.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 import torch
 
 from . import foreign
-from .callbacks import DEEPEST, Executor, Repeatable, UserCallback, block_observer, hand_over, nested, served
+from .callbacks import DEEPEST, Executor, UserCallback, block_observer, hand_over, nested, served
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
+from .interrupts import acquire, ends_program, give_back
 from .overseeing import LOOK, Watched, oversee
 from .sites import CallSite, Unobserved, describe_site
-from .turns import give_back
+from .threads import daemon
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -141,8 +141,9 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._publish_outcome(value, error)
             if self._callbacks:
                 self._run_callbacks(self._apart)
-        except BaseException:  # a signal handler has raised it, or Ctrl-C a callback that runs here
-            self._settle_the_rest(value, error)
+        except BaseException:
+            if UNCLAIMED not in self._callbacks:
+                daemon(self._settle_the_rest, value, error, name="aiorpc-settler").start()
             raise
         return True
 
@@ -180,10 +181,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture.set_result(self, value)
 
     def _settle_the_rest(self, value: Any, error: BaseException | None) -> None:
-        """Do what an interrupted `_settle` has left to do: nobody else will. Nothing if it had not begun."""
-        if UNCLAIMED not in self._callbacks:
-            self._publish_outcome(value, error)
-            self._run_callbacks(True)
+        """Do what an interrupted `_settle` has left to do. In a thread of its own, where no signal handler runs."""
+        self._publish_outcome(value, error)
+        self._run_callbacks(True)
 
     def _complete_on_devices(self, value: Any) -> None:
         """torch looks for tensors in the value, and for that it pickles it."""
@@ -227,18 +227,13 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         reason = f": {msg}" if msg else ""
         error = RpcCancelled(f"{self._describe()} was cancelled{reason}")
-        try:
-            if not self._settle(None, error):
-                return False
-            self._on_cancel()
-        except BaseException:  # a signal handler has raised it
-            if self._error is error:  # it is settled, so nobody else will tell the callee
-                self._on_cancel()
-            raise
+        if not self._settle(None, error):
+            return False
+        self._on_cancel()
         return True
 
     def _on_cancel(self) -> None:
-        """Called after `cancel` settled it, once more if that was interrupted; that of a call tells the callee."""
+        """Called after `cancel` settled it; that of a call tells the callee."""
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -376,7 +371,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
-        given_up = ""
+        given_up, interrupted = "", True
         now = time.monotonic()
         until = _NEVER if timeout is None else now + timeout
         try:
@@ -384,7 +379,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 call.enter_wait(partial(self._let_go, gate))
             due = (self._end_overdue(now) if self._deadline is None else self._deadline) + GRACE
             while True:
-                woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, LOOK)))
+                woken = acquire(gate, max(0.0, min(until - now, due - now, LOOK)))
                 if woken or self._state != PENDING:
                     break
                 now = time.monotonic()
@@ -392,10 +387,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                     break
                 self._refuse_idle_loop(False)
                 due = self._end_overdue(now) + GRACE
-        except BaseException:
-            self._remove_callback(gate)
-            raise
+            interrupted = False
         finally:
+            if interrupted:
+                self._remove_callback(gate)
             if observer is not None:
                 observer.exit_blocked()
             if call is not None:
@@ -476,7 +471,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if not self._remove_callback(wake) or not (self._waiters or self.cancel()):
                     self._mark_seen()
                 raise
-            except BaseException:  # this process was forked, says the overseer
+            except RpcError:  # this process was forked, says the overseer
                 self._remove_callback(wake)
                 raise
             finally:
@@ -534,7 +529,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 made._settle(value)
             except BaseException as error:
                 made._settle(None, error)
-                if foreign.is_interrupt(error):
+                if ends_program(error):
                     raise
             finally:
                 # The traceback of the error has this frame: it must not lead back to who has the error (`_outcome`).
@@ -563,10 +558,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         taken: list[_Registered] = []
         users: list[UserCallback] = []
         try:
-            while True:  # not `while callbacks`: docs/inside/decisions/interrupts.md says why
-                if not callbacks:
+            while callbacks:
+                try:
+                    taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
+                except IndexError:  # another thread has come first
                     break
-                taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
                 callback = taken[0]
                 kind = type(callback)
                 if kind is tuple:  # a task that awaits
@@ -584,36 +580,25 @@ class Future(torch.futures.Future[T], Generic[T]):
                         users.append(callback)
                     else:
                         callback(self)
-                elif isinstance(callback, Repeatable):
-                    callback(self)
                 else:
-                    del taken[0]  # nobody knows how far it comes if it is interrupted
                     callback(self)
-                    continue
                 del taken[0]
             if users:
                 hand_over(self, users)
-        except BaseException as error:
-            self._go_on(taken, users)
-            if taken or type(error) is not IndexError:  # else there was nothing to pop: another thread has come first
-                raise
+        except BaseException:
+            for callback in taken:  # one, or none
+                if type(callback) is _LOCK:
+                    with contextlib.suppress(RuntimeError):  # it has been released
+                        callback.release()
+                elif type(callback) is not UserCallback or not (callback.begun or callback in users):
+                    callbacks.insert(0, callback)
+            daemon(self._go_on, users, name="aiorpc-settler").start()
+            raise
 
-    def _go_on(self, taken: list[_Registered], users: list[UserCallback]) -> None:
-        """`_run_callbacks` was interrupted: do what it had taken out, which may have been done, and all the rest."""
-        for callback in taken:  # one, or none
-            kind = type(callback)
-            if kind is tuple:
-                with contextlib.suppress(RuntimeError):
-                    callback[0].call_soon_threadsafe(wake, callback[1])
-            elif kind is _LOCK:
-                with contextlib.suppress(RuntimeError):  # it has been released
-                    callback.release()
-            elif kind is not UserCallback:  # one that may run twice, or has not begun: it was not left to itself yet
-                callback(self)
-            elif not callback.begun and callback not in users:
-                users.append(callback)
+    def _go_on(self, users: list[UserCallback]) -> None:
+        """Do the rest of an interrupted `_run_callbacks`. users: maybe handed over before; each is taken out once."""
         if users:
-            hand_over(self, users)  # again, maybe: they are taken from the same list
+            hand_over(self, users)
         self._run_callbacks(True)
 
 
@@ -686,11 +671,8 @@ def is_future(value: object) -> TypeGuard[AnyFuture]:
 
 
 def outcome(future: AnyFuture) -> tuple[Any, BaseException | None]:
-    """Value and error of a completed torch Future; marks an error as seen. Raises what a signal handler raises."""
+    """Value and error of a completed torch Future; marks an error as seen."""
     try:
         return future.value(), None
     except BaseException as error:
-        own = future._error if isinstance(future, Future) else None
-        if foreign.from_signal(error) and (own is None or not foreign.from_signal(own)):
-            raise
         return None, error

@@ -19,12 +19,12 @@ if sys.version_info[:2] == (3, 14):
         """As that of ``threading``."""
 
         def __enter__(self) -> bool:
+            taken = False
             try:
                 taken = self.acquire()
-            except BaseException:
-                if self._is_owned():
+            finally:
+                if not taken and self._is_owned():
                     self.release()
-                raise
             return taken
 
     class Lock(RLock):

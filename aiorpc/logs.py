@@ -49,7 +49,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # this function is not the caller that logs
         try:
             self.logger.log(level, self._begun(str(msg), args), *args, **kwargs)
-        except Exception as broken:
+        except BaseException as broken:
             if kwargs.get("exc_info"):
                 raise
             if logging.raiseExceptions and sys.stderr is not None:

@@ -15,6 +15,7 @@ from typing import Any, overload
 from ._typing import Function, Kwargs, Later, T, Ts
 from .errors import RpcUsageError, WorkerClosed, WouldBlockLoop
 from .futures import Future
+from .interrupts import follow
 from .options import RpcBackendOptions
 from .protocol.states import WorkerState
 from .runtime.caller.misuse import check_arguments
@@ -23,6 +24,7 @@ from .runtime.calls.batched import Batched
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
 from .runtime.node import registry
+from .undoing import on_error
 from .worker import Worker
 
 _ENDING = (WorkerState.CLOSING, WorkerState.CLOSED)
@@ -84,19 +86,14 @@ def host(worker: Worker) -> None:
         if former._thread.is_here:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
         _end(former, False, None, "init_rpc()")  # a handler has shut it down, and may not be through with that
-    try:
+    follow(True)
+    with on_error(_unhost, worker):
         thread = LoopThread(worker.name)
         thread.on_end = worker._loop_ended
-        try:
+        with on_error(_abandon, worker, thread):
             thread.start()
             thread.run(worker.start())
             worker._hosted_by = thread
-        except BaseException:
-            _abandon(worker, thread)
-            raise
-    except BaseException:
-        registry.unhost(worker)
-        raise
 
 
 def _abandon(worker: Worker, thread: LoopThread) -> None:
@@ -106,6 +103,12 @@ def _abandon(worker: Worker, thread: LoopThread) -> None:
             thread.run(worker.shutdown(graceful=False))
     finally:
         thread.close()
+
+
+def _unhost(worker: Worker) -> None:
+    """It has ended, or was not started."""
+    registry.unhost(worker)
+    follow(bool(registry.nodes()))
 
 
 def _already(name: str) -> RpcUsageError:
@@ -155,7 +158,7 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
         # that loop, and whoever comes next ends the thread.
         if worker.closed and not thread.is_here:
             thread.close()
-            registry.unhost(worker)
+            _unhost(worker)
 
 
 def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:

@@ -54,7 +54,7 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
         value, failure = None, None
         try:
             value = function()
-        except BaseException as error:
+        except Exception as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(finish, value, failure)

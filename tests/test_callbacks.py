@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import threading
 from collections.abc import Callable
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import pytest
-import torch
 
-from aiorpc import callbacks, collecting, futures, sites
+from aiorpc import sites
 from aiorpc.collecting import collect_all
 from aiorpc.errors import WorkerClosed
 from aiorpc.futures import Future
 from tests.settling import (
     LONG,
-    MOST,
-    made_here,
-    outcome_of,
     pending,
     running,
-    see,
     until,
     wait_until,
 )
-from tests.transport.ends import interrupted
-
-# Where an exception is raised before each instruction.
-SETTLING = futures.__file__, callbacks.__file__, collecting.__file__, sites.__file__
 
 
 def test_callbacks_run_in_order() -> None:
@@ -110,55 +98,6 @@ def test_ctrl_c_in_a_callback_of_the_main_thread_goes_on(
             assert isinstance(children[0].exception(), KeyboardInterrupt)
     assert future.value() == 1 and future._waiters == 0
     assert not caplog.records
-
-
-@pytest.mark.parametrize("error", [None, ValueError("no")], ids=["value", "error"])
-def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -> None:
-    """Whatever instruction the signal comes at: it has not begun, or all who wait are told, and callbacks run once."""
-
-    class Call(Future[Any]):
-        _apart = True
-
-    async def awaited(future: Future[Any]) -> tuple[str, object]:
-        with contextlib.suppress(Exception):  # `see` tells it
-            await future
-        return see(future)
-
-    home = asyncio.new_event_loop()
-    expected = ("value", 7) if error is None else ("ValueError", "no")
-    value = 7 if error is None else None
-
-    def settle(at: int) -> tuple[str | None, bool]:
-        """Interrupted at that instruction: where that is, None behind the last, and whether it had begun."""
-        future, ran, internal, seen = Call(), list[int](), list[int](), list[tuple[str, object]]()
-        future._site = (made_here.__code__, 0)
-        task = asyncio.run_coroutine_threadsafe(awaited(future), home)
-        wait_until(lambda: future._waiters == 1)
-        all_of_it = collect_all([future])
-        child = future.then(lambda done: seen.append(see(done)))
-        future.add_done_callback(lambda _: ran.append(0))
-        future._when_settled(lambda _: internal.append(0))
-        future.add_done_callback(lambda _: ran.append(1))
-        with running(outcome_of, future) as result:
-            wait_until(lambda: future._waiters == 7)
-            where = interrupted(partial(future._settle, value, error), at, *SETTLING)
-            begun = not future._settle(value, error)
-            wait_until(lambda: len(ran) >= 2 and all_of_it.done() and child.done())
-            assert all_of_it.wait(LONG) == [future], where
-            assert task.result(LONG) == expected, where
-        assert result == seen == [expected], where
-        assert sorted(ran) == [0, 1] and future._waiters == 0, where
-        assert internal in ([0], []), where  # it is not known to have begun, if it was interrupted on its way there
-        assert torch._C.Future.done(future), where
-        return where, begun
-
-    with running(home.run_forever):
-        try:
-            found = list(takewhile(lambda found: found[0] is not None, map(settle, range(MOST))))
-        finally:
-            home.call_soon_threadsafe(home.stop)
-    home.close()
-    assert 100 < len(found) < MOST and {begun for _, begun in found} == {False, True}, "it was not interrupted"
 
 
 @pytest.mark.parametrize("method", ["add_done_callback", "then"])

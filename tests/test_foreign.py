@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 
@@ -75,92 +70,3 @@ def test_what_cannot_be_made_again_has_no_copy() -> None:
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
     error.args = ("what",)
     assert foreign.copy_of(error) is None
-
-
-def test_only_the_main_thread_sees_ctrl_c() -> None:
-    """Python runs signal handlers there; elsewhere somebody raised it by hand."""
-    seen: list[bool] = []
-    thread = threading.Thread(target=lambda: seen.append(foreign.is_interrupt(KeyboardInterrupt())))
-    thread.start()
-    thread.join()
-    assert seen == [False]
-    assert foreign.is_interrupt(KeyboardInterrupt()) and not foreign.is_interrupt(SystemExit())
-
-
-def raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt("of a library")
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, raise_interrupt])
-def test_a_keyboard_interrupt_that_code_raises_is_no_ctrl_c(handler: Callable[[int, object], None]) -> None:
-    """Ctrl-C is what the handler of the signal has raised, be it the interpreter's or the program's."""
-    before = signal.signal(signal.SIGINT, handler)
-    seen: list[bool] = []
-    try:
-        for cause in (partial(signal.raise_signal, signal.SIGINT), raise_interrupt):
-            with pytest.raises(KeyboardInterrupt) as caught:
-                cause()
-            seen.append(foreign.is_interrupt(caught.value))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert seen == [True, False]
-
-
-def shared(*_: object) -> None:
-    raise ValueError("as an argument is read")
-
-
-def test_code_that_a_signal_handler_shares_is_told_from_the_handler() -> None:
-    """What `__setstate__` raises is a user's error although the function is installed for a signal, too."""
-    kind = type("Kind", (), {"__setstate__": shared})
-    before = signal.signal(signal.SIGUSR1, shared)
-    try:
-        states: tuple[object, ...] = {}, int(signal.SIGUSR1)
-        for state in states:
-            with pytest.raises(ValueError, match="as an argument") as caught:
-                kind().__setstate__(state)
-            assert not foreign.from_signal(caught.value)
-        with pytest.raises(ValueError, match="as an argument") as caught:
-            signal.raise_signal(signal.SIGUSR1)
-        assert foreign.from_signal(caught.value)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-class Handlers:
-    """What programs register as signal handlers; each raises."""
-
-    def method(self, number: int, frame: object) -> None:
-        raise TimeoutError("too long")
-
-    def __call__(self, number: int, frame: object) -> None:
-        self.method(number, frame)
-
-
-def function(number: int, frame: object) -> None:
-    raise TimeoutError("too long")
-
-
-def raised_here() -> None:
-    raise TimeoutError("no signal")
-
-
-@pytest.mark.parametrize(
-    "handler", [function, Handlers().method, Handlers(), partial(function), lambda *_: function(0, 0)]
-)
-def test_what_a_signal_handler_raises_is_told_from_other_errors(handler: Callable[[int, object], None]) -> None:
-    """By what it came out of; and only in the thread that runs signal handlers."""
-    before = signal.signal(signal.SIGUSR1, handler)
-    seen: list[tuple[bool, bool]] = []
-    try:
-        for cause in (partial(signal.raise_signal, signal.SIGUSR1), raised_here):
-            with pytest.raises(TimeoutError) as caught:
-                cause()
-            with ThreadPoolExecutor() as other:
-                seen.append(
-                    (foreign.from_signal(caught.value), other.submit(foreign.from_signal, caught.value).result())
-                )
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert seen == [(True, False), (False, False)]
-    assert foreign.from_signal(KeyboardInterrupt())

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.conftest import LoopFactory
 from tests.runtime import hostile
 from tests.settling import (
     LONG,
-    MOST,
     all_at_once,
     arriving,
     pending,
@@ -35,7 +33,6 @@ from tests.settling import (
     until,
     wait_until,
 )
-from tests.transport.ends import interrupted, meanwhile
 
 SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
@@ -114,25 +111,6 @@ def test_cancel_completes_with_rpc_cancelled() -> None:
         future.wait()
     assert not future.cancel()
     assert told == [future]
-
-
-def test_an_interrupted_cancel_tells_the_callee() -> None:
-    """Whatever instruction the signal comes at: it has not begun, or the callee is told."""
-    told: list[object] = []
-
-    class Call(Future[Any]):
-        def _on_cancel(self) -> None:
-            told.append(self)
-
-    def cancel(at: int) -> tuple[str | None, bool]:
-        future = Call()
-        told.clear()
-        where = interrupted(future.cancel, at, futures_module.__file__)
-        assert future.cancelled() == future.done() == (future in told), where
-        return where, future.done()
-
-    found = list(takewhile(lambda found: found[0] is not None, map(cancel, range(MOST))))
-    assert 20 < len(found) < MOST and {done for _, done in found} == {False, True}, "it was not interrupted"
 
 
 @pytest.mark.parametrize("first", SETTLERS)
@@ -387,51 +365,6 @@ def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: L
         home.close()
 
 
-def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
-    """Whenever the answer comes: a callback could take longer than the thread is to wait, or wait for that thread."""
-
-    seen, gone = threading.Event(), threading.Event()
-
-    class Held(Future[Any]):
-        """Its settler is held up for a moment once the outcome can be seen, and before callbacks run."""
-
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if name == "_state":
-                seen.set()
-                gone.wait(0.005)
-
-    def wait(at: int) -> bool:
-        """It settles at that instruction of who waits for it; False if there is none."""
-        future, ran = Held(), list[int]()
-        seen.clear()
-        gone.clear()
-        future.add_done_callback(lambda _: ran.append(threading.get_ident()))
-        settlers: list[threading.Thread] = []
-
-        def settle(_: str) -> None:
-            settlers.append(threading.Thread(target=future._settle, args=(7,)))
-            settlers[-1].start()
-            assert seen.wait(LONG)
-
-        timer = threading.Timer(LONG, future._settle, (None,))
-        timer.start()
-        try:
-            found = meanwhile(partial(future.wait, 0.02), at, settle, futures_module.__file__)
-        except RpcTimeout:
-            found = False
-        timer.cancel()
-        gone.set()
-        for thread in settlers:
-            thread.join(LONG)
-            assert threading.get_ident() not in ran
-        timer.join(LONG)
-        return bool(found)
-
-    found = list(takewhile(bool, map(wait, range(MOST))))
-    assert 30 < len(found) < MOST, "there was no such instruction"
-
-
 @pytest.mark.parametrize("timeout", [None, LONG])
 def test_a_thread_whose_lock_was_lost_looks_for_itself(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever took the lock of a waiting thread and died with it does not keep that from seeing the outcome."""
@@ -503,27 +436,6 @@ async def test_failed_await_is_freed_without_the_collector() -> None:
         assert kept[0]() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("state", ["value", "error"])
-def test_what_a_signal_handler_raises_is_no_outcome(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on to the program, and is not taken for the error of the Future that was being looked at."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError
-
-    future = settled(3) if state == "value" else settled(error=ValueError("no"))
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        with monkeypatch.context() as patched:
-            # It comes in the midst of that.
-            patched.setattr(Future, "value", lambda _: signal.raise_signal(signal.SIGALRM))
-            with pytest.raises(TimeoutError):
-                futures_module.outcome(future)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    value, error = futures_module.outcome(future)
-    assert (value, str(error)) == ((3, "None") if state == "value" else (None, "no"))
 
 
 @pytest.mark.parametrize("raised", ["before", "after"])

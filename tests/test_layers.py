@@ -30,7 +30,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("protocol",),
     ("futures", "collecting", "callbacks", "overseeing", "sites"),
-    ("options", "rights", "devices", "errors", "foreign", "locks", "logs", "private", "threads", "turns", "_typing"),
+    (
+        "options",
+        "rights",
+        "devices",
+        "errors",
+        "foreign",
+        "interrupts",
+        "locks",
+        "logs",
+        "private",
+        "threads",
+        "undoing",
+        "_typing",
+    ),
     ("_version", "_installed"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -6,8 +6,7 @@ peers (shm.py). What a block holds is not known here.
 Invariants
 1. A range of bytes belongs to one live block, to one slab, or is free; never to two of them.
 2. A generation names one allocation for ever: a stale block is refused, also when its place is in use again.
-3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it. What is done
-   under it by the main thread, where a signal handler may raise between any two instructions, is done or undone whole.
+3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it.
 4. No mapping is taken away under somebody who uses it: mappings are dropped, and go with their last user.
 5. Free room is warm: its pages are there. What the system gives or gets back is cold, and no room until `grow` or
    `allocate_cold` takes it: a page that is touched for the first time costs more than to send its bytes. It costs half
@@ -19,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 import numpy
@@ -62,11 +60,6 @@ def lay_out(lengths: Iterable[int], start: int = 0) -> tuple[list[Span], int]:
     return spans, start
 
 
-# What was freed last, as long as its blocks are of one size: that size, the place of the last one, what lies below it,
-# and how many there are in all. It is never changed, so whoever is interrupted has it again as it was.
-_Spare = tuple[int, Place, "_Spare | None", int]
-
-
 class Block(NamedTuple):
     """A piece of the arena."""
 
@@ -79,7 +72,6 @@ class Block(NamedTuple):
     generation: int
 
 
-_MAIN = threading.main_thread().ident  # the only thread that runs signal handlers
 _new_tuple = tuple.__new__  # what Block(...) does, without its call into Python
 
 
@@ -90,6 +82,9 @@ class Arena:
     large, up to 1 GiB. poison: overwrite what is freed, so that use after release shows. assist: has a function run in
     another thread, to help with large copies.
     last_refusal: why `allocate` gave None the last time, in a few words without numbers.
+
+    A signal handler may raise in the midst of a step in the main thread. What is free is not known then, and the arena
+    gives no more: it is torn. Messages go other ways.
     """
 
     def __init__(
@@ -102,6 +97,7 @@ class Arena:
     ) -> None:
         self.limit = limit
         self.poison = poison
+        self._torn = self._cold_torn = False  # whether a thread is at a step, or was interrupted in one
         self.last_refusal: str = ""
         self.used: int = 0  # bytes that live blocks take, with what rounding adds
         self._segment_size = segment_size
@@ -109,7 +105,8 @@ class Arena:
         self._segments: tuple[Segment, ...] = ()
         self._space = Space()
         self._cold = Extents()
-        self._spare: _Spare | None = None
+        self._spares: list[Place] = []  # of the blocks that were freed last, as long as these are of one size
+        self._spare_size = 0
         self._live: dict[int, tuple[Block, Place]] = {}
         self._fresh: set[int] = set()  # by generation, of a block whose memory was cold
         self._shares: dict[int, int] = {}  # by generation, of a block that has several holders: how many but one
@@ -155,43 +152,37 @@ class Arena:
             self.last_refusal = "empty"
             return None
         block = None
-        try:
-            with self._lock:
-                block = self._carve(size) if threading.get_ident() != _MAIN else self._carve_whole(size)
-                if block is None:
-                    self.last_refusal = self._why_none(size)
-            return block
-        except BaseException:  # a signal handler has raised it, as a lock was let go of, say
-            if block is not None:
-                self.free(block)
-            raise
+        with self._lock:
+            if not self._torn:
+                self._torn = True
+                place = self._find_place(size)
+                block = None if place is None else self._carve(size, place)
+                self._torn = False
+            if block is None:
+                self.last_refusal = self._why_none(size)
+        return block
 
     def allocate_cold(self, size: int) -> Block | None:
         """A block of cold memory, whose pages come with the first `write`; None when there is none to be had.
 
         Not for a loop: it may ask the system for a segment.
         """
-        block = None
-        try:
-            with self._growth:
-                before, generation = self._cold.state(), self._generation
-                try:
-                    extent = self._take_cold(size, 0)
-                    if extent is None:
-                        return None
-                    with self._lock:
-                        block = self._carve_whole(size, Place(*extent))
-                        if block is not None:
-                            self._fresh.add(block.generation)
-                        return block
-                except BaseException:
-                    if self._generation == generation:  # else there may be a block in it
-                        self._cold.restore(before)
-                    raise
-        except BaseException:
-            if block is not None:
-                self.free(block)
-            raise
+        with self._growth:
+            if self._cold_torn:
+                return None
+            self._cold_torn = True
+            extent = self._take_cold(size, 0)
+            self._cold_torn = False
+            if extent is None:
+                return None
+            with self._lock:
+                if self._torn:
+                    return None
+                place = Place(*extent)
+                self._mark(place)
+                block = self._carve(size, place)
+                self._fresh.add(block.generation)
+                return block
 
     def grow(self, size: int) -> list[tuple[int, int, int]]:
         """Have room for `size` bytes more, warm. Slow; for a thread.
@@ -277,24 +268,17 @@ class Arena:
         """Have each piece worked on, here and in a second thread; return when all is done."""
         together(work, pieces, self._assist)
 
-    def share(self, block: Block, done: list[bool] | None = None) -> None:
-        """The block has one holder more: `free` has to be called once more. Raises ValueError as `free` does.
-
-        done: gets an entry as that is so; whoever is interrupted can tell by it.
-        """
+    def share(self, block: Block) -> None:
+        """The block has one holder more: `free` has to be called once more. Raises ValueError as `free` does."""
         with self._lock:
             entry = self._live.get(block.generation)
             if entry is None or entry[0] != block:
                 raise ValueError(f"{block} is not in use")
-            holders = self._shares.get(block.generation, 0) + 1
-            self._shares[block.generation] = holders
-            if done is not None:
-                done += (True,)
+            self._shares[block.generation] = self._shares.get(block.generation, 0) + 1
 
-    def free(self, block: Block, done: list[bool] | None = None) -> None:
+    def free(self, block: Block) -> None:
         """A holder is done with the block; after the last one it may be used again.
 
-        done: gets an entry if others have it, as soon as this one is not counted any more. See `freed`.
         Raises ValueError for one that is not in use. Nothing once it is closed.
         """
         with self._lock:
@@ -309,24 +293,15 @@ class Arena:
                     self._shares[block.generation] = others - 1
                 else:
                     del self._shares[block.generation]
-                if done is not None:
-                    done += (True,)
                 return
             place = entry[1]
             if not self.poison:
-                self._give_whole(block, place)
+                self._give(block, place)
                 return
             mapping = self._segments[place.segment].mapping
         ctypes.memset(mapping.address + place.start, POISON, place.room)
         with self._lock:
-            self._give_whole(block, place)
-
-    def freed(self, block: Block, done: Sequence[bool]) -> bool:
-        """Whether a call of `free` has had its effect, though a signal handler has raised in it. done: as given there.
-
-        In the thread of that call.
-        """
-        return bool(done) or block.generation not in self._live
+            self._give(block, place)
 
     def trim(self, floor: int = SEGMENT_SIZE) -> int:
         """Give back memory that was not in use since the last call; returns how many bytes. For a thread, now and then.
@@ -363,94 +338,52 @@ class Arena:
         self._live.clear()
         self._fresh.clear()
         self._shares.clear()
-        self._space, self._cold, self._spare = Space(), Extents(), None
+        self._space, self._cold = Space(), Extents()
+        self._spares.clear()
         self.used = 0
         for segment in segments:
             os.close(segment.fd)
 
-    def _carve(self, size: int, cold: Place | None = None) -> Block | None:
-        """A block in that cold place, or out of what is free."""
-        place: Place | None
-        if cold is not None:
-            place = cold
-            self._mark(place)
-        elif self._spare is not None and self._spare[0] == size:  # blocks of one size come and go: no arithmetic
-            _, place, self._spare, _ = self._spare
-        else:
+    def _find_place(self, size: int) -> Place | None:
+        """Warm room that nothing else has; None if there is none."""
+        if self._spares and self._spare_size == size:  # blocks of one size come and go: no arithmetic
+            return self._spares.pop()
+        place = self._space.take(size)
+        if place is None and self._spares:
+            self._give_spares()
             place = self._space.take(size)
-            if place is None and self._spare is not None:
-                self._give_spares()
-                place = self._space.take(size)
-            if place is None:
-                return None
+        if place is not None:
             self._mark(place)
+        return place
+
+    def _carve(self, size: int, place: Place) -> Block:
         self.used += place.room
         generation = self._generation = self._generation + 1
         block = _new_tuple(Block, (place.segment, place.start, size, generation))
         self._live[generation] = (block, place)
         return block
 
-    def _carve_whole(self, size: int, cold: Place | None = None) -> Block | None:
-        """The same in the main thread: as if it had not begun, if it is interrupted."""
-        before = self.used, self._spare, self._generation
-        quick = cold is not None or (self._spare is not None and self._spare[0] == size)
-        space = None if quick else self._space.state(self._spare_places())
-        try:
-            return self._carve(size, cold)
-        except BaseException:
-            self._live.pop(before[2] + 1, None)
-            if space is not None:
-                self._space.restore(space)
-            self.used, self._spare, self._generation = before
-            raise
-
-    def _give_whole(self, block: Block, place: Place) -> None:
-        """The block is in use no more; also if the main thread is interrupted in this, as nobody comes again."""
-        if threading.get_ident() != _MAIN:
-            self._live.pop(block.generation, None)
-            self._give(block, place)
-            return
-        before = self.used, self._spare
-        space = None if self._spares(block.size) else self._space.state(self._spare_places())
-        try:
-            self._live.pop(block.generation, None)
-            self._give(block, place)
-        except BaseException:
-            if space is not None:
-                self._space.restore(space)
-            self.used, self._spare = before
-            self._live.pop(block.generation, None)
-            self._give(block, place)
-            raise
-
-    def _spares(self, size: int) -> bool:
-        """Whether a block of that size is laid with what is spare, if it is given now, and the space stays as it is."""
-        spare = self._spare
-        return spare is None or (spare[0] == size and spare[3] < SPARES and spare[3] * size < SPARE_SIZE)
-
-    def _spare_places(self) -> list[Place]:
-        places, spare = [], self._spare
-        while spare is not None:
-            places.append(spare[1])
-            spare = spare[2]
-        return places
-
     def _give(self, block: Block, place: Place) -> None:
+        self._live.pop(block.generation, None)
         if self._fresh:
             self._fresh.discard(block.generation)
-        if self._closed:
+        if self._closed or self._torn:
             return
+        self._torn = True
         self._mark(place)
         self.used -= place.room
-        if not self._spares(block.size):
+        spares = self._spares
+        if spares and (
+            self._spare_size != block.size or len(spares) >= SPARES or len(spares) * block.size >= SPARE_SIZE
+        ):
             self._give_spares()
-        spare = self._spare
-        self._spare = (block.size, place, spare, 1 if spare is None else spare[3] + 1)
+        self._spare_size = block.size
+        spares.append(place)
+        self._torn = False
 
     def _give_spares(self) -> None:
-        while self._spare is not None:
-            self._space.give(self._spare[1])
-            self._spare = self._spare[2]
+        while self._spares:
+            self._space.give(self._spares.pop())
 
     def _mark(self, place: Place) -> None:
         first, last = place.start // SLAB, (place.start + place.room - 1) // SLAB + 1

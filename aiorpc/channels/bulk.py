@@ -28,7 +28,7 @@ from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame, room
 from ..protocol.messages import Chunk, read_chunk, write_chunk
 from ..protocol.states import TRANSFER, TransferEvent, TransferState
-from . import Arrived, Traffic, Wire, size_said
+from . import Arrived, Channel, Wire, size_said
 from .inline import allocate
 
 CHUNK_SIZE = 1024 * 1024
@@ -55,6 +55,7 @@ class _Outgoing:
     number: int
     data: memoryview
     at: int = 0
+    call: int = 0  # its number, once the message that names the transfer is posted
     given_up: bool = False
     named: bool = False
 
@@ -77,7 +78,7 @@ class _Incoming:
         self.state = following
 
 
-class Bulk:
+class Bulk(Channel):
     """One end of the channel. `next_frame` returns what it has to write; `place` and `on_frame` take what has come.
 
     limit: bytes of the longest buffer taken. total: of all that may be under way to here at once. wake: called from any
@@ -87,6 +88,7 @@ class Bulk:
     """
 
     name = "bulk"
+    tracks = True
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Bulk:
         chunk: int = CHUNK_SIZE,
         allocate: Callable[[int], memoryview] = allocate,
     ) -> None:
-        self.traffic: Traffic = Traffic()
+        super().__init__()
         self.ready = False  # whether chunks can be written at once
         self.unsent: int = 0  # bytes that wait for `next_frame`
         self._limit = limit
@@ -129,40 +131,47 @@ class Bulk:
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
+    def send(self, buffers: Sequence[Buffer], riders: list[Buffer], copies: object = None) -> list[Wire | None]:
         """Queue the buffers that are long enough. The wire of each is the number of its transfer and its size."""
         wires: list[Wire | None] = [None] * len(buffers)
         least = self._least if self.ready else max(self._least, HASTY_SIZE)
-        try:
-            for index, buffer in enumerate(buffers):
-                if len(buffer) >= least:
-                    self._queue(memoryview(buffer), wires, index)
-                elif len(buffer) >= self._least:
-                    self._wake()
-            if self._turns:
+        for index, buffer in enumerate(buffers):
+            if len(buffer) >= least:
+                wires[index] = self._queue(memoryview(buffer))
+            elif len(buffer) >= self._least:
                 self._wake()
-        except BaseException:  # a signal handler has raised it: nobody else knows of what is queued
-            self._take_back([wire for wire in wires if wire is not None])
-            raise
+        if self._turns:
+            self._wake()
         return wires
 
-    def _queue(self, data: memoryview, wires: list[Wire | None], index: int) -> None:
+    def _queue(self, data: memoryview) -> Wire | None:
         transfer = _Outgoing(next(self._numbers), data)
-        wires[index] = [*BulkTransfer(transfer.number, len(data))]  # before it is queued: whoever is interrupted has it
         with self._lock:
             if self._closed:
-                wires[index] = None
-                return
+                return None
             self._outgoing[transfer.number] = transfer
             self._turns.append(transfer)
             self.unsent += len(data)
         self.traffic._count_sent(len(data))
+        return [*BulkTransfer(transfer.number, len(data))]
 
-    def _take_back(self, wires: Sequence[Wire]) -> None:
-        """`send` was interrupted: none of these is known to anybody."""
-        self.withdraw(wires, named=False)
-        with self._lock:  # it may not have been counted yet
-            self.unsent = sum(len(transfer.data) - transfer.at for transfer in self._outgoing.values())
+    def posted(self, wires: Sequence[Wire], call: int) -> None:
+        """Those of them that are not written yet can be given up with their call."""
+        for number, _ in wires:
+            transfer = self._outgoing.get(number)
+            if transfer is not None:
+                transfer.call = call
+
+    def give_up(self, call: int) -> None:
+        """See `Channel`."""
+        transfers = [transfer for transfer in list(self._outgoing.values()) if transfer.call == call]
+        if transfers:
+            self.withdraw([[transfer.number, len(transfer.data)] for transfer in transfers], named=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is not written yet."""
+        return bool(self._outgoing)
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
         """Send no more of these transfers. The other end is told so, behind what was sent of them."""

@@ -19,7 +19,7 @@ class _Assistance:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._begun = False
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -28,7 +28,7 @@ class _Assistance:
         self._begun = True  # before the first piece is taken
         try:
             self._work()
-        except BaseException as error:
+        except Exception as error:
             self._failure = error
         finally:
             self._done.release()

@@ -8,18 +8,15 @@ import numpy
 
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
-from . import Arrived, Traffic, Wire
+from . import Arrived, Channel, Wire
 
 
-class Inline:
+class Inline(Channel):
     """One end of the inline channel; it keeps nothing but its counts."""
 
     name = "inline"
 
-    def __init__(self) -> None:
-        self.traffic: Traffic = Traffic()
-
-    def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
+    def send(self, buffers: Sequence[Buffer], riders: list[Buffer], copies: object = None) -> list[Wire | None]:
         """All buffers go with the frame. The wire of each is its number among the segments of the frame."""
         first = len(riders)
         riders.extend(buffers)
@@ -52,13 +49,6 @@ class Inline:
         """That of a segment of the frame."""
         (number,) = wire
         return len(riders[number])
-
-    def on_message(self, fields: list[object]) -> None:
-        """The two ends of this channel say nothing to each other, so this is always a ProtocolError."""
-        raise ProtocolError("a message for the inline channel, which takes none")
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
 
 
 def allocate(size: int) -> memoryview:

@@ -13,12 +13,10 @@ Nobody is told when the last view dies, which may be in any thread and in the mi
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 from ..protocol.frames import Buffer
@@ -27,13 +25,10 @@ from .segments import Bytes
 
 
 class _Keep(weakref.ref[Bytes]):
-    """Knows when the last view of an array over a block has died: all of them keep the array itself alive.
+    """Knows when the last view of an array over a block has died: all of them keep the array itself alive."""
 
-    block: None if it is not to be given back any more.
-    """
-
-    address = 0
-    block: Block | None = None
+    address: int
+    block: Block
 
 
 class Keeper:
@@ -65,7 +60,7 @@ class Keeper:
     @property
     def kept(self) -> int:
         """Bytes that are kept, and those that `collect` has not found yet."""
-        return sum(keep.block.size for keep in self.keeps.copy().values() if keep.block is not None)
+        return sum(keep.block.size for keep in self.keeps.copy().values())
 
     def _has_room(self, size: int) -> bool:
         used = self._arena.used + size
@@ -76,26 +71,18 @@ class Keeper:
         self.collect()
         if not self._has_room(size):
             return None
-        block, keep = None, None
+        block = self._arena.allocate(size)
+        if block is None:
+            if not self._arena.closed:
+                self._on_cold(size)
+            return None
         try:
-            block = self._arena.allocate(size)
-            if block is None:
-                if not self._arena.closed:
-                    self._on_cold(size)
-                return None
             array = self._arena.view(block)
-            keep = _Keep(array, self._dead.append)
-            keep.address, keep.block = _address_of(array), block
-            self.keeps[keep.address] = keep
-        except BaseException as error:
-            if keep is not None:
-                keep.block = None
-                self.keeps.pop(keep.address, None)
-            if block is not None:
-                self._arena.free(block)
-            if isinstance(error, ValueError) and self._arena.closed:  # meanwhile
-                return None
-            raise
+        except ValueError:  # closed meanwhile
+            return None
+        keep = _Keep(array, self._dead.append)
+        keep.address, keep.block = _address_of(array), block
+        self.keeps[keep.address] = keep
         self._on_keep()
         return array
 
@@ -105,29 +92,19 @@ class Keeper:
             keep = self.keeps.get(_address_of(buffer))
         except (TypeError, ValueError):  # memory that nobody may write to, or no bytes: none of ours
             return None
-        block = None if keep is None else keep.block
-        return block if block is not None and block.size == len(buffer) else None
+        return keep.block if keep is not None and keep.block.size == len(buffer) else None
 
     def collect(self) -> bool:
         """Give back to the arena what nobody here has any more; whether there was any."""
         found = False
-        dead: list[_Keep] = []
-        freed: list[bool] = []
-        try:
-            with contextlib.suppress(IndexError):  # another thread has found it
-                dead.extend(map(deque.popleft, repeat(self._dead, len(self._dead))))
-            for keep in dead:
-                if keep.block is not None:
-                    self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
-                    self._arena.free(keep.block, freed)
-                    keep.block, freed = None, []
-                    found = True
-        except BaseException:  # a signal handler has raised it: the next look finds what is left
-            left = [keep for keep in dead if keep.block is not None]
-            if left and left[0].block is not None and self._arena.freed(left[0].block, freed):
-                del left[0]
-            self._dead.extend(left)
-            raise
+        while self._dead:
+            try:
+                keep = self._dead.popleft()
+            except IndexError:  # another thread has found it
+                break
+            self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
+            self._arena.free(keep.block)
+            found = True
         return found
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy
 import numpy.typing
 
+from ..undoing import on_error
 from .space import MIB, PAGE, SLAB
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
@@ -266,15 +267,12 @@ def create_segment(index: int, size: int, *, may_reserve: bool = True) -> Segmen
         if not may_reserve:
             raise
         fd, reserved = _unnamed_file(size), True
-    try:
+    with on_error(os.close, fd):
         if reserved:
             os.posix_fallocate(fd, 0, size)
         nonce = os.urandom(NONCE_SIZE)
         os.pwrite(fd, nonce, 0)
         return Segment(index, fd, size, nonce, Mapping(fd, size), reserved, bytearray(-(-size // SLAB)))
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def create_read_only(size: int) -> tuple[Mapping, bytes]:
@@ -306,12 +304,9 @@ def _memory_file(size: int, seals: int) -> int:
         if error.errno != errno.EINVAL:
             raise
         fd = os.memfd_create("aiorpc", flags)
-    try:
+    with on_error(os.close, fd):
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -320,14 +315,11 @@ def _unnamed_file(size: int) -> int:
     if not hasattr(os, "O_TMPFILE"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), folder)
     fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
+    with on_error(os.close, fd):
         space = os.fstatvfs(fd)
         if size > space.f_bavail * space.f_frsize // 2:  # other programs want some of it, too
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
         os.ftruncate(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

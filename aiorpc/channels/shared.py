@@ -20,15 +20,15 @@ from functools import partial
 from typing import Protocol
 
 from ..errors import ProtocolError
+from ..interrupts import acquire
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
-from ..turns import give_back
-from . import Arrived, Traffic, Wire, count_refused, size_said
+from . import Arrived, Channel, ChannelLink, Wire, count_refused, size_said
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
 from .segments import Bytes
 from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, SegmentOffer, SegmentRefused, Warm
-from .shm import Borrower, Copies, Lender, Loan
+from .shm import Borrower, Copies, Lender
 
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
@@ -42,34 +42,20 @@ COLD_SIZE = 512 * 1024
 MOST_WAITING = 512
 # Characters of what the other end says of why it cannot map our memory.
 REASON_LIMIT = 1000
+NAME = "shared memory"
 # What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
 # To map a short one costs more than to copy it.
 IN_PLACE, COPY_OUT, PRIVATE = range(3)
 
 
-class Surroundings(Protocol):
+class Surroundings(ChannelLink, Protocol):
     """What the channel needs around it."""
-
-    def post(self, fields: list[object]) -> None:
-        """Send a message to the other end. Any thread."""
-
-    def give_back(self, blocks: Sequence[Block], unsent: list[object], *, more: bool) -> None:
-        """Tell the other end that these blocks are its own again. more: a message follows at once. Any thread.
-
-        unsent: has something in it, and nothing once they will be told.
-        """
-
-    def in_background(self, fn: Callable[..., None], *args: object) -> None:
-        """Run something in a thread. Any thread."""
-
-    def on_loop(self, function: Callable[..., object], *args: object) -> None:
-        """Run something on the loop. Any thread."""
-
-    def on_loan(self) -> None:
-        """Something was adopted: `flush` will have something to send, nobody knows when. Any thread."""
 
     def on_refused(self, reason: str) -> None:
         """The other end cannot use our memory. On the loop."""
+
+    def on_closed(self, channel: SharedMemory) -> None:
+        """It is closed; what was lent may still be in use. On the loop."""
 
     def on_cold(self, size: int) -> None:
         """The arena had no warm room for so many bytes. Any thread."""
@@ -86,15 +72,16 @@ def descriptor() -> dict[str, object]:
     return {"user": os.getuid(), "processes": _process_namespace()}
 
 
-def obstacle(theirs: object) -> str | None:
-    """Why memory cannot be shared with the process of that descriptor, as far as that can be told without trying."""
-    if type(theirs) is not dict:
+def obstacle(one: object, other: object) -> str:
+    """Why memory cannot be shared between processes of these descriptors, as far as that can be told without trying;
+    empty if it may be."""
+    if type(one) is not dict or type(other) is not dict:
         return "it does not share memory"
-    if theirs.get("user") != os.getuid():
+    if one.get("user") != other.get("user"):
         return "it runs as another user"
-    if theirs.get("processes") != _process_namespace():
+    if one.get("processes") != other.get("processes"):
         return "it is in another process namespace, where the files of this process cannot be opened"
-    return None
+    return ""
 
 
 def _process_namespace() -> str:
@@ -104,14 +91,15 @@ def _process_namespace() -> str:
         return ""
 
 
-class SharedMemory:
+class SharedMemory(Channel):
     """One end. See the module.
 
     pid: of the process at the other end, as this process sees it. least: bytes of the shortest buffer that goes this
     way by itself. keeper: of what lies in the arena already.
     """
 
-    name = "shared memory"
+    name = NAME
+    borrows = False
 
     def __init__(
         self,
@@ -122,13 +110,13 @@ class SharedMemory:
         least: int = SHARE_SIZE,
         keeper: Keeper,
     ) -> None:
-        self.traffic: Traffic = Traffic()
+        super().__init__()
         self.arena = arena
         self._keeper = keeper
         self.lender: Lender = Lender(arena)
         self.lender.refused = self.traffic.refused
-        self.borrower: Borrower = Borrower(surroundings.on_loan)
-        self.released: deque[Loan | Block] = self.borrower.released  # what `flush` would send
+        self.borrower: Borrower = Borrower(surroundings.watch)
+        self.released = self.borrower.released
         self._pid = pid
         self._least = least
         self._around = surroundings
@@ -148,14 +136,17 @@ class SharedMemory:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer], copies: Copies | None = None) -> list[Wire | None]:
-        """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes.
-
-        copies: of buffers that other peers get, too.
-        """
+        """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes."""
         wires: list[Wire | None] = [None] * len(buffers)
+        groups = _groups(buffers, self._least)
+        send = partial(self._send_group, buffers, wires, copies)
         try:
-            self._send(buffers, wires, copies)
-        except BaseException:
+            if copies is None and len(groups) > 1 and self.to_copy(buffers) >= TOGETHER_SIZE:
+                self.arena.together(send, groups)
+            else:
+                for group in groups:
+                    send(group)
+        except Exception:
             self.withdraw([wire for wire in wires if wire is not None], named=False)
             raise
         return wires
@@ -167,55 +158,30 @@ class SharedMemory:
             return size
         return size - sum(block.size for block in map(keeper.find, buffers) if block is not None)
 
-    def _send(self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None) -> None:
-        groups = _groups(buffers, self._least)
-        send = partial(self._send_group, buffers, wires, copies)
-        if copies is None and len(groups) > 1 and self.to_copy(buffers) >= TOGETHER_SIZE:
-            self.arena.together(send, groups)
-        else:
-            for group in groups:
-                send(group)
-
     def _send_group(
         self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None, group: list[int]
     ) -> None:
         members = [buffers[index] for index in group]
-        lent = None
-        try:
-            lent = self._lend(members, copies)
-            if lent is None:
-                return
-            block, copy_out = lent
-            if len(group) == 1:  # as large ones always are
-                wires[group[0]] = [*block, copy_out]  # a Lent
-                self.traffic._count_sent(len(members[0]))
-                return
-            for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
-                wires[index] = [*LentPart(*block, copy_out, *span)]
-                self.traffic._count_sent(span[1])
-        except BaseException:
-            if lent is not None and wires[group[0]] is None:  # else it is known, and withdrawn with the others
-                self.lender.taken_back(lent[0])
-            raise
+        lent = self._lend(members, copies)
+        if lent is None:
+            return
+        block, copy_out = lent
+        if len(group) == 1:  # as large ones always are
+            wires[group[0]] = [*block, copy_out]  # a Lent
+            self.traffic._count_sent(len(members[0]))
+            return
+        for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
+            wires[index] = [*LentPart(*block, copy_out, *span)]
+            self.traffic._count_sent(span[1])
 
     def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
-        if len(buffer) < self._least:
+        lent = None if len(buffer) < self._least else self._lend((buffer,), copies)
+        if lent is None:
             return None
-        lent = None
-        try:
-            lent = self._lend((buffer,), copies)
-            if lent is None:
-                return None
-            traffic, size = self.traffic, len(buffer)
-            traffic.sent += 1
-            traffic.bytes_sent += size
-            block, copy_out = lent
-            return [*block, copy_out]  # a Lent
-        except BaseException:  # a signal handler has raised it: nobody else knows of the block
-            if lent is not None:
-                self.lender.taken_back(lent[0])
-            raise
+        self.traffic._count_sent(len(buffer))
+        block, copy_out = lent
+        return [*block, copy_out]  # a Lent
 
     def _lend(self, buffers: Sequence[Buffer], copies: Copies | None) -> tuple[Block, int] | None:
         """The block, and whether it is to be copied out."""
@@ -240,7 +206,7 @@ class SharedMemory:
         )
         if lent is not None:
             block, crowded = lent
-            if not crowded and copies is None:  # no call from here on: nobody could interrupt it
+            if not crowded and copies is None:
                 return block, IN_PLACE
             return block, COPY_OUT if crowded or block.size < COPY_SIZE else PRIVATE
         if self.lender.last_refusal == "not mapped":
@@ -274,7 +240,6 @@ class SharedMemory:
         return index in self._mapped
 
     def _wait_for(self, index: int, seconds: float) -> None:
-        give_back()
         gate, until = threading.Lock(), time.monotonic() + seconds
         self._gates.append(gate)  # before the look: it is opened after what is looked for has changed
         try:
@@ -283,7 +248,7 @@ class SharedMemory:
                 if left <= 0:
                     self._unmappable.add(index)  # nobody waits for it again
                     break
-                gate.acquire(timeout=left)
+                acquire(gate, left)
         finally:
             self._gates.remove(gate)
 
@@ -355,7 +320,7 @@ class SharedMemory:
         """That of the block, or of its part in the block."""
         return size_said(LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size)
 
-    def receive_one(self, wire: Wire) -> memoryview | None:
+    def receive_one(self, wire: Wire, landing: object = None) -> memoryview | None:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
         if len(wire) != len(Lent._fields):
             return None
@@ -363,9 +328,7 @@ class SharedMemory:
         if copy_out == COPY_OUT:
             return None
         block = self.borrower.adopt(numbers, private=copy_out == PRIVATE)
-        traffic = self.traffic
-        traffic.received += 1
-        traffic.bytes_received += block.nbytes
+        self.traffic._count_received(block.nbytes)
         return block.data
 
     def is_here(self, wire: Wire) -> bool:
@@ -398,26 +361,17 @@ class SharedMemory:
     def flush(self, *, more: bool = False) -> None:
         """Send what was released, if anything was. more: a message follows at once. Any thread."""
         released = self.borrower.drain()
-        if not released:
-            return
-        unsent: list[object] = [released]
-        try:
-            self._around.give_back(released, unsent, more=more)
-        except BaseException:
-            if unsent:  # a signal handler has raised it: somebody else sends them
-                self.borrower.released.extend(released)
-            raise
+        if released:
+            self._around.give_back(released, more=more)
 
-    def has_taken(self, wire: Wire) -> bool:
-        """Whether the block that a thread has begun to receive was adopted, if `is_here` has said that it may.
+    @property
+    def borrowed(self) -> bool:
+        """Whether blocks of the other end are in use here."""
+        return self.borrower.borrowed
 
-        In that thread, after it was interrupted.
-        """
-        return self.borrower.has_taken(_block_of(wire))
-
-    def on_release(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
-        """The other end has given these blocks back. Any thread. again, and errors: as of `Lender.released`."""
-        self.lender.released(blocks, again=again)
+    def on_release(self, released: Sequence[Sequence[int]]) -> None:
+        """The other end has given these blocks back. Any thread. Raises ProtocolError as `Lender.released`."""
+        self.lender.released(released)
 
     # --- messages, on the loop ----------------------------------------------------------------------------------------
 
@@ -479,10 +433,13 @@ class SharedMemory:
 
     def close(self) -> None:
         """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""
+        if self._closed:
+            return
         self._closed = True
         self._open_gates()
         self.lender.retire()
         self.borrower.close()
+        self._around.on_closed(self)
 
 
 def _without(left: int, size: object) -> int:

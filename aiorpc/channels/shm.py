@@ -18,7 +18,6 @@ system would end whoever reads that: it is read like any file, and each block is
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -26,7 +25,6 @@ import stat
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy
@@ -57,9 +55,8 @@ class Copies:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._made: dict[
-            tuple[int, ...], tuple[Sequence[Buffer], Block]
-        ] = {}  # the buffers, so that no other has the id
+        # By the ids of the buffers, which are kept so that no others have these.
+        self._made: dict[tuple[int, ...], tuple[Sequence[Buffer], Block]] = {}
         self.wanted = False
 
     def find(self, buffers: Sequence[Buffer]) -> Block | None:
@@ -69,35 +66,14 @@ class Copies:
 
     def add(self, buffers: Sequence[Buffer], block: Block) -> None:
         """That block is the copy of these buffers."""
-        key, shared = tuple(map(id, buffers)), list[bool]()
-        try:
-            self._arena.share(block, shared)
-            self._made[key] = buffers, block
-        except BaseException:
-            if shared and key not in self._made:
-                self._arena.free(block)
-            raise
+        self._arena.share(block)
+        self._made[tuple(map(id, buffers))] = buffers, block
 
     def close(self) -> None:
-        """No further peer gets them. What was lent stays so until it is given back.
-
-        Again: nothing. If a signal handler raises in it, all are given back, once; but if it was only about to begin.
-        """
-        made = self._made
-        key: tuple[int, ...] = ()
-        freed: list[bool] = []
-        try:
-            while True:
-                if not made:
-                    break
-                key, freed = next(iter(made)), []
-                self._arena.free(made[key][1], freed)
-                del made[key]
-        except BaseException:
-            if key in made and self._arena.freed(made[key][1], freed):
-                del made[key]
-            self.close()
-            raise
+        """No further peer gets them. What was lent stays so until it is given back. Again: nothing."""
+        made, self._made = self._made, {}
+        for _, block in made.values():
+            self._arena.free(block)
 
 
 class Lender:
@@ -145,9 +121,6 @@ class Lender:
     ) -> tuple[Block, bool] | None:
         """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
-        Whoever calls it by its arguments' names has the block, or nothing is lent, whatever a signal handler raises; on
-        Python 3.11 a call with ``*`` would lose it.
-
         others: that go into the same block, behind the first one.
         copies: of buffers that others get, too: a block that is there is lent to this peer as well.
         kept: a block that has the bytes already; it is lent as it is, but not twice at a time.
@@ -159,78 +132,87 @@ class Lender:
         """
         buffers = (buffer, *others)
         size = len(buffer) if not others else lay_out(map(len, buffers))[1]
-        counted = leased = lent = False
-        block = made = None
-        shared: list[bool] = []
+        reason = self._reserve(size)
+        if reason:
+            self._refuse(reason)
+            return None
+        block = None
         try:
-            with self._lock:
-                if self._retired:
-                    self._refuse("retired")
-                    return None
-                if self._lent and self._lent + size > self._most:
-                    self._refuse("share")
-                    return None
-                counted = True
-                self._lent += size
-            if kept is not None and kept.generation in self._leases:
-                kept = None
-            made = copies.find(buffers) if copies is not None else kept
-            if made is None:
-                block = self.arena.allocate(size)
-                if block is None and cold is not None and cold():
-                    block = self.arena.allocate_cold(size)
-            else:
-                self.arena.share(made, shared)
+            made = kept if copies is None else copies.find(buffers)
+            if made is not None and (copies is not None or made.generation not in self._leases):
+                self.arena.share(made)
                 block = made
-            if block is None:
-                self._refuse(self.arena.last_refusal)
-            elif (unusable := usable is not None and not usable(block.segment)) and (
-                soon is None or not soon(block.segment)
-            ):
-                self._refuse("not mapped")
             else:
-                if made is not None:
-                    pass  # it is written
-                elif not others:
-                    self.arena.write(block, buffer)
-                else:
-                    self._copy(buffers, block)
-                if unusable and confirm is not None and not confirm(block.segment):
-                    self._refuse("not mapped")
-                    return None
+                made = None
+                block = self._allocate(size, cold)
+            reason = (
+                self.arena.last_refusal if block is None else self._fill(block, buffers, made, usable, soon, confirm)
+            )
+            if block is not None and not reason:
                 if copies is not None and made is None:
                     copies.add(buffers, block)
-                # Not before the copy is done: until then `reclaim` must not free the block under it.
-                with self._lock:
-                    leased = not self._retired and block.generation not in self._leases
-                    if leased:
-                        self._leases[block.generation] = block
-                if leased:
-                    crowded = self._lent > self._share or self.arena.used > self._soft
-                    lent = True  # until here whoever is interrupted has lent nothing
-                    return block, crowded
-                self._refuse("retired" if self._retired else "lent twice")
+                reason = self._lease(block)
+                if not reason:
+                    return block, self._lent > self._share or self.arena.used > self._soft
         except OSError as error:  # what the system had promised it has not
-            if error.errno is None:  # or a signal handler has raised it: a TimeoutError, say
-                raise
-            self._refuse(f"memory: {error.strerror}")
+            reason = f"memory: {error.strerror}"
         except Exception:
             if not self.arena.closed:
+                self._give_up(size, block)
                 raise
-            self._refuse("closed")
-        finally:
-            if counted and not lent:
-                self._give_up(size, made if shared else block, leased)
+            reason = "closed"
+        self._give_up(size, block)
+        self._refuse(reason)
         return None
 
-    def _copy(self, buffers: Sequence[Buffer], block: Block) -> None:
-        for buffer, (start, _) in zip(buffers, lay_out(map(len, buffers))[0], strict=True):
-            self.arena.write(block, buffer, start)
-
-    def _give_up(self, size: int, block: Block | None, leased: bool) -> None:
+    def _reserve(self, size: int) -> str:
+        """Count so many bytes as lent; or why not."""
         with self._lock:
-            if leased and block is not None and self._leases.pop(block.generation, None) is None:
-                return  # reclaimed meanwhile
+            if self._retired:
+                return "retired"
+            if self._lent and self._lent + size > self._most:
+                return "share"
+            self._lent += size
+        return ""
+
+    def _allocate(self, size: int, cold: Callable[[], bool] | None) -> Block | None:
+        block = self.arena.allocate(size)
+        return self.arena.allocate_cold(size) if block is None and cold is not None and cold() else block
+
+    def _fill(
+        self,
+        block: Block,
+        buffers: Sequence[Buffer],
+        made: Block | None,
+        usable: Callable[[int], bool] | None,
+        soon: Callable[[int], bool] | None,
+        confirm: Callable[[int], bool] | None,
+    ) -> str:
+        """Copy the buffers into a block, if the peer can use it; or why not. made: the block, if it has them already.
+        usable, soon, confirm: as of `lend`."""
+        segment = block.segment
+        unusable = usable is not None and not usable(segment)
+        if unusable and (soon is None or not soon(segment)):
+            return "not mapped"
+        if made is None and len(buffers) == 1:
+            self.arena.write(block, buffers[0])
+        elif made is None:
+            for buffer, (start, _) in zip(buffers, lay_out(map(len, buffers))[0], strict=True):
+                self.arena.write(block, buffer, start)
+        return "not mapped" if unusable and confirm is not None and not confirm(segment) else ""
+
+    def _lease(self, block: Block) -> str:
+        """The block is the peer's; or why not. After the copy: until then `reclaim` must not free it."""
+        with self._lock:
+            if self._retired:
+                return "retired"
+            if block.generation in self._leases:
+                return "lent twice"
+            self._leases[block.generation] = block
+        return ""
+
+    def _give_up(self, size: int, block: Block | None) -> None:
+        with self._lock:
             self._lent -= size
         if block is not None:
             self.arena.free(block)
@@ -239,33 +221,21 @@ class Lender:
         """The frame that mentions this block was not sent and never will be. Raises ValueError for no lease."""
         if block != self._leases.get(block.generation) and not self._reclaimed:
             raise ValueError(f"{block} is not lent")
-        self.released((block,), again=True)
+        self.released((block,))
 
-    def released(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
-        """The peer is done with these blocks, each of which is the fields of a `Block`.
-
-        again: some may have been taken back already, by whoever was interrupted in that. Raises ProtocolError for one
-        that the peer does not hold.
-        """
+    def released(self, blocks: Sequence[Sequence[int]]) -> None:
+        """The peer is done with these blocks, each of which is the fields of a `Block`. Raises ProtocolError for one
+        that the peer does not hold."""
         for numbers in blocks:
-            ended, freed = None, list[bool]()
-            try:
-                with self._lock:
-                    if self._reclaimed:
-                        return
-                    block = self._leases.get(numbers[3])
-                    if block is None or block != tuple(numbers):
-                        if again:
-                            continue
-                        raise ProtocolError(f"a release of a block that is not lent: {numbers}")
-                    del self._leases[block.generation]
-                    self._lent -= block.size
-                    ended = block
-                self.arena.free(block, freed)
-            except BaseException:  # a signal handler has raised it: with the lease nobody would come again
-                if ended is not None and not self.arena.freed(ended, freed):
-                    self.arena.free(ended, freed)
-                raise
+            with self._lock:
+                if self._reclaimed:
+                    return
+                block = self._leases.get(numbers[3])
+                if block is None or block != tuple(numbers):
+                    raise ProtocolError(f"a release of a block that is not lent: {numbers}")
+                del self._leases[block.generation]
+                self._lent -= block.size
+            self.arena.free(block)
 
     def retire(self) -> None:
         """The connection is gone: nothing more is lent; what is lent stays so."""
@@ -305,7 +275,6 @@ class Borrower:
         self._on_loan = on_loan
         self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
         self._loans: dict[tuple[int, int], Loan] = {}  # by segment and offset
-        self._lately: deque[int] = deque(maxlen=16)  # generations of the blocks that were adopted last
         #: For `drain`; public so that one can look cheaply whether there is anything.
         self.released: deque[Loan | Block] = deque()
         self._pid = os.getpid()
@@ -402,41 +371,26 @@ class Borrower:
             taken = array.copy()
             self._give_back(block)
             return taken
-        # The last view may die in any thread, and in the midst of anything. So what is called then is no Python: it
-        # needs no lock, and no signal handler raises in it, whose exception would be lost.
+        # The last view may die in any thread, and in the midst of anything. What is called then needs no lock.
         loan = Loan(array, self.released.append)
         loan.block = block
         self._loans[block.segment, block.offset] = loan
-        self._lately.append(block.generation)
         self._on_loan()
         return array
 
     def drain(self) -> list[Block]:
         """The blocks released since the last call, for the lender. None in forked children: they are the parent's."""
         blocks: list[Block] = []
-        if os.getpid() != self._pid:
-            return blocks
-        last: list[Loan | Block] = []
         released = self.released
-        try:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                last.extend(map(deque.popleft, repeat(released, len(released))))
-            for each in last:
-                if isinstance(each, Loan):
-                    block = each.block
-                    self._loans.pop((block.segment, block.offset), None)
-                else:
-                    block = each
-                blocks.append(block)
-        except BaseException:  # a signal handler has raised it
-            released.extend(last)
-            raise
+        while released and os.getpid() == self._pid:
+            try:
+                each = released.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if isinstance(each, Loan):
+                self._loans.pop((each.block.segment, each.block.offset), None)
+            blocks.append(each.block if isinstance(each, Loan) else each)
         return blocks
-
-    def has_taken(self, block: Block) -> bool:
-        """Whether that block was adopted; also when it has been released since, unless many were adopted after it."""
-        loan = self._loans.get((block.segment, block.offset))
-        return (loan is not None and loan.block == block) or block.generation in self._lately
 
     def close(self) -> None:
         """Nothing is adopted or released any more. What was adopted stays valid as long as it lives.
@@ -466,7 +420,6 @@ class Borrower:
         return known[0]
 
     def _give_back(self, block: Block) -> None:
-        self._lately.append(block.generation)
         self.released.append(block)
         self._on_loan()
 

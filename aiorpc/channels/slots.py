@@ -27,6 +27,7 @@ import numpy
 from ..errors import ProtocolError
 from ..locks import Lock
 from ..protocol.frames import Buffer
+from ..undoing import on_error
 from .arena import PIECE, Arena, Span
 from .descriptors import Descriptors, DescriptorShare
 from .segments import HEADER, SEAL_FUTURE_WRITE, Bytes, OwnedDescriptor, PrivateMapping, create_read_only
@@ -153,10 +154,8 @@ class SharedSlots:
                 try:
                     self._number += 1
                     slot = SharedSlot(self._number, room, share)
-                except BaseException as error:
+                except OSError as error:
                     self._arena.take_back(room)
-                    if not isinstance(error, OSError) or error.errno is None:  # a signal handler has raised it
-                        raise
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         return None
                 else:
@@ -240,15 +239,12 @@ class SlotView:
         """
         # Kept, so that others may map what the slot holds when its owner has gone.
         self._file = OwnedDescriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-        try:
+        with on_error(self._file.close):
             if not check_file(self._file.fd, size, nonce):
                 raise ProtocolError("a slot in a file that can be cut off")
             if not fcntl.fcntl(self._file.fd, fcntl.F_GET_SEALS) & SEAL_FUTURE_WRITE:
                 raise ProtocolError("a slot whose memory its owner can take away")
             self._mapping = PrivateMapping(self._file.fd, size)
-        except BaseException:
-            self._file.close()
-            raise
         self.size = size
         self.nonce = nonce
         self._share = share

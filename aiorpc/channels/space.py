@@ -7,8 +7,8 @@ of the extents, which join again when they are free.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import NamedTuple
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGE = 4 * KIB
@@ -43,12 +43,6 @@ class Slab:
         return len(self.free) == self.count
 
 
-# Free ranges by size; their sizes by segment and start; their starts by segment and end.
-_Ranges: TypeAlias = tuple[list[tuple[int, int, int]], dict[tuple[int, int], int], dict[tuple[int, int], int]]
-# Those of the extents; the slabs with a free slot, by the size of these; and of each slab the slots that are free.
-SpaceState: TypeAlias = tuple[_Ranges, dict[int, list[Slab]], list[tuple[Slab, list[int]]]]
-
-
 class Extents:
     """Free ranges: neighbours join; the smallest that suffices is used first, and among those the lowest."""
 
@@ -60,14 +54,6 @@ class Extents:
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(segment, start, size) of each, as of now."""
         return iter([(segment, start, size) for (segment, start), size in self._sizes.items()])
-
-    def state(self) -> _Ranges:
-        """What `restore` needs to bring back what is free now."""
-        return self._by_size.copy(), self._sizes.copy(), self._starts.copy()
-
-    def restore(self, state: _Ranges) -> None:
-        """What `state` gave is free, and nothing else."""
-        self._by_size, self._sizes, self._starts = state
 
     def take(self, size: int) -> tuple[int, int] | None:
         """Segment and start of `size` bytes, which are no longer free; None when no range is long enough."""
@@ -125,20 +111,6 @@ class Space:
     def __init__(self) -> None:
         self.extents: Extents = Extents()
         self._slabs: dict[int, list[Slab]] = {room: [] for room in SLOTS}  # those with a free slot
-
-    def state(self, places: Iterable[Place] = ()) -> SpaceState:
-        """What `restore` needs to bring back what is free now. places: what may be given meanwhile."""
-        slabs = {room: slabs.copy() for room, slabs in self._slabs.items()}
-        known = {id(slab): slab for each in slabs.values() for slab in each}
-        known.update((id(place.slab), place.slab) for place in places if place.slab is not None)
-        return self.extents.state(), slabs, [(slab, slab.free.copy()) for slab in known.values()]
-
-    def restore(self, state: SpaceState) -> None:
-        """What `state` gave is free, and nothing else."""
-        extents, self._slabs, slots = state
-        self.extents.restore(extents)
-        for slab, free in slots:
-            slab.free = free
 
     def take(self, size: int) -> Place | None:
         """Room for `size` bytes, or None."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from ..undoing import on_error
 from .accelerator import Accelerator, Event, Interprocess, Stream
 from .cuda_runtime import find_runtime
 
@@ -197,16 +198,13 @@ class _Entered:
         before: list[tuple[Stream, bool]] = []
         self._before.append(before)
         for_thread = self._current
-        try:
+        with on_error(self.__exit__):
             for stream in self._streams:
                 current = for_thread.current_stream(stream.device_index)
                 other = current.stream_id != stream.stream_id  # by their numbers: they may be of two classes
                 if other:
                     self._set(stream)
                 before.append((current, other))
-        except BaseException:
-            self.__exit__()
-            raise
 
     def __exit__(self, *exc_info: object) -> None:
         for stream, other in reversed(self._before.pop()):

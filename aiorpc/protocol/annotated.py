@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from ..foreign import from_signal
-
 T = TypeVar("T")
 
 #: How objects that stand for annotations are pickled, by their exact types, as in `reductions.OTHERS`.
@@ -49,9 +47,7 @@ if sys.version_info >= (3, 14):
     def _looked_up(annotated: object) -> dict[str, object] | None:
         try:
             return get_annotations(annotated)
-        except Exception as error:
-            if from_signal(error):
-                raise
+        except Exception:
             return None
 
     def _reduce_reference(reference: ForwardRef, route: object) -> tuple[object, tuple[object, ...]]:

@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 
 from ..errors import ProtocolError, SerializationError
-from ..foreign import from_signal, text_of
+from ..foreign import text_of
 from . import reductions
 from .annotated import readable, with_annotations
 from .failing import find_failing
@@ -186,8 +186,6 @@ def refer(value: Travels, position: int, out: Outgoing) -> None:
     try:
         value._travel(out, position)
     except Exception as cause:
-        if from_signal(cause):
-            raise
         kind = type(value).__qualname__
         raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
 
@@ -254,15 +252,11 @@ def _pickle_all(values: list[object], positions: list[int], out: Outgoing) -> by
     except TooLong:
         raise
     except Exception as error:
-        if from_signal(error):
-            raise
         # Which one was it? Write them one by one; what they leave behind is thrown away with the message.
         for position, value in zip(positions, opaque, strict=True):
             try:
                 write(value, out)
             except Exception as cause:
-                if from_signal(cause):
-                    raise
                 path, inner = find_failing(value, lambda each: write(each, out), cause)
                 text = text_of(cause)
                 if out.safe and isinstance(cause, SerializationError):  # a tree's says what the value is

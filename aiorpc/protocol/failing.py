@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import FunctionType
 
-from ..foreign import from_signal, said
+from ..foreign import said
 from .packing import PLAIN
 
 # So many parts are tried, in so many seconds: a long list may have its bad item at the end.
@@ -42,8 +42,6 @@ def _fails(part: object, write: Callable[[object], object], error: Exception) ->
     try:
         write(part)
     except Exception as other:
-        if from_signal(other):
-            raise
         return said(other) == said(error)
     return False
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 from msgpack import unpackb
 
 from ..errors import ProtocolError
-from ..foreign import from_signal
 from .frames import HEAD, MAGIC, Buffer, Kind
 from .packing import (
     CONTAINERS,
@@ -351,8 +350,6 @@ def read_call(body: Buffer) -> Call:
             look_through(body)
         fields: Any = unpackb(body, ext_hook=no_extension)  # as `unpack` does, with one function less for each call
     except Exception as error:
-        if from_signal(error):
-            raise
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     try:
         function, names, remaining, trace, autograd, credit, creates, once, arguments = fields
@@ -414,8 +411,6 @@ def read_values(body: Buffer) -> Values:
             look_through(body)
         fields: Any = unpackb(body, ext_hook=no_extension)  # as `unpack` does, with one function less for each call
     except Exception as error:
-        if from_signal(error):
-            raise
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     try:
         (result,) = fields

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import msgpack
 
 from ..errors import ProtocolError
-from ..foreign import from_signal
 from .frames import Buffer
 
 #: Bytes. What is longer is looked through before it is unpacked.
@@ -93,8 +92,6 @@ def unpack(body: Buffer) -> list[Any]:
             look_through(body)
         fields = msgpack.unpackb(body, ext_hook=no_extension)  # keys of maps: text or bytes
     except Exception as error:
-        if from_signal(error):
-            raise
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     if type(fields) is not list:
         raise ProtocolError("a message body that is no list")

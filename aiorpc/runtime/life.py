@@ -82,6 +82,7 @@ class Life:
     def _reset(self) -> None:
         """As it is before it begins to join."""
         self.lifetime = Lifetime(self._plan.name)
+        self.lifetime.on_broken = self._break_down
         self.node: Node | None = None
         self._ending = _RendezvousEnd(self._plan)
         self._stack = AsyncExitStack()
@@ -275,7 +276,7 @@ class Life:
         """
         if self.loop_is_closed:
             self.loop_closed()
-        if self.lifetime.loop_ended:
+        if self.lifetime.loop_ended or self.lifetime.broken:
             registry.forget(self.lifetime)  # whoever asks knows by now
         state = self.lifetime.state
         if state in (WorkerState.NEW, WorkerState.CLOSED) and self._shutdown is None and not self._goes_on:
@@ -346,6 +347,14 @@ class Life:
             names = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in times.items())
             logger.warning("worker %s shut down; lost on the way: %s", self.lifetime.name, names)
         return ShutdownReport(lost, not complete, leaked)
+
+    def _break_down(self) -> None:
+        """Begin to leave at once, as the runtime was interrupted in the midst of a step. Any thread."""
+        loop = self.loop
+        assert loop is not None, "it has joined"
+        logger.error("%s", self.lifetime.why_closed())
+        with contextlib.suppress(RuntimeError):  # it is closed, and so is the worker
+            loop.call_soon_threadsafe(lambda: begin(self.shutdown(graceful=False, timeout=0.0), loop))
 
     async def drop(self) -> None:
         """Let go of everything without leaving: the others see a death."""

@@ -148,6 +148,7 @@ class Node:
         self.links: Links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
         self.memory: Memory = self.links.memory
         stack.callback(self.memory.close)
+        stack.callback(self.links.close)
         self.gradients: Gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
         stack.callback(self.gradients.close)
         ids = None if meeting.rendezvous.dynamic else {record.id for record in meeting.records}
@@ -200,7 +201,7 @@ class Node:
     async def _let_go_of_devices(self) -> None:
         if self.engine.loop.is_closed():
             return
-        await self.accelerators.let_go(self.links.all(), self.engine.bounds.devices)
+        await self.accelerators.let_go(self.engine.bounds.devices)
 
     async def _end_engine(self) -> None:
         left = await self.engine.close(self.engine.bounds.threads if self.patient else 0.1)

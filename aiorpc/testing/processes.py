@@ -120,7 +120,7 @@ def _live(name: str, options: RpcBackendOptions, pipe: Connection) -> None:
     """What a process does: it joins, says so, and serves until the other end of the pipe is closed."""
     try:
         init_rpc(name, rpc_backend_options=options)
-    except BaseException as error:
+    except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
     pipe.send("")

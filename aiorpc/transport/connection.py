@@ -10,33 +10,69 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from ..errors import ProtocolError
 from ..protocol.frames import Frame, FrameDecoder
 from ..protocol.handshake import MOST
 from ..protocol.seal import Seal
+from ..protocol.session import Session
 from .lingering import Lingering
+from .port import Port
 from .reading import FrameReader
+from .resumption import Resumption
+from .send_queue import SendQueue
 from .silence import Silence, hear
 from .sockets import unread
 from .tls import TlsLayer
+from .writing import FrameWriter
 
 # Seconds for the last words of a connection, and for the other side to close it, too.
 CLOSING = 1.0
 
 
-class Connection(FrameReader):
-    """See the module.
+def _of_port(name: str) -> Any:
+    """An attribute of the port, for users of the connection."""
 
-    on_closed: called once on the loop with the cause, None when `close` was called here.
+    def get(connection: Connection) -> Any:
+        return getattr(connection._port, name)
+
+    def set_(connection: Connection, value: Any) -> None:
+        setattr(connection._port, name, value)
+
+    return property(get, set_)
+
+
+class Connection:
+    """See the module. It is made of a reader, a writer, TLS if there is any, and what has it outlive its socket.
+
+    All of these callbacks but `takes` and `on_stood` run on the loop, and what one raises closes the connection.
+
+    on_frames: called with the frames that have arrived. on_closed: called once with the cause, None when `close` was
+    called here. on_drained: called when all that was queued has been written. on_heard: called when something was read,
+    once for each time. on_open: with TLS, called once when the other side has shown its certificate; nothing may be
+    sent before that. takes: gives something if a waiter may have a PARCEL, as an answer; any thread. on_stood: called
+    with the frames that a thread has read which stands by; whether it takes them, else nothing was done with them.
+    on_suspended: called when its socket has broken, with the cause, if it may go on over another one. on_resumed:
+    called when it goes on. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and
+    will come again. queue: what waits to be written. label: what it is called in the log. takes_at_once: bytes of
+    tensors of one message that the other end takes, as its handshake has said. session: what its handshake has left
+    for second connections, and for other sockets.
     """
 
-    on_drained: Callable[[], None] | None
-    on_frames: Callable[[list[Frame]], None] | None
-    on_heard: Callable[[], None] | None
-    on_open: Callable[[], None] | None
-    on_stood: Callable[[list[Frame]], bool] | None
-    takes: Callable[[Frame], object] | None
+    on_frames: Callable[[list[Frame]], None] | None = _of_port("on_frames")
+    takes: Callable[[Frame], object] | None = _of_port("takes")
+    on_stood: Callable[[list[Frame]], bool] | None = _of_port("on_stood")
+    on_heard: Callable[[], None] | None = _of_port("on_heard")
+    on_open: Callable[[], None] | None = _of_port("on_open")
+    on_drained: Callable[[], None] | None = _of_port("on_drained")
+    on_suspended: Callable[[OSError], None] | None = _of_port("on_suspended")
+    on_resumed: Callable[[], None] | None = _of_port("on_resumed")
+    on_cut: Callable[[int, int], None] | None = _of_port("on_cut")
+    tls: TlsLayer | None = _of_port("tls")
+    lasting: Session | None = _of_port("session")
+    bytes_sent: int = _of_port("bytes_sent")
+    bytes_received: int = _of_port("bytes_received")
 
     def __init__(
         self,
@@ -47,25 +83,38 @@ class Connection(FrameReader):
         label: str,
         tls: TlsLayer | None = None,
     ) -> None:
-        super().__init__(loop, sock, decoder, label=label, tls=tls)
+        self._port = port = Port(loop, sock, tls)
+        self._writer = writer = FrameWriter(port)
+        self._reader = reader = FrameReader(port, writer, decoder, label)
+        self._resumption = resumption = Resumption(port, reader, writer)
+        port.owner = self
+        self.label = label
+        self.queue: SendQueue = writer.queue
+        self.send = writer.send
+        self.push, self.flush = writer.push, writer.flush
+        self.unseal, self.hand_on = reader.unseal, reader.hand_on
+        self.read_here, self.read_on_loop = reader.read_here, reader.read_on_loop
+        self.attach, self.read_once = reader.attach, reader.read_once
+        self.keep_from_loop, self.leave_to_loop = reader.keep_from_loop, reader.leave_to_loop
+        self.readable = reader.readable
+        self.last, self.look = resumption.last, resumption.look
+        self.may_begin, self.counted = resumption.may_begin, resumption.counted
+        self.halt, self.stay = resumption.halt, resumption.stay
         self.on_closed: Callable[[BaseException | None], None] | None = None
-        self.session = b""  # what its handshake has left for second connections, and for other sockets
-        # Bytes of tensors of one message that the other end takes, as its handshake has said.
+        self.session = b""
         self.takes_at_once = MOST
-        # Called when its socket has broken, with the cause, if it may go on over another one; see `LastingConnection`.
-        self.on_suspended: Callable[[OSError], None] | None = None
-        # Called then with the transfer and the bytes of a chunk that had come in part, and will come again.
-        self.on_cut: Callable[[int, int], None] | None = None
+        #: How long its host had not answered when its socket was given up, in seconds.
+        self.silent_for: float = 0.0
         self._limit: asyncio.TimerHandle | None = None  # of closing
         self._lingering: Lingering | None = None  # all is written, and nothing is looked at any more
         self._silence = Silence()
 
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
-        self._loop.add_reader(self._fd, self._readable)
+        self._port.loop.add_reader(self._port.fd, self.readable)
         if self.tls is not None:
             self.tls.start()
-            self._attend_to(self.tls)
+            self._reader.attend_to(self.tls)
 
     def seal(self, key: bytes) -> None:
         """Seal all that is sent from now on. On the loop's thread, when the other side has all that was sent before."""
@@ -77,15 +126,15 @@ class Connection(FrameReader):
     @property
     def local(self) -> bool:
         """Whether the other end is on this host for sure: a unix socket."""
-        return self._patient
+        return self._port.patient
 
     def silence(self, now: float) -> float:
         """Seconds for which the other host has owed an answer; see `silence.Silence.look`. On the loop's thread."""
-        heard = None if self._closed else hear(self._sock)
+        heard = None if self._port.closed else hear(self._port.sock)
         if heard is None:
             return 0.0
-        if heard.over and not self._paused:
-            self._readable()  # uvloop does not tell of all errors of a socket
+        if heard.over and not self._port.paused:
+            self.readable()  # uvloop does not tell of all errors of a socket
         return self._silence.look(heard, now)
 
     def is_over(self) -> bool:
@@ -93,44 +142,62 @@ class Connection(FrameReader):
 
         Not one that is paused: it stays until it goes on. uvloop does not tell of all errors of a socket.
         """
-        heard = None if self._closed or self._paused else hear(self._sock)
+        heard = None if self._port.closed or self._port.paused else hear(self._port.sock)
         if heard is None or not heard.over:
-            return self._closed
-        self._loop.call_soon(self._readable)  # what it still has to say is no matter of the caller
+            return self._port.closed
+        self._port.loop.call_soon(self.readable)  # what it still has to say is no matter of the caller
         return True
+
+    @property
+    def decoder(self) -> FrameDecoder:
+        """Of what comes."""
+        return self._reader.decoder
+
+    @property
+    def unsent(self) -> int:
+        """Frames that wait to be written."""
+        return len(self.queue)
+
+    @property
+    def threads_may_read(self) -> bool:
+        """Whether threads may stand by for it (`attach`)."""
+        return self._reader.threads_may_read
 
     @property
     def must_hear(self) -> bool:
         """Whether nothing is written until something has been read: to pause it then would be for ever."""
-        return False
+        return self._resumption.must_hear
 
     @property
     def owing(self) -> bool:
         """Whether something was not written yet, or waits for a new socket and may not have got to the other end."""
-        return bool(self.queue) and not self._closed
+        session = self._port.session
+        if session is None or not session.suspended:
+            return bool(self.queue) and not self._port.closed
+        return bool(session.received and (session.kept or self.queue))  # who has said nothing waits for nothing
 
     @property
     def ended(self) -> bool:
         """Whether its socket is closed."""
-        return self._closed
+        return self._port.closed
 
     @property
     def closed(self) -> bool:
-        return self._closed or self._closing
+        return self._port.closed or self._port.closing
 
     def pause(self) -> None:
         """Read nothing more for now; what has been read is still handed out. On the loop's thread. Idempotent."""
-        if not self._paused and not self._closed:
-            self._paused = True
-            if self._fd >= 0:
-                self._loop.remove_reader(self._looked_at())
+        if not self._port.paused and not self._port.closed:
+            self._port.paused = True
+            if self._port.fd >= 0:
+                self._port.loop.remove_reader(self._reader.looked_at())
 
     def resume(self) -> None:
         """Read on after `pause`. On the loop's thread. Idempotent."""
-        if self._paused and not self._closed and self._lingering is None:
-            self._paused = False
-            if self._fd >= 0:
-                self._loop.add_reader(self._looked_at(), self._readable)
+        if self._port.paused and not self._port.closed and self._lingering is None:
+            self._port.paused = False
+            if self._port.fd >= 0:
+                self._port.loop.add_reader(self._reader.looked_at(), self.readable)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -141,23 +208,23 @@ class Connection(FrameReader):
         """
         if self.closed:
             return
-        self._closing = True
+        self._port.closing = True
         # A peer that does not read must not keep us from leaving.
-        self._limit = self._loop.call_later(CLOSING, self._finish, None)
-        self._write()
-        with self._lock:  # another thread may be writing; what it could not write is in the queue afterwards
+        self._limit = self._port.loop.call_later(CLOSING, self._finish, None)
+        self._writer.write()
+        with self._writer.lock:  # another thread may be writing; what it could not write is in the queue afterwards
             unsent = bool(self.queue)
         if not unsent:
-            self._stop_writing()
+            self.all_written()
 
-    def _stop_writing(self) -> None:
+    def all_written(self) -> None:
         """All that was to be said before the connection is closed is written."""
-        if self._patient or self._fd < 0:
+        if self._port.patient or self._port.fd < 0:
             self._finish(None)
-        elif self._lingering is None and not self._closed:
-            self._forget_socket()
-            self._paused = self._blocked = True
-            self._lingering = Lingering(self._loop, self._sock, partial(self._finish, None))
+        elif self._lingering is None and not self._port.closed:
+            self._reader.forget_socket()
+            self._port.paused = self._writer.blocked = True
+            self._lingering = Lingering(self._port.loop, self._port.sock, partial(self._finish, None))
 
     def abort(self, cause: BaseException | None = None) -> None:
         """Close at once; what is queued is dropped. On the loop's thread."""
@@ -165,64 +232,97 @@ class Connection(FrameReader):
 
     def close_in_child(self) -> None:
         """After a fork: let go of the descriptor without a word to the peer or the loop, which are the parent's."""
-        self._closed = True
+        self._port.closed = True
         self.queue.clear()
-        if self._sock.fileno() >= 0:
-            os.close(self._sock.detach())
-        if self._epoll is not None:
-            self._epoll.close()
+        if self._port.sock.fileno() >= 0:
+            os.close(self._port.sock.detach())
+        if self._reader.epoll is not None:
+            self._reader.epoll.close()
 
-    def _write_failed(self, error: BaseException, sock: socket.socket) -> None:
-        if sock is not self._sock:  # that one has been replaced since
+    def write_failed(self, error: BaseException, sock: socket.socket) -> None:
+        """That socket takes nothing more."""
+        if sock is not self._port.sock:  # that one has been replaced since
             return
         # What the other side said before it went may still be unread, and a goodbye makes all the difference. It comes
         # behind all else, so nobody else gets a turn before; it is not more than the socket holds now. Of one that has
         # only closed its ear there may always be more.
-        with self._reading:
-            last = self.bytes_received + sum(map(len, self._unread)) + unread(self._sock)
+        with self._reader.reading:
+            last = self._port.bytes_received + sum(map(len, self._reader.unread)) + unread(self._port.sock)
             while True:
                 if self.closed:
                     break
                 self.resume()  # whoever had enough has to take this, too
-                before = self.bytes_received
-                self._turn = self._turn_frames = max(0, last - before)
-                self._readable()
-                if self.bytes_received < last and (self._paused or self.bytes_received > before):
+                before = self._port.bytes_received
+                self._reader.turn = self._reader.turn_frames = max(0, last - before)
+                self.readable()
+                if self._port.bytes_received < last and (self._port.paused or self._port.bytes_received > before):
                     continue
                 break
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        self._finish(None if self._closing else error)
+    def fail(self, error: BaseException) -> None:
+        """Its socket is of no use: it is suspended if it may go on over another one, else it ends."""
+        port, session = self._port, self._port.session
+        lasts = session is not None and not self.closed and self.on_suspended is not None
+        if lasts and session is not None and session.suspended:  # a thread has still tried to write
+            return
+        if lasts and session is not None and self.on_suspended is not None and isinstance(error, OSError):
+            self._resumption.suspend(session)
+            self.on_suspended(error)
+        else:
+            self._finish(None if port.closing else error)
 
     def _finish(self, cause: BaseException | None) -> None:
-        if self._closed:
+        if self._port.closed:
             return
-        self._closed = True
+        self._port.closed = True
         if self._limit is not None:
             self._limit.cancel()
         if self._lingering is not None:
             self._lingering.end()
             self._lingering = None
-        self._forget_socket()
+        self._reader.forget_socket()
         # A thread in the middle of a write or read holds a lock; closing under it could meet another descriptor.
-        with self._reading, self._lock:
+        with self._reader.reading, self._writer.lock:
             self.queue.clear()
-            self._sock.close()
-            if self._epoll is not None:
-                self._epoll.close()
+            self._port.sock.close()
+            if self._reader.epoll is not None:
+                self._reader.epoll.close()
         on_closed, self.on_closed = self.on_closed, None
-        # It refers to nobody any more: whoever let go of it is free at once, and no collector has to find the circle.
-        self.on_frames = self.on_stood = self.on_drained = self.on_open = self.takes = self.on_heard = None
+        self._port.forget_callbacks()
         if on_closed is not None:
             on_closed(cause)
 
-    def _forget_socket(self) -> None:
-        """Have the loop look at the socket no more."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._looked_at())
-            self._loop.remove_writer(self._fd)
+    # --- another socket -----------------------------------------------------------------------------------------------
 
-    def _looked_at(self) -> int:
-        """The descriptor by which the loop is told of what comes."""
-        return self._fd if self._epoll is None else self._epoll.fileno()
+    @property
+    def suspended(self) -> bool:
+        """Whether it has no socket, and waits for one."""
+        session = self._port.session
+        return session is not None and session.suspended
+
+    @property
+    def received(self) -> int:
+        """How many frames have come since the handshake, to tell the other end when it goes on."""
+        session = self._port.session
+        assert session is not None, "only a lasting connection goes on"
+        return session.received
+
+    @property
+    def lacking(self) -> tuple[int, bytes] | None:
+        """As it went on last, what tells the first frame that the other end had not received from others; None if it
+        had received all."""
+        return self._resumption.lacking
+
+    def break_off(self, silence: float) -> None:
+        """The other host has not answered for so many seconds: the connection is suspended, or ends."""
+        self.silent_for = silence
+        self.fail(TimeoutError(f"its host has not answered for {silence:.0f} s"))
+        self.silent_for = 0.0
+
+    def go_on(self, other: Connection, received: int, *, opener: bool) -> None:
+        """Go on over the socket of another connection; see `Resumption.go_on`."""
+        self._resumption.go_on(other._resumption, received, opener=opener)
+        other.on_closed = None
+        self._silence = Silence()
+        self._resumption.resumed()

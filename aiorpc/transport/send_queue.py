@@ -30,11 +30,11 @@ from itertools import chain, repeat
 from operator import call, is_not, itemgetter
 from typing import Any
 
+from ..interrupts import SocketTurn, TurnEnded
 from ..locks import RLock
 from ..protocol.frames import ACK, HEAD, Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
 from ..protocol.session import Session
-from ..turns import SocketTurn, TurnEnded
 from .tls import PIECE, RECORD, TlsLayer
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
@@ -97,6 +97,14 @@ class SendQueue:
 
     def append(self, frame: Sequence[Buffer], unsent: Unsent | None = None) -> None:
         """Any thread. unsent: has something in it; it is emptied by the call of C that appends the frame."""
+        if len(frame) == 1 and unsent is None:  # most frames
+            size = len(frame[0]) + FRAME_COST
+            self.size += size  # in one step with the next, see `recount`
+            self.frames.append(frame)
+        else:
+            self._append_long(frame, unsent)
+
+    def _append_long(self, frame: Sequence[Buffer], unsent: Unsent | None) -> None:
         size = sum(map(len, frame)) + FRAME_COST
         if len(frame) <= MAX_BUFFERS:
             entries = [frame]
@@ -225,29 +233,16 @@ class SendQueue:
         turn: with `frames` and the flags for the socket. Raises what the socket raises; nothing is written
         then. TurnEnded if the turn has ended meanwhile.
         """
-        frames, begun, sent = self.frames, self.begun, self._sent
+        begun, sent = self.begun, self._sent
         if not turn:  # before it has looked, or in the midst of that; from here on these are its own if it ends
             raise TurnEnded
-        part = turn.__getitem__
-        buffers: Sequence[Buffer]
         if begun and not self._announced:
-            rest = _rest(list(chain.from_iterable(begun)), sum(sent))
-            left = sum(map(len, rest))
-            buffers, size, _ = _joined([rest])
+            buffers, size, left = self._rest_of_begun()
         else:
             sent.clear()
-            if self._seal is not None:
-                buffers, size = self._begin_pieces(self._seal, begun, turn)
-            elif self._tls is not None:
-                buffers, size = self._begin_records(self._tls, begun, turn)
-            elif len(frames) == 1 and len(frames[0]) <= 2:  # a small message, or a head and one segment
-                buffers = frames[0]
-                size = sum(map(len, buffers))
-                begun.extend(map(deque.popleft, map(part, _FRAMES)))
-            else:
-                buffers, size, taken = _joined(_first_of(frames, MAX_FRAMES))
-                begun.extend(map(deque.popleft, map(part, repeat(0, taken))))
+            buffers, size = self._begin_guarded(turn) if self._in_pieces else self._begin(turn)
             left = size
+        part = turn.__getitem__
         if len(buffers) == 1:
             sent.extend(map(sock.send, buffers, map(part, _FLAGS)))
         else:
@@ -256,18 +251,56 @@ class SendQueue:
         # The look at the turn is one step with what it allows; who ends a turn counts anew.
         if turn and not self._in_pieces: self.size -= count  # fmt: skip  # noqa: E701
         if count == left:
-            cost = 0 if self._in_pieces else FRAME_COST * len(begun)
-            self.size -= cost if turn else 0
-            session = self._session
-            if session is None or self._in_pieces:
-                begun.clear()
-            else:
-                kept = sum(map(len, chain.from_iterable(begun)))
-                # The loop may take from it meanwhile.
-                session.size += kept if turn else 0
-                steps: list[Callable[[], object]] = [partial(part, 0), partial(session.kept.extend, begun), begun.clear]
-                list(map(_RUN, steps))
+            self._end_begun(turn)
         return count, count == size
+
+    def _rest_of_begun(self) -> tuple[Sequence[Buffer], int, int]:
+        """Buffers for one system call of what is begun and not written, their size, and that of all the rest."""
+        rest = _rest(list(chain.from_iterable(self.begun)), sum(self._sent))
+        buffers, size, _ = _joined([rest])
+        return buffers, size, sum(map(len, rest))
+
+    def _begin(self, turn: SocketTurn) -> tuple[Sequence[Buffer], int]:
+        """Begin with as many frames as are good for one system call: their buffers, and the size of these."""
+        frames, part = self.frames, turn.__getitem__
+        buffers: Sequence[Buffer]
+        if len(frames) == 1 and len(frames[0]) <= 2:  # a small message, or a head and one segment
+            buffers = frames[0]
+            size = sum(map(len, buffers))
+            self.begun.extend(map(deque.popleft, map(part, _FRAMES)))
+        else:
+            buffers, size, taken = _joined(_first_of(frames, MAX_FRAMES))
+            self.begun.extend(map(deque.popleft, map(part, repeat(0, taken))))
+        return buffers, size
+
+    def _begin_guarded(self, turn: SocketTurn) -> tuple[Sequence[Buffer], int]:
+        """As `_begin`, of what bears seals or is encrypted."""
+        if self._seal is not None:
+            return self._begin_pieces(self._seal, self.begun, turn)
+        assert self._tls is not None, "what is written in pieces is guarded"
+        return self._begin_records(self._tls, self.begun, turn)
+
+    def _end_begun(self, turn: SocketTurn) -> None:
+        """All that was begun is written; with a session it is kept."""
+        begun, session = self.begun, self._session
+        cost = 0 if self._in_pieces else FRAME_COST * len(begun)
+        self.size -= cost if turn else 0
+        if session is None or self._in_pieces:
+            begun.clear()
+        else:
+            self._keep_begun(session, turn)
+
+    def _keep_begun(self, session: Session, turn: SocketTurn) -> None:
+        begun = self.begun
+        kept = sum(map(len, chain.from_iterable(begun)))
+        # The loop may take from it meanwhile.
+        session.size += kept if turn else 0
+        steps: list[Callable[[], object]] = [
+            partial(turn.__getitem__, 0),
+            partial(session.kept.extend, begun),
+            begun.clear,
+        ]
+        list(map(_RUN, steps))
 
     def _begin_pieces(
         self, seal: Seal, begun: deque[Sequence[Buffer]], turn: SocketTurn

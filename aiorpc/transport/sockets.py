@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..errors import Overloaded
 from ..threads import run_in_thread
+from ..undoing import on_error
 
 BACKLOG = 1024
 # A secret in a file stands beside the socket of the worker that made it, under the same name.
@@ -98,14 +99,10 @@ def write_secret(path: Path, content: bytes) -> int:
     """
     unready = path.with_suffix(".unready")
     descriptor = os.open(unready, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with on_error(unready.unlink, True), on_error(os.close, descriptor):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         os.write(descriptor, content)
         unready.rename(path)
-    except BaseException:
-        os.close(descriptor)
-        unready.unlink(missing_ok=True)
-        raise
     return descriptor
 
 
@@ -127,16 +124,12 @@ def listen_unix(directory: Path) -> tuple[socket.socket, str]:
     # it gets its real name only when it listens.
     unready = path.with_suffix(".new")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with on_error(unready.unlink, True), on_error(sock.close):
         sock.bind(str(unready))
         unready.chmod(0o600)
         sock.listen(BACKLOG)
         sock.setblocking(False)
         unready.rename(path)
-    except BaseException:
-        sock.close()
-        unready.unlink(missing_ok=True)
-        raise
     return sock, str(path)
 
 
@@ -173,15 +166,12 @@ def _own_addresses(host: str) -> list[tuple[int, tuple[object, ...]]]:
 def _listen_at(family: int, address: tuple[object, ...], *, reuse: bool) -> socket.socket:
     """A listening TCP socket. reuse: also where connections of a listener before are still winding up. OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with on_error(sock.close):
         if reuse:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(BACKLOG)
         sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -197,13 +187,10 @@ async def connect_unix(path: str) -> socket.socket:
     """Connect to a unix socket; the peer's uid must be ours. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
-    try:
+    with on_error(sock.close):
         # It succeeds or fails at once. A full backlog is EAGAIN, which event loops take for a connection in progress
         # and, the socket being writable, for one that is there.
         sock.connect(path)
-    except BaseException:
-        sock.close()
-        raise
     if peer_uid(sock) not in (os.getuid(), None):
         sock.close()
         raise PermissionError(f"{path} belongs to another user's process")
@@ -268,12 +255,9 @@ async def _connect(found: _Found, seconds: float | None) -> socket.socket:
     family, kind, proto, _, address = found
     sock = socket.socket(family, kind, proto)
     sock.setblocking(False)
-    try:
+    with on_error(sock.close):
         async with asyncio.timeout(seconds):
             await _connect_socket(sock, address)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import call
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..errors import PeerRefused, ProtocolError
+from ..interrupts import SocketTurn, TurnEnded
 from ..locks import RLock
 from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
-from ..turns import SocketTurn, TurnEnded
 from .certificates import Certificate
 
 # What one record of TLS carries at most.
@@ -86,10 +86,12 @@ class TlsLayer:
         self._own = own
         self._decoder = decoder
         self._object = context.wrap_bio(self._incoming, self.outgoing, server_side=not opener)
-        # With a buffer it says how many bytes it has put there, which the stubs do not know.
-        self._read = cast(Callable[[int, memoryview], int], self._object.read)
+        # Steps of turns (interrupts.py), so of C: the methods of `ssl.SSLObject` itself are Python, which may be
+        # interrupted before they have done anything. With a buffer reading says how many bytes it has put there.
+        steps: Any = self._object._sslobj  # type: ignore[attr-defined]  # the stubs do not know it
+        self._read: Callable[[int, memoryview], int] = steps.read
         #: Have `outgoing` take a piece of the stream of frames, as a whole. With `lock` held.
-        self.encrypt: Callable[[Buffer], int] = self._object.write
+        self.encrypt: Callable[[Buffer], int] = steps.write
         self._untouched = True  # nothing has come yet
         self._plain = False
         self._buffer = memoryview(bytearray(_FIRST_READ))

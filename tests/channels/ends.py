@@ -18,7 +18,7 @@ import numpy
 
 from aiorpc.channels import AnyBuffer, Wire
 from aiorpc.channels.accelerator import DeviceBuffer
-from aiorpc.channels.arena import Arena, Block
+from aiorpc.channels.arena import Arena
 from aiorpc.channels.bulk import Bulk
 from aiorpc.channels.inline import Inline, allocate
 from aiorpc.channels.keeping import Keeper
@@ -27,6 +27,7 @@ from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.messages import Release, read_release, write
 from aiorpc.protocol.packing import pack, unpack
+from tests.channels.files_channel import LEAST, FilesContext
 
 KIB, MIB = 1 << 10, 1 << 20
 MOST_STEPS = 100_000  # of `settle`: more is no end
@@ -315,20 +316,28 @@ class BulkEnds(Ends):
 class Around:
     """What a shared-memory end needs around it: threads and the loop are lanes."""
 
+    record: Any = None
+    opener = local = True
+
     def __init__(self, ends: SharedEnds, end: int) -> None:
         self._ends = ends
         self._end = end
         self.refusals: list[str] = []
         self.cold: list[int] = []
-        self.loans = 0
+        self.loans = self.closed = 0
         self.seconds = 0.0  # that a sender may wait: none where one thread is both ends
 
-    def post(self, fields: list[Any]) -> None:
+    def post(self, fields: list[Any], *, more: bool = False) -> None:
         self._ends.say(self._end, fields)
 
-    def give_back(self, blocks: Sequence[Block], unsent: list[Any], *, more: bool) -> None:
-        self._ends.give_back(self._end, blocks)
-        unsent.clear()
+    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
+        raise NotImplementedError
+
+    def give_back(self, released: Sequence[Sequence[int]], *, more: bool) -> None:
+        self._ends.give_back(self._end, released)
+
+    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        raise NotImplementedError
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
         job: Job = [(fn, args)]  # popped, so that what it holds goes when it is done
@@ -338,8 +347,11 @@ class Around:
         job: Job = [(function, args)]
         self._ends.put(f"loop {self._end}", lambda: run_job(job))
 
-    def on_loan(self) -> None:
+    def watch(self) -> None:
         self.loans += 1
+
+    def on_closed(self, channel: SharedMemory) -> None:
+        self.closed += 1
 
     def on_refused(self, reason: str) -> None:
         self.refusals.append(reason)
@@ -389,7 +401,7 @@ class SharedEnds(Ends):
         if warm:
             self.warm(warm)
 
-    def give_back(self, way: int, blocks: Sequence[Block]) -> None:
+    def give_back(self, way: int, blocks: Sequence[Sequence[int]]) -> None:
         """From one end to the other, in its turn among the messages."""
         body = write(Release(blocks))
         self.put(f"messages {way}", lambda: self._given_back(1 - way, body))
@@ -433,4 +445,31 @@ class SharedEnds(Ends):
             arena.close()
 
 
-KINDS: tuple[type[Ends], ...] = (InlineEnds, BulkEnds, SharedEnds)
+class FilesEnds(Ends):
+    """A channel as another package would have one."""
+
+    name = FilesContext.name
+    taken = (LEAST, LEAST + 1, 300 * KIB)
+    refused = (1, LEAST - 1)
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        contexts = self._contexts = (FilesContext(None), FilesContext(None))
+        link: Any = None  # which it does not look at
+        said = [context.descriptor(link) for context in contexts]
+        assert contexts[0].obstacle(*said) == contexts[1].obstacle(*said) == ""
+        self.ends = (contexts[0].open(link), contexts[1].open(link))
+        for end, other in zip(self.ends, reversed(said), strict=True):
+            end.introduced(other)
+        self.channels = self.ends
+
+    def under_way(self) -> dict[str, int]:
+        return {f"files {end}": channel.waiting for end, channel in enumerate(self.ends)}
+
+    def dispose(self) -> None:
+        super().dispose()
+        for context in self._contexts:
+            context.close()
+
+
+KINDS: tuple[type[Ends], ...] = (InlineEnds, BulkEnds, SharedEnds, FilesEnds)

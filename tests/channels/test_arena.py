@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy
@@ -21,15 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels import arena as arena_module
 from aiorpc.channels import segments as segments_module
-from aiorpc.channels import space as space_module
-from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARE_SIZE, SPARES, Arena, Block
-from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
+from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, Arena, Block
+from aiorpc.channels.segments import HEADER, NONCE_SIZE, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.channels.growing import GrowingArena
 from tests.tiers import examples
-from tests.transport.ends import interrupted
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 2 * MIB), st.sampled_from(SLOTS), st.integers(1, 12 * MIB))
 # Each step: allocate so many bytes, or (negative) free the block at that place of those alive.
@@ -141,17 +137,6 @@ def test_the_smallest_and_lowest_range_is_used_first() -> None:
     assert starts == [16 * MIB, 32 * MIB, 0]
 
 
-def test_the_slot_freed_last_is_used_first() -> None:
-    """A small block gets the bytes that are likely in the cache."""
-    with opened() as arena:
-        first, second = allocated(arena, 40 * KIB), allocated(arena, 40 * KIB)
-        allocated(arena, 40 * KIB)
-        arena.free(second)
-        arena.free(first)
-        assert allocated(arena, 40 * KIB).offset == first.offset
-        assert allocated(arena, 40 * KIB).offset == second.offset
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(STEPS, st.booleans())
 def test_blocks_keep_their_bytes(steps: list[int], poison: bool) -> None:
@@ -230,12 +215,6 @@ def test_segments_double() -> None:
         allocated(arena, 33 * MIB)
         assert [segment.size for segment in arena.segments] == [4 * MIB, 8 * MIB, 33 * MIB + HEADER]
         assert arena.size == sum(segment.size for segment in arena.segments)
-
-
-def test_nothing_is_set_up_before_the_first_block() -> None:
-    """An arena that nobody uses costs neither memory nor a descriptor."""
-    with opened() as arena:
-        assert arena.segments == () and arena.size == arena.resident == 0
 
 
 def test_a_segment_that_is_prepared_takes_no_memory() -> None:
@@ -354,103 +333,6 @@ def test_threads_share_an_arena() -> None:
             thread.join(25)
         assert not problems and arena.used == arena.blocks == 0
         assert arena.size <= arena.limit
-
-
-@pytest.mark.parametrize("sizes", [(300 * KIB,), (3 * MIB,), (300 * KIB, 3 * MIB, 40 * KIB, 700 * KIB)], ids=str)
-def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
-    """A signal handler raises wherever it may: no room is lost, none given out twice, and no block is nobody's."""
-    files = arena_module.__file__, space_module.__file__
-    with opened(kind=Arena) as arena:
-        arena.grow(6 * MIB)
-        whole = sorted(arena._space.extents)
-        chance = random.Random(7)
-        alive: dict[int, Block] = {}
-
-        def make(size: int) -> None:
-            made = arena.allocate(size)
-            if made is not None:
-                alive[made.generation] = made
-
-        def settle() -> None:
-            assert {*arena._live} == {*alive}
-            places = [place for _, place in arena._live.values()]
-            assert arena.used == sum(place.room for place in places)
-            for place in places:
-                for other in places:
-                    apart = place.start + place.room <= other.start or other.start + other.room <= place.start
-                    assert place is other or place.segment != other.segment or apart
-
-        places: set[str] = set()
-        at, quiet = 0, 0
-        while quiet < 2 * len(sizes):  # until nothing is interrupted any more
-            size = sizes[at % len(sizes)]
-            for _ in range(chance.randrange(3)):
-                other = arena.allocate(chance.choice(sizes))
-                if other is not None:
-                    alive[other.generation] = other
-            where = interrupted(partial(make, size), at, *files, signals=True)
-            settle()
-            block = arena.allocate(size)
-            interrupted_too = None
-            if block is not None:
-                done: list[bool] = []
-                interrupted_too = interrupted(partial(arena.free, block, done), at, *files, signals=True)
-                if not arena.freed(block, done):  # it was interrupted before its first step
-                    arena.free(block, done)
-            settle()
-            for generation in chance.sample(sorted(alive), chance.randrange(len(alive) + 1)):
-                arena.free(alive.pop(generation))
-            places |= {each for each in (where, interrupted_too) if each is not None}
-            quiet = quiet + 1 if where is None and interrupted_too is None else 0
-            at += 1
-        assert len(places) > 5
-        for block in alive.values():
-            arena.free(block)
-        arena._give_spares()
-        arena._space.drop_empty_slabs()
-        assert sorted(arena._space.extents) == whole
-
-
-def test_blocks_of_one_size_are_taken_again_the_last_first() -> None:
-    """As their bytes are likely in the cache; and more of them than are laid aside join again."""
-    with opened(64 * MIB, segment_size=64 * MIB) as arena:
-        for count in (3, 2 * SPARES):
-            blocks = [allocated(arena, MIB // 2) for _ in range(count)]
-            for block in blocks:
-                arena.free(block)
-            again = [allocated(arena, MIB // 2) for _ in range(min(count, SPARES))]
-            assert [each.offset for each in again] == [each.offset for each in reversed(blocks)][: len(again)]
-            for block in again:
-                arena.free(block)
-
-
-def test_large_blocks_are_laid_aside_up_to_some_bytes() -> None:
-    """Else memory that nobody uses would be taken for one size alone, and new memory for another."""
-    size = SPARE_SIZE // 4
-    with opened(8 * SPARE_SIZE, segment_size=8 * SPARE_SIZE) as arena:
-        blocks = [allocated(arena, size) for _ in range(6)]
-        for block in blocks[:4]:
-            arena.free(block)
-        assert len(arena._spare_places()) == 4
-        arena.free(blocks[4])
-        assert len(arena._spare_places()) == 1
-        arena.free(blocks[5])
-
-
-def test_what_is_laid_aside_is_there_for_other_sizes() -> None:
-    """A block that needs the room of several of them finds it, and so does one after a block of a third size."""
-    with opened(16 * MIB, segment_size=16 * MIB, kind=Arena) as arena:
-        arena.grow(16 * MIB - HEADER)
-        for others in ((), (3 * MIB,)):
-            blocks = [allocated(arena, 2 * MIB) for _ in range(7)]
-            assert arena.allocate(2 * MIB) is None
-            for block in blocks:
-                arena.free(block)
-            for size in others:
-                arena.free(allocated(arena, size))
-            whole = arena.allocate(14 * MIB)
-            assert whole is not None
-            arena.free(whole)
 
 
 def test_growing_makes_room_that_is_warm() -> None:
@@ -627,20 +509,6 @@ def test_without_any_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch, t
         assert arena.last_refusal == f"memory: {os.strerror(errno.ENOENT)}"
 
 
-def test_an_alarm_while_a_segment_is_made_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a signal handler raises, a TimeoutError say, is raised; there is memory for whoever asks next."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError("the time of the program is up")
-
-    monkeypatch.setattr(arena_module, "create_segment", ring)
-    with opened() as arena:
-        with pytest.raises(TimeoutError, match="the time of the program"):
-            arena.allocate(MIB)
-        monkeypatch.undo()
-        assert arena.allocate(MIB) is not None
-
-
 def test_a_tiny_folder_gives_smaller_segments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the wanted size is refused a smaller one that suffices is taken; where none suffices there is no block."""
     monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))
@@ -686,17 +554,6 @@ def test_closing_does_not_take_memory_from_a_reader() -> None:
         view = numpy.frombuffer(arena.segments[0].mapping.memory, numpy.uint8, 1000, block.offset)
         arena.close()
         assert bytes(view) == b"x" * 1000
-
-
-def test_an_address_outlives_an_attempt_to_close_the_mapping() -> None:
-    """The mapping refuses to be closed under those who know its address."""
-    segment = create_segment(0, MIB)
-    try:
-        mapping: Mapping = segment.mapping
-        with pytest.raises(BufferError):
-            mapping.memory.close()
-    finally:
-        os.close(segment.fd)
 
 
 class Interrupting(Block):

@@ -432,27 +432,6 @@ def test_a_transfer_of_which_nothing_was_written_is_just_gone() -> None:
     assert pieces(sender) == []
 
 
-@pytest.mark.parametrize("raises_at", [1, 2])
-def test_a_send_that_is_interrupted_has_sent_nothing(raises_at: int) -> None:
-    """Nobody has the numbers of its transfers, so nobody could take back what the other end would keep for ever."""
-    asked = 0
-
-    def wake() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == raises_at:
-            raise KeyboardInterrupt
-
-    sender = make(wake=wake, ready=False)
-    data = borrowed(pattern(0, HASTY_SIZE))
-    kept = weakref.ref(data.obj)
-    with pytest.raises(KeyboardInterrupt):
-        sender.send([data, borrowed(pattern(1, CHUNK))], [])
-    del data
-    assert sender.sending == sender.unsent == 0
-    assert pieces(sender) == [] and kept() is None
-
-
 def test_transfers_without_bytes_are_bounded() -> None:
     """Each takes some memory here: of those that their sender gives up, and of those that only a message names."""
     receiver, total = make(total=2 * FEW_TRANSFERS * TRANSFER_COST), 2 * FEW_TRANSFERS

@@ -8,13 +8,11 @@ from typing import Any
 import numpy
 import pytest
 
-from aiorpc.channels import arena as arena_module
 from aiorpc.channels import shared, shm
 from aiorpc.channels.arena import Arena
 from aiorpc.channels.segments import Bytes
 from aiorpc.channels.shm import Borrower, Copies, Lender
 from aiorpc.errors import ProtocolError
-from tests.transport.ends import interrupted
 
 SIZE = 2 << 20
 
@@ -126,28 +124,6 @@ def test_other_buffers_get_blocks_of_their_own(arena: Arena, pairs: list[Pair]) 
     assert arena.blocks == 2
     assert copies.find(views) is None
     copies.close()
-
-
-def test_copies_whose_end_is_interrupted_are_given_back(pairs: list[Pair]) -> None:
-    """Each once, wherever a signal handler raises; only where it is about to begin, the end comes again."""
-    at = 0
-    while True:
-        arena = Arena(64 << 20)
-        arena.grow(8 << 20)
-        copies = Copies(arena)
-        for buffer in (b"one", b"two"):
-            block = arena.allocate(SIZE)
-            assert block is not None
-            copies.add((memoryview(buffer),), block)  # it is held twice from here on
-            arena.free(block)
-        place = interrupted(copies.close, at, shm.__file__, arena_module.__file__, signals=True)
-        copies.close()
-        assert arena.blocks == 0 and arena.used == 0, place
-        arena.close()
-        if place is None:
-            break
-        at += 1
-    assert at > 10, "it was not interrupted"
 
 
 def test_where_nothing_more_can_be_mapped_it_is_copied(

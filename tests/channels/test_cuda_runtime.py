@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc.channels.accelerator import Interprocess
 from aiorpc.channels.cuda_runtime import (
     HANDLE_SIZE,
     SIGNATURES,
@@ -58,12 +55,6 @@ def runtime(library: ctypes.CDLL) -> CudaRuntime:
 
 
 without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-
-
-def test_it_is_what_the_channel_needs(runtime: CudaRuntime) -> None:
-    """All functions of the library were found (the type checker compares the methods)."""
-    interprocess: Interprocess = runtime
-    assert interprocess is runtime
 
 
 def test_the_library_has_each_function(library: ctypes.CDLL) -> None:
@@ -178,21 +169,6 @@ def test_torchs_pools_are_emptied_when_memory_is_short(monkeypatch: pytest.Monke
     assert (library.names, len(emptied)) == (["cudaMalloc", "cudaGetLastError", "cudaMalloc"], 1)
     with pytest.raises(RuntimeError, match=r"cudaMalloc on cuda:1: text \(name, 2\)"):
         recorded(Recording(cudaMalloc=[2, 2]))[0].allocate(1, 1)
-
-
-def test_another_refusal_of_memory_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not a lack of memory says so, and empties nothing."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("emptied"))
-    with pytest.raises(RuntimeError, match=r"cudaMalloc on cuda:0: text \(name, 700\)"):
-        recorded(Recording(cudaMalloc=[700]))[0].allocate(0, 1)
-
-
-def test_an_error_is_forgotten_by_the_library() -> None:
-    """Else torch would report it at its own next call. (What is left of a missing driver even the library keeps.)"""
-    library = Recording(cudaIpcOpenMemHandle=[201])
-    with pytest.raises(RuntimeError, match=r"^cudaIpcOpenMemHandle on cuda:0: text \(name, 201\)$"):
-        recorded(library)[0].open(0, bytes(64))
-    assert library.names == ["cudaIpcOpenMemHandle", "cudaGetLastError"]
 
 
 @pytest.mark.parametrize("size", [0, 63, 65])
@@ -331,15 +307,3 @@ def test_a_library_without_the_functions_is_left_alone() -> None:
     """Such as the C library, which is always there."""
     assert ctypes.CDLL("libc.so.6")
     assert open_runtime("libc.so.6") is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
-def test_looking_for_devices_opens_no_second_library() -> None:
-    """torch has mapped one library, and that is the one found."""
-    program = (
-        "import torch; from aiorpc.channels import cuda_runtime as c; maps = lambda: list(open('/proc/self/maps'));"
-        "before = c.mapped_libraries(maps()); assert c.find_library() in before; c.find_runtime();"
-        "assert c.mapped_libraries(maps()) == before"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -200,45 +197,3 @@ def test_what_is_kept_outlives_the_arena(kept: Kept) -> None:
     assert kept.keeper.collect()
     kept.keeper.close()
     assert not kept.keeper.collect()
-
-
-def test_an_interrupted_keeper_keeps_nothing(kept: Kept) -> None:
-    """A signal handler that raises, at each line of `keep`: nothing is in use afterwards but what was given out."""
-    code = Keeper.keep.__code__
-    turns = left = 0
-
-    class Interrupted(Exception):
-        pass
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code is code and event == "line":
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), signal.SIGUSR1)
-        return trace
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        while True:
-            turns += 1
-            left, array = turns, None
-            sys.settrace(trace)
-            try:
-                array = kept.keeper.keep(SIZE)
-            except Interrupted:
-                assert array is None
-            else:
-                sys.settrace(None)
-                assert array is not None
-                break
-            finally:
-                sys.settrace(None)
-            kept.keeper.collect()
-            assert (kept.arena.used, kept.keeper.keeps) == (0, {}), turns
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert turns > 5

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc.channels.accelerator import Accelerator, Stream
-from aiorpc.channels.landing import Arrival, LandedCoroutine, Landing, StreamPool
+from aiorpc.channels.accelerator import Stream
+from aiorpc.channels.landing import LandedCoroutine, Landing, StreamPool
 from tests.fakes.cuda import FakeCuda, FakeTensor
 
 LAG = (0, 0.001)
@@ -406,23 +406,6 @@ def test_closing_runs_the_rest_on_its_streams(fake: FakeCuda) -> None:
     assert streams(fake) == outside
 
 
-def test_close_of_a_coroutine_that_does_not_want_to_end(fake: FakeCuda) -> None:
-    """Python's own complaint comes out, and the streams are put back."""
-    outside = streams(fake)
-
-    async def handler() -> None:
-        try:
-            await Once()
-        except GeneratorExit:
-            await Once()
-
-    steps = driven(handler(), lands(fake, 0))
-    next(steps)
-    with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
-        steps.close()
-    assert streams(fake) == outside
-
-
 def test_values_are_sent_and_yielded_as_they_are(fake: FakeCuda) -> None:
     """It stands between a coroutine and its driver unseen."""
     got: list[Any] = []
@@ -468,9 +451,3 @@ def test_device_that_fails_between_two_steps_is_an_error_of_the_coroutine() -> N
         with pytest.raises(RuntimeError, match="the device is lost"):
             steps.send(None)
         coroutine.close()
-
-
-def test_fake_is_an_accelerator(fake: FakeCuda) -> None:
-    """What these tests rely on: the type checker agrees that it has all that is asked of one."""
-    accelerator: Accelerator = fake
-    assert Arrival(accelerator, (), ()).join() is None  # type: ignore[func-returns-value]  # that it does not raise

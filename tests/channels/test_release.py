@@ -11,7 +11,6 @@ import gc
 import io
 import os
 import pickle
-import random
 import signal
 import threading
 import time
@@ -24,17 +23,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aiorpc.channels import layout
-from aiorpc.channels.arena import ALIGN, POISON, Block
+from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
 from tests.channels.growing import GrowingArena
 from tests.processes.zygote import Zygote, zygote
 from tests.tensors import describe_on_host
-from tests.tiers import examples
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -289,18 +286,6 @@ def with_data(view: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def derived(view: Any, number: int) -> Any:
-    """A view of the view, of a kind that the number picks."""
-    table: dict[str, Callable[[Any], Any]]
-    if isinstance(view, torch.UntypedStorage):
-        table = OF_STORAGE
-    elif isinstance(view, torch.Tensor):
-        table = OF_TENSOR
-    else:
-        table = OF_MEMORYVIEW if isinstance(view, memoryview) else OF_ARRAY
-    return table[sorted(table)[number % len(table)]](view)
-
-
 COPIES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda view: pickle.loads(pickle.dumps(view)),
     copy.deepcopy,
@@ -341,141 +326,8 @@ def sharing(base: torch.Tensor) -> list[torch.Tensor]:
     return [base, base[3:7], base.t(), base.detach().view(-1)[::2]]
 
 
-class Program:
-    """Runs steps on what a receiver has, and knows which blocks have to be there and which may be."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self.held: list[tuple[Plain, int]] = []  # with the byte that it shows
-        self.copies: list[tuple[torch.Tensor, int]] = []
-        self.lent: dict[tuple[int, ...], set[int]] = {}  # by the numbers of the block, the bytes that its views show
-        self.garbage: set[int] = set()  # what unreachable cycles hold until they are collected
-        self._next = 0
-
-    def step(self, action: str, number: int) -> None:
-        """One action; the number picks what it is done to."""
-        if action == "receive":
-            self.receive(number)
-        elif action == "collect":
-            gc.collect()
-            self.garbage.clear()
-        elif self.held:
-            getattr(self, action)(number % len(self.held), number // 7)
-
-    def receive(self, number: int) -> None:
-        if len(self.held) > 40:
-            return
-        tensors, wires = self.wire.send(MESSAGES[number % len(MESSAGES)](self.fresh_value), packed=number % 3 == 0)
-        values = [int(shown(tensor)[0]) for tensor in tensors]
-        different = list(dict.fromkeys(values))
-        for at, wire in enumerate(wires):
-            self.lent[tuple(wire)] = set(different if len(wires) == 1 else different[at : at + 1])
-        self.held += [(Plain(tensor), value) for tensor, value in zip(tensors, values, strict=True)]
-
-    def fresh_value(self) -> int:
-        """A byte that no block shows that is in use now."""
-        used = set().union(*self.lent.values())
-        while True:
-            self._next = self._next % (POISON - 1) + 1
-            if self._next not in used:
-                return self._next
-
-    def derive(self, at: int, number: int) -> None:
-        holder, value = self.held[at]
-        view = derived(holder.look(), number)
-        kinds = TENSOR_HOLDERS if isinstance(view, torch.Tensor) else HOLDERS
-        kind = kinds[number // 31 % len(kinds)]
-        if kind is InGraph and view.dtype not in (torch.float32, torch.float64):
-            kind = Plain
-        self.held.append((kind(view), value))
-
-    def drop(self, at: int, number: int) -> None:
-        """The views from there on die, so many of them."""
-        self.let_die(self.held[at : at + 1 + number % 4])
-        del self.held[at : at + 1 + number % 4]
-
-    def drop_elsewhere(self, at: int, number: int) -> None:
-        """The same, on another thread."""
-        dying = self.held[at : at + 1 + number % 4]
-        del self.held[at : at + 1 + number % 4]
-        self.let_die(dying)
-        thread = threading.Thread(target=dying.clear)
-        thread.start()
-        thread.join(10)
-        assert not dying
-
-    def let_die(self, dying: list[tuple[Plain, int]]) -> None:
-        for holder, value in dying:
-            if isinstance(holder, InCycle):
-                self.garbage.add(value)
-            holder.let_go()
-            if isinstance(holder, InGraph):
-                assert (shown(holder.gradient) == value).all()
-
-    def rebind(self, at: int, number: int) -> None:
-        """A tensor becomes one over another block; it may have been the last view of its own."""
-        holder, _ = self.held[at]
-        other, value = self.held[number % len(self.held)]
-        tensor, source = holder.look(), other.look()
-        # One with a base keeps that, whatever it shows itself.
-        plain = type(holder) is Plain and type(tensor) is torch.Tensor and not tensor._is_view()
-        if plain and type(source) is torch.Tensor and tensor.dtype == source.dtype:
-            if number % 2:
-                tensor.set_(source)
-            else:
-                tensor.data = source
-            self.held[at] = (holder, value)
-
-    def duplicate(self, at: int, number: int) -> None:
-        """A copy is no view: it stays when the block goes."""
-        holder, value = self.held[at]
-        view = holder.look()
-        if isinstance(view, torch.Tensor) and len(self.copies) < 10:
-            self.copies.append((COPIES[number % len(COPIES)](as_bytes(view)[:64]), value))
-
-    def check(self) -> None:
-        """What has to be lent is, and shows what was sent; all else is back."""
-        seen = {value for _, value in self.held}
-        for wire in self.wire.settle():
-            early = self.lent.pop(tuple(wire)) & seen
-            assert not early, f"the block of {early} was released while a view lives"
-        for holder, value in self.held:
-            assert (shown(holder.look()) == value).all(), f"{type(holder).__name__} of {value} shows something else"
-        for tensor, value in self.copies:
-            assert (shown(tensor) == value).all()
-        kept = seen | self.garbage
-        assert all(values & kept for values in self.lent.values()), "a block without views was not released"
-        assert self.wire.borrower.blocks == self.wire.lender.leases == len(self.lent) == self.wire.arena.blocks
-        assert self.wire.back == self.wire.sent - len(self.lent)
-
-    def finish(self) -> None:
-        """Everything dies."""
-        self.let_die(self.held)
-        self.held.clear()
-
-
 ACTIONS = ("receive", "derive", "derive", "derive", "drop", "drop_elsewhere", "rebind", "duplicate", "collect")
 STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 100_000)), min_size=10, max_size=60)
-
-
-@pytest.mark.time_limit(120)  # a failure is made small first
-@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(STEPS)
-def test_blocks_go_back_exactly_when_the_last_view_dies(steps: list[tuple[str, int]]) -> None:
-    """After each step: a block with any view is intact and lent; one without is back, once; cycles wait for gc."""
-    with wired() as wire:
-        program = Program(wire)
-        program.step("receive", len(steps))
-        try:
-            for action, number in steps:
-                program.step(action, number)
-                program.check()
-        finally:
-            program.finish()
-        gc.collect()
-        program.garbage.clear()
-        program.check()
-        wire.check_empty()
 
 
 KINDS = [
@@ -531,107 +383,6 @@ def test_backward_lets_go_although_the_graph_lives() -> None:
 
 SIZES = (5 * KIB, 40 * KIB, 300 * KIB, 1500 * KIB)  # a slab's slots, and pages of their own
 COUNT = 4000
-
-
-class Traffic:
-    """Random messages, views, holders and deaths; what is dropped is looked at first."""
-
-    def __init__(self, wire: Wire, seed: int) -> None:
-        self.wire = wire
-        self.chance = random.Random(seed)
-        self.held: list[tuple[Plain, int]] = []
-        self.places: set[tuple[int, int]] = set()
-
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            value = self.chance.randrange(1, POISON)
-            size = self.chance.choices(SIZES, (8, 8, 3, 1))[0] - self.chance.randrange(900)
-            tensors, wires = self.wire.send([torch.full((size,), value, dtype=torch.uint8)])
-            self.places.update((wire[0], wire[1]) for wire in wires)
-            self.hold(tensors.pop(), value)
-            if len(self.held) > 12:
-                self.drop(self.chance.randrange(1, 12))
-        self.drop(len(self.held))
-
-    def hold(self, view: Any, value: int) -> None:
-        for _ in range(self.chance.randrange(4)):
-            view = derived(view, self.chance.randrange(1000))
-        kinds = (Plain, InClosure, InGenerator, InCycle)
-        self.held.append((self.chance.choice(kinds)(view), value))
-
-    def drop(self, count: int) -> None:
-        self.chance.shuffle(self.held)
-        for holder, value in self.held[:count]:
-            view = shown(holder.look())
-            assert (view == value).all(), f"{value} became {view[view != value][:4].tolist()}"
-        del self.held[:count]
-        self.wire.settle()
-
-
-@contextmanager
-def collecting_after(count: int) -> Iterator[None]:
-    """The collector looks for cycles after so many objects: Python 3.13 takes 2,000, and blocks wait in cycles."""
-    before = gc.get_threshold()
-    gc.set_threshold(count, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@pytest.mark.long
-def test_thousands_of_messages_over_few_blocks() -> None:
-    """Four sizes, all kinds of views, cycles: every place is used over and over, never while somebody looks at it."""
-    with wired(32 * MIB) as wire, collecting_after(700):
-        traffic = Traffic(wire, 1)
-        traffic.run(COUNT)
-        wire.check_empty()
-        assert wire.sent == wire.back == COUNT
-        assert len(traffic.places) < COUNT / 5, "hardly a block was used again"
-
-
-def test_threads_recycle_each_others_blocks() -> None:
-    """The same from three threads over one arena, with a fourth that drops what they hold and collects."""
-    problems: list[BaseException] = []
-
-    def run(wire: Wire, seed: int) -> None:
-        try:
-            Traffic(wire, seed).run(COUNT // 8)
-        except BaseException as problem:
-            problems.append(problem)
-
-    with wired(64 * MIB) as wire:
-        threads = [threading.Thread(target=run, args=(wire, seed)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 40
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-            gc.collect()
-            wire.settle()
-            time.sleep(0.002)  # the collector keeps the interpreter for itself
-        assert not any(thread.is_alive() for thread in threads) and not problems, problems
-        wire.check_empty()
-        assert wire.sent == 3 * (COUNT // 8)
-
-
-def test_the_collector_may_run_in_the_middle_of_everything() -> None:
-    """Collections at every allocation: releases happen inside of lending, adopting, draining, and harm none of them."""
-    before = gc.get_threshold()
-    with wired(16 * MIB) as wire:
-        gc.set_threshold(1, 1, 1)
-        try:
-            for number in range(300):
-                value = 1 + number % 200
-                tensors, _ = wire.send([filled(value, (6000,), torch.uint8), filled(value, (4, 3000), torch.int16)])
-                for tensor in tensors:
-                    assert (shown(tensor) == value).all()
-                holders = [InCycle(tensor) for tensor in tensors]
-                del tensors, tensor, holders
-                wire.settle()
-        finally:
-            gc.set_threshold(*before)
-        wire.check_empty()
-        assert wire.back == 600
 
 
 # ---- forks, and the end of the interpreter

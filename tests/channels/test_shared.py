@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ import pytest
 
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
-from aiorpc.channels.segments import HEADER, Mapping
-from aiorpc.channels.shared import COLD_SIZE, COPY_OUT, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST, SharedMemory
+from aiorpc.channels.segments import HEADER
+from aiorpc.channels.shared import COLD_SIZE, COPY_OUT, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, SegmentRefused, Warm
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import Buffer
 from tests.channels.ends import MIB, Message, SharedEnds, borrowed, pattern
-from tests.transport.ends import interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 8 * MIB
@@ -214,36 +212,6 @@ def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds) -> None:
 # --- refused, and why -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(SHARE_SIZE,), (PACK_LEAST, 100)], ids=["one", "two"])
-def test_an_interrupted_message_leaves_nothing_lent(
-    ends: SharedEnds, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler raises when a block was lent, and is in no wire yet: nobody else could give it back."""
-    end = ends.channels[0]
-    lend = end._lend
-
-    class Interruption(BaseException):
-        pass
-
-    class Interrupting(tuple[Block, int]):
-        def __iter__(self) -> Iterator[Any]:
-            raise Interruption
-
-    def lend_and_interrupt(*args: Any) -> Any:
-        lent = lend(*args)
-        assert lent is not None
-        return Interrupting(lent)
-
-    monkeypatch.setattr(end, "_lend", lend_and_interrupt)
-    buffers = [bytes(size) for size in sizes]
-    with pytest.raises(Interruption):
-        if len(buffers) == 1:
-            end.send_one(buffers[0])
-        else:
-            end.send(buffers, [])
-    assert end.lender.lent == end.lender.leases == 0
-
-
 def test_nothing_is_taken_before_there_is_memory(cold: SharedEnds) -> None:
     """`cold`, and who makes it warm is told how much was missing; nothing is said to the other end."""
     end = cold.ends[0]
@@ -302,23 +270,6 @@ def test_a_long_buffer_goes_into_cold_memory_that_is_mapped_meanwhile(waiting: S
     assert not any(waiting.under_way().values())
 
 
-def test_a_mapping_is_told_of_before_its_pages_are_touched(cold: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other end may wait for the word, and not for the pages."""
-    told: list[str] = []
-    cold.arenas[0].grow(MIB)
-    post = cold.around[1].post
-
-    def tell(fields: list[Any]) -> None:
-        told.append(fields[0])
-        post(fields)
-
-    monkeypatch.setattr(cold.around[1], "post", tell)
-    monkeypatch.setattr(Mapping, "touch", lambda *args, **options: told.append("touched"))
-    cold.ends[0].offer_all()
-    cold.settle()
-    assert told[0] == "mapped" and "touched" in told
-
-
 def test_a_shorter_one_waits_for_nothing(waiting: SharedEnds) -> None:
     """It goes another way until there is warm memory."""
     assert waiting.ends[0].send([bytes(COLD_SIZE - 1)], []) == [None]
@@ -337,27 +288,6 @@ def test_what_is_not_mapped_in_time_is_waited_for_once(waiting: SharedEnds) -> N
     (wire,) = end.send([bytes(COLD_SIZE)], [])
     assert wire is not None
     end.withdraw([wire], named=False)
-
-
-def test_an_interrupted_wait_for_the_other_end_keeps_nobody_waiting() -> None:
-    """Whatever a signal handler raises in, as a main thread waits: the loop can still be told, and close this end."""
-    files = [module.__file__ or "" for module in (shared, threading)]
-    found: list[str] = []
-    while True:
-        pair = SharedEnds(limit=LIMIT, warm=0)
-        pair.around[0].seconds = 0.001
-        where = interrupted(partial(pair.ends[0].send_one, bytes(COLD_SIZE)), len(found), *files, signals=True)
-        thread = threading.Thread(target=pair.ends[0].close, daemon=True)
-        thread.start()
-        thread.join(30)
-        assert not thread.is_alive(), where
-        pair.ends[1].close()
-        for arena in pair.arenas:
-            arena.close()
-        if where is None:
-            break
-        found.append(where)
-    assert any(where.startswith("_wait_for") for where in found), "it was not interrupted"
 
 
 def test_nobody_waits_for_what_is_refused(waiting: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,49 +333,6 @@ def test_what_warms_up_later_is_offered_and_named() -> None:
         said = overhear(ends, 0)
         end.grown(ranges)
         assert said == [MESSAGES.write(Warm(*extent)) for extent in ranges] and ranges
-    finally:
-        ends.dispose()
-
-
-def test_the_first_growth_offers_its_segment_once(cold: SharedEnds) -> None:
-    """After a buffer found nothing at all: the offer carries what is needed to map, and is not repeated."""
-    end = cold.ends[0]
-    assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    said = overhear(cold, 0)
-    end.grown(cold.arenas[0].grow(MIB))
-    end.grown(cold.arenas[0].grow(MIB))
-    assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    (segment,) = cold.arenas[0].segments
-    assert said == [MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce))]
-
-
-def in_tables() -> int:
-    """Bytes of memory files that are in the tables of this process, by all of its mappings of them."""
-    found = 0
-    ours = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "/memfd:aiorpc" in line:
-            ours = True
-        elif ours and line.startswith("Rss:"):
-            found += int(line.split()[1]) * 1024
-            ours = False
-    return found
-
-
-def test_warm_pages_are_touched_in_the_other_process() -> None:
-    """In a thread; ranges that are none, or of a segment that is not mapped, are hints that come to nothing."""
-    ends = SharedEnds(limit=64 * MIB, warm=MIB)
-    try:
-        before = in_tables()
-        for extent in ([7, 0, 5], [0, -5, 3], [0, 0, 1 << 50], [0, 32 * MIB, MIB]):
-            ends.ends[1].on_message(MESSAGES.write(Warm(*extent)))
-        for _ in range(3):
-            ends.step("thread 1")
-        assert in_tables() == before
-        ends.step("thread 1")
-        assert in_tables() == before + MIB
-        assert ends.lanes() == []
-        delivered(ends, SHARE_SIZE)
     finally:
         ends.dispose()
 
@@ -679,8 +566,12 @@ def test_release_is_sent_by_flush(ends: SharedEnds) -> None:
     end, around = ends.ends[1], ends.around[1]
     end.flush()
     assert ends.lanes() == [] and not end.released and around.loans == 3
-    said: list[tuple[list[Block], bool]] = []
-    around.give_back = lambda blocks, unsent, *, more: said.append(([*blocks], more))  # type: ignore[method-assign]  # overheard
+    said: list[tuple[list[Any], bool]] = []
+
+    def give_back(released: Sequence[Sequence[int]], *, more: bool) -> None:
+        said.append(([*released], more))
+
+    around.give_back = give_back  # type: ignore[method-assign]  # overheard
     message.outcomes.clear()
     assert len(end.released) == 3
     end.flush(more=True)
@@ -758,23 +649,9 @@ def test_what_was_lent_stays_so_after_close(ends: SharedEnds) -> None:
 )
 def test_processes_that_cannot_share_are_told_apart(theirs: Any, why: str) -> None:
     """Without trying, by what they say of themselves; whoever says what this process says, may."""
-    reason = shared.obstacle(theirs)
-    assert reason is not None and why in reason
-    assert shared.obstacle(shared.descriptor()) is None
-
-
-def test_wires_of_one_and_many_are_the_same_wires() -> None:
-    """`receive_one` gives what `receive` does, for a block that stays where it is; None for all others."""
-    ends = SharedEnds(limit=LIMIT, warm=6 * MIB)
-    try:
-        end: SharedMemory = ends.ends[1]
-        wire: Wire | None = ends.ends[0].send_one(pattern(3, SHARE_SIZE))
-        assert wire is not None and end.receive_one([*wire[:4], 1]) is None and end.receive_one([*wire, 0, 1]) is None
-        buffer = end.receive_one(wire)
-        assert buffer is not None and bytes(buffer) == pattern(3, SHARE_SIZE)
-        assert (end.traffic.received, end.traffic.bytes_received) == (1, SHARE_SIZE)
-    finally:
-        ends.dispose()
+    mine = shared.descriptor()
+    assert why in shared.obstacle(mine, theirs) and why in shared.obstacle(theirs, mine)
+    assert shared.obstacle(mine, shared.descriptor()) == ""
 
 
 def test_a_message_has_no_more_bytes_than_are_shared(ends: SharedEnds) -> None:
@@ -790,7 +667,11 @@ def test_a_message_has_no_more_bytes_than_are_shared(ends: SharedEnds) -> None:
 def test_offers_and_answers_have_an_end(ends: SharedEnds) -> None:
     """Each is answered, and each refusal may be logged; of a segment there is one."""
     end = ends.ends[1]
-    ends.around[1].post = lambda fields: None  # type: ignore[method-assign]  # nobody reads them
+
+    def post(fields: list[Any], *, more: bool = False) -> None:
+        """Nothing reads it."""
+
+    ends.around[1].post = post  # type: ignore[method-assign]  # as it says
     with pytest.raises(ProtocolError, match=f"more than {MOST_WAITING} segments are offered"):
         for number in range(MOST_WAITING + 1):
             end.on_message(MESSAGES.write(SegmentOffer(number, 0, HEADER, bytes(16))))

@@ -28,7 +28,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels import layout, shm
+from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, POISON, TOGETHER_SIZE, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Mapping, Segment
 from aiorpc.channels.shm import Borrower, Lender
@@ -366,37 +366,6 @@ def test_blocks_are_released_once_and_never_early(actions: list[tuple[str, int]]
         assert pair.arena.used == pair.lender.lent == pair.lender.leases == pair.borrower.blocks == 0
 
 
-@pytest.mark.time_limit(40)
-def test_threads_lend_adopt_and_drop_at_the_same_time() -> None:
-    """Senders, receivers and droppers in threads of their own: right bytes, and everything comes back."""
-    problems: list[str] = []
-
-    def work(pair: Pair, seed: int) -> None:
-        chance, held = random.Random(seed), list[tuple[torch.Tensor, int]]()
-        for number in range(150):
-            value = 1 + (seed * 50 + number) % 200
-            lent = pair.lender.lend(bytes((value,)) * chance.choice((4_000, 70_000, 900_000)))
-            if lent is not None:
-                map_all(pair.borrower, pair.arena.segments, os.getpid())
-                held.append((torch.from_numpy(pair.borrower.adopt(list(lent[0]), lent[1])), value))
-            if len(held) > 5 or lent is None:
-                pair.settle()
-                for tensor, expected in held[::2]:
-                    if not bool((tensor == expected).all()):
-                        problems.append(f"{expected} became {tensor[:4].tolist()}")
-                del held[::2]
-                tensor = None  # type: ignore[assignment]  # the last reference
-
-    with paired(32 * MIB) as pair:
-        threads = [threading.Thread(target=work, args=(pair, seed)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        pair.settle()
-        assert not problems and pair.arena.used == pair.lender.lent == pair.borrower.blocks == 0
-
-
 def test_a_message_of_tensors_works_over_blocks() -> None:
     """The table of the inline channel over adopted blocks: bits, strides, types, sharing, and one release each."""
     base = torch.arange(6000, dtype=torch.float64)
@@ -631,38 +600,6 @@ def test_a_copy_that_fails_keeps_nothing() -> None:
         assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
 
 
-class Late(TimeoutError):
-    """What the alarm clock of a program raises."""
-
-
-class RingingLock:
-    """A lock at whose release, of that number, a signal handler raises: there Python sees one that came before."""
-
-    def __init__(self, number: int) -> None:
-        self._lock = threading.Lock()
-        self._left = number
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        self._left -= 1
-        if not self._left:
-            raise Late
-
-
-@pytest.mark.parametrize("number", [1, 2], ids=["before the copy", "after it"])
-def test_an_interrupted_lender_lends_nothing(number: int) -> None:
-    """Who is interrupted has no block that he could give back. What a handler raises is no refusal of the system's."""
-    with paired() as pair:
-        pair.lender._lock = RingingLock(number)  # type: ignore[assignment]  # as far as it is used
-        with pytest.raises(Late):
-            pair.lender.lend(bytes(1000))
-        assert pair.lender.refused == {}
-        assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
-
-
 def test_an_arena_that_is_closed_before_the_copy_lends_nothing() -> None:
     """No error: the bytes go another way."""
 
@@ -845,34 +782,6 @@ def test_a_file_that_is_cut_harms_nobody(tmp_path: Path, folder: str | None) -> 
             borrower.adopt([0, HEADER, MIB, 2])
     finally:
         borrower.close()
-        os.close(fd)
-
-
-def test_two_threads_that_open_one_file_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The peer may offer a segment twice at a time; of the two that are opened then one is kept."""
-    nonce, check, both = bytes(range(NONCE_SIZE)), shm.check_file, threading.Barrier(2, timeout=20)
-
-    def check_both(fd: int, size: Any, nonce: bytes) -> bool:
-        both.wait()  # neither knows of the other
-        return check(fd, size, nonce)
-
-    monkeypatch.setattr(shm, "check_file", check_both)
-    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
-    try:
-        os.pwrite(fd, nonce.ljust(2 * HEADER), 0)
-        before = len(os.listdir("/proc/self/fd"))
-        borrower = Borrower(lambda: None)
-        threads = [
-            threading.Thread(target=borrower.map, args=(0, f"/proc/self/fd/{fd}", 2 * HEADER, nonce)) for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert borrower.segments == {0}
-        borrower.close()
-        assert len(os.listdir("/proc/self/fd")) == before
-    finally:
         os.close(fd)
 
 

@@ -149,14 +149,6 @@ def test_each_waits_for_what_the_other_recorded_last(events: list[Signal], other
         assert mine.run() == 0 and events[1].done()
 
 
-def test_what_is_done_already_costs_no_wait(events: list[Signal], other: Other) -> None:
-    """The host looks first."""
-    lane = Lane()
-    events[0].record(lane)
-    lane.run()
-    assert other.ask("wait", 0) == 0
-
-
 def test_a_dead_process_is_waited_for_no_more(events: list[Signal], other: Other) -> None:
     """By what waits already, and by what comes later, in whatever order; what is ours is waited for as before."""
     mine, waiting, later = Lane(), Lane(), Lane()
@@ -195,22 +187,6 @@ def test_numbers_begin_anew_after_the_largest(events: list[Signal]) -> None:
         assert events[0].done() and waiting.run() == 0
 
 
-def test_a_record_that_was_interrupted_is_made_again(events: list[Signal], other: Other) -> None:
-    """Nobody knows whether it was enqueued. Who waits for the second one waits for the first as well, and a late first
-    one is not taken for a later record."""
-    first, second, waiting = Lane(), Lane(), Lane()
-    Signal.record(events[0], first)
-    events[0]._words[2] = 0  # it was interrupted before it took note of that
-    events[0].record(first, again=True)
-    events[0].wait(second)
-    events[0].record(second)
-    events[0].wait(waiting)
-    assert (second.run(), waiting.run()) == (2, 1)
-    assert first.steps.pop(0)()  # the first one alone
-    assert (second.run(), waiting.run()) == (2, 1)
-    assert (first.run(), second.run(), waiting.run()) == (0, 0, 0)
-
-
 def test_memory_stays_until_it_is_closed(host: Host) -> None:
     """Streams may still write to it, whatever has become of the objects; closed, nothing stays locked or open."""
     before = len(os.listdir("/proc/self/fd"))
@@ -227,16 +203,6 @@ def test_memory_stays_until_it_is_closed(host: Host) -> None:
     del last
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_memory_that_nobody_closes_stays_registered(host: Host) -> None:
-    """As long as the process lives."""
-    (event,) = make_signals(host, 0, 1)
-    page = event._page
-    del event
-    gc.collect()
-    assert host.registered == {page.mapping.address: 4096}
-    page.close()
 
 
 def in_child(body: Callable[[], str]) -> str:

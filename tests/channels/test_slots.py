@@ -145,25 +145,6 @@ def test_nobody_else_can_write_to_a_slot() -> None:
     slots.close()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("of a signal handler")])
-def test_a_slot_whose_making_is_interrupted_takes_nothing(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a signal handler raises is raised; the bytes that were set aside may be had again."""
-    arena = Arena(8 * MIB)
-    slots = SharedSlots(arena)
-
-    def interrupted(size: int) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr("aiorpc.channels.slots.create_read_only", interrupted)
-        with pytest.raises(type(error)):
-            slots.take(7 * MIB)
-    assert slots.take(7 * MIB) is not None
-    slots.close()
-
-
 def test_slots_are_used_again_and_keep_to_the_limit() -> None:
     """Free ones come first; for want of room those of other sizes go; what was free for long goes back."""
     arena = Arena(16 * MIB)

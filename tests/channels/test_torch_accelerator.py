@@ -16,9 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from aiorpc.channels import layout
-from aiorpc.channels.accelerator import Accelerator, DeviceBuffer
-from aiorpc.channels.routes import Route
 from aiorpc.channels.torch_accelerator import (
     KNOWN_STREAMS,
     PINNED_DETOUR,
@@ -95,12 +92,6 @@ def accelerator(devices: Devices) -> TorchAccelerator:
     return TorchAccelerator("cuda", module=devices)
 
 
-def test_it_is_an_accelerator() -> None:
-    """What the runtime needs is all there (the type checker compares the signatures)."""
-    accelerator: Accelerator = TorchAccelerator("cuda", module=Devices())
-    assert (accelerator.kind, accelerator.count(), accelerator.interprocess) == ("cuda", 2, None)
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
 def test_without_a_device_there_is_none() -> None:
     """find_accelerator says None in place of failing."""
@@ -149,13 +140,6 @@ def test_entered_nests_and_can_be_used_again(accelerator: TorchAccelerator, devi
         assert devices.state() == (0, [0, 0])
 
 
-def test_of_two_streams_of_one_device_the_last_is_current(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """They are put back in reverse."""
-    with accelerator.entered([Lane(0, 1), Lane(0, 2)]):
-        assert devices.state() == (0, [2, 0])
-    assert devices.state() == (0, [0, 0])
-
-
 def test_a_stream_that_cannot_be_set_leaves_all_as_it_was(accelerator: TorchAccelerator, devices: Devices) -> None:
     """What was entered before the failure is left again."""
     devices.broken = Lane(1, 2)
@@ -169,18 +153,6 @@ def test_an_error_inside_leaves_the_streams(accelerator: TorchAccelerator, devic
     with pytest.raises(KeyError), accelerator.entered([Lane(1, 2)]):
         raise KeyError
     assert devices.state() == (0, [0, 0])
-
-
-def test_streams_that_are_current_are_not_set_again(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """But put back if they were changed inside, as by a handler."""
-    with accelerator.entered([Lane(0, 1), Lane(1, 2)]):
-        before = devices.set
-        with accelerator.entered([Lane(0, 1), Lane(1, 2)]):
-            pass
-        assert devices.set == before
-        with accelerator.entered([Lane(0, 1), Lane(1, 2)]):
-            devices.set_stream(Lane(0, 9))
-        assert devices.state() == (0, [1, 2])
 
 
 def test_fresh_streams_come_in_turn(accelerator: TorchAccelerator, devices: Devices) -> None:
@@ -234,57 +206,6 @@ def test_it_holds_strided_tensors_of_its_kind(host: TorchAccelerator, name: str)
     tensor = PLAIN[name]()
     assert host.holds(tensor)
     assert host.tensor(host.carrier(tensor), 0) is tensor
-
-
-def test_plain_tensors_are_described_in_few_steps(host: TorchAccelerator) -> None:
-    """Each by its own bytes, borrowed; the device map says where they go."""
-    route = Route(host, {torch.device("cpu"): torch.device("cuda:1")}, "other", "")
-    values = torch.arange(24, dtype=torch.float32)
-    tensor, scalar = values[4:16].view(3, 4).requires_grad_(), torch.tensor(7)
-    described = layout.describe_away([tensor, scalar], route)
-    assert described is not None
-    table, lent = described
-    buffers = [buffer for buffer in lent if isinstance(buffer, DeviceBuffer)]
-    float32, int64 = layout.DTYPES.index(torch.float32), layout.DTYPES.index(torch.int64)
-    assert table == [
-        (0, 0, float32, (3, 4), None, layout.REQUIRES_GRAD, "cuda:1"),
-        (1, 0, int64, (), None, 0, "cuda:1"),
-    ]
-    assert buffers[0].carrier.view(torch.float32).tolist() == values[4:16].tolist()
-    assert [buffer.carrier.data_ptr() for buffer in buffers] == [tensor.data_ptr(), scalar.data_ptr()]
-    assert {buffer.target for buffer in buffers} == {"cuda:1"}
-
-
-@pytest.mark.parametrize(
-    "name", ["transposed", "conjugate", "negative", "empty", "shared", "freed", "attribute", "away"]
-)
-def test_others_are_described_in_general(host: TorchAccelerator, name: str) -> None:
-    """What takes more than bytes and a shape, and what no map names."""
-    route = Route(host, {torch.device("cuda:0" if name == "away" else "cpu"): torch.device("cuda:1")}, "other", "")
-    values = torch.zeros(4, 2)
-    kinds: dict[str, Callable[[], list[torch.Tensor]]] = {
-        "transposed": lambda: [values.t()],
-        "conjugate": lambda: [torch.zeros(2, dtype=torch.complex64).conj()],
-        "negative": lambda: [torch._neg_view(values)],
-        "empty": lambda: [torch.empty(0)],
-        "shared": lambda: [values[:2], values[2:]],
-        "freed": lambda: [_freed()],
-        "attribute": lambda: [_named()],
-        "away": lambda: [values],
-    }
-    assert layout.describe_away(kinds[name](), route) is None
-
-
-def _freed() -> torch.Tensor:
-    tensor = torch.zeros(4)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def _named() -> torch.Tensor:
-    tensor = torch.zeros(4)
-    tensor.name_of_it = "name"  # type: ignore[attr-defined]  # as programs do
-    return tensor
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own

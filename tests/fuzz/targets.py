@@ -561,7 +561,7 @@ class Here:
         """Keep what would be sent."""
         self.posted.append(fields)
 
-    def give_back(self, blocks: Sequence[Block], unsent: list[Any], *, more: bool) -> None:
+    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
         """Nobody needs them."""
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
@@ -572,10 +572,13 @@ class Here:
         """At once."""
         function(*args)
 
-    def on_loan(self) -> None:
+    def watch(self) -> None:
         """It is flushed at the end of each input."""
 
     def on_refused(self, reason: str) -> None:
+        """Nobody asks."""
+
+    def on_closed(self, channel: SharedMemory) -> None:
         """Nobody asks."""
 
     def on_cold(self, size: int) -> None:

@@ -351,9 +351,9 @@ def note_openers() -> None:
     """From now on the names of the threads are noted that take messages out of outboxes."""
     original = Reassembly.open_one
 
-    def open_one(self: Reassembly, frame: Frame, parcel: Parcel) -> Any:
+    def open_one(self: Reassembly, frame: Frame, parcel: Parcel, channel: Any) -> Any:
         Home.state.setdefault("openers", []).append(threading.current_thread().name)
-        return original(self, frame, parcel)
+        return original(self, frame, parcel, channel)
 
     Reassembly.open_one = open_one  # type: ignore[method-assign]  # in a process of the test's own
 

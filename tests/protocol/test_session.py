@@ -46,7 +46,7 @@ class Side:
         self.sent += 1
 
     def write(self) -> bool:
-        """Hand one frame to the socket, as `LastingConnection` does; False if none may be."""
+        """Hand one frame to the socket, as `Connection` does; False if none may be."""
         session = self.session
         if session.suspended:
             return False

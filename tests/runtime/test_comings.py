@@ -27,7 +27,7 @@ from torch.distributed import Store
 
 import aiorpc as rpc
 from aiorpc.testing import Faults
-from aiorpc.transport.lasting import LastingConnection
+from aiorpc.transport.connection import Connection
 from tests.limits import busy
 from tests.runtime import test_extremes as extremes
 from tests.runtime.stores import WatchedStore
@@ -798,7 +798,7 @@ class Group:
             each
             for life in WORLD[0].living()
             for each in life.worker._node.engine.connections
-            if isinstance(each, LastingConnection)
+            if isinstance(each, Connection)
         ]
         lines = [each for each in lines if each.lasting is not None and not each.suspended and each.on_suspended]
         if lines:

@@ -554,7 +554,8 @@ def what_is_left_on(worker: Worker) -> dict[str, Any]:
         found = {name: count for name, count in found.items() if not name.startswith("shared")}
     for link in worker._node.links.all():
         link.flush()
-        found |= {f"{name} {link.record.name}": count for name, count in link.devices.under_way.items() if count}
+        under_way = link.channel("device").under_way
+        found |= {f"{name} {link.record.name}": count for name, count in under_way.items() if count}
     driver = worker._node.accelerators.accelerator
     assert isinstance(driver, FakeCuda)
     return found | {f"bytes on {index}": size for index in range(DEVICES) if (size := driver.in_use(index))}

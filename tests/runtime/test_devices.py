@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -30,7 +29,6 @@ from aiorpc.types import QueueHandle
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.runtime.test_overload import Threads
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
-from tests.transport.ends import interrupted
 
 Tensor = torch.Tensor
 CROSSED = {0: 1, 1: 0}
@@ -149,10 +147,6 @@ def plus_one(x: Tensor, wait: int = LATE) -> Tensor:
     for _ in range(wait):
         x = x + 0
     return x + 1
-
-
-def echoed(value: Any) -> Any:
-    return value
 
 
 async def plus_one_async(x: Tensor) -> Tensor:
@@ -1307,28 +1301,6 @@ async def test_a_reference_whose_arguments_cannot_be_sent(way: str) -> None:
 
 
 # --- groups of workers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_nothing(way: str, mixed: bool) -> None:
-    """Wherever a signal handler raises: later calls are answered, no tensor is kept. mixed: one on the host, too."""
-    async with group({"worker1": CROSSED}, {}, way=way) as (fake, (first, _)):
-        for number in itertools.count(1):
-            x = fake.fake_tensor(values(number))
-            arguments = [x, values(1, 2000)] if mixed else x
-            made: list[aiorpc.Future[Any]] = []
-
-            def call(arguments: Any = arguments, made: list[Any] = made) -> None:
-                made.append(first.call("worker1", echoed, arguments))
-
-            place = await asyncio.to_thread(interrupted, call, number - 1, *FILES, signals=True)
-            if place is None:
-                await made[0]
-                break
-            assert is_all(await first.call("worker1", plus_one, x), number + 1)
-        assert number > 10, "it was interrupted nowhere"
-        await until(lambda: not any(link.devices.busy for link in first._node.links.all()))
-        del x, arguments, call, made
 
 
 async def test_threads_that_the_system_does_not_give_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

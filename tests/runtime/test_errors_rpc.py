@@ -408,20 +408,6 @@ class Signals:
         return signal.raise_signal, (signal.SIGUSR1,)
 
 
-async def test_what_a_signal_handler_raises_in_unpickling_stays_what_it_is(pair: list[Worker]) -> None:
-    """It says nothing about the argument: the loop, which unpickles it, runs in the main thread."""
-
-    def handler(*_: object) -> None:
-        raise Simple("from a signal")
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(Simple, match="from a signal"):
-            await pair[0].call("worker1", take_async, Signals())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 async def test_a_module_that_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the worker."""
     module = types.ModuleType("aiorpc_tests_gone")

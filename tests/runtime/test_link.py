@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import socket
 import threading
@@ -17,20 +18,18 @@ import pytest
 import torch
 
 from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
-from aiorpc.channels import shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.protocol.messages import ChannelMessage, Parcel
 from aiorpc.protocol.packing import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
-from aiorpc.runtime.links import link
+from aiorpc.runtime.links import link, sharing
+from aiorpc.runtime.links.channel_link import PIECES
 from aiorpc.runtime.links.link import Link
 from aiorpc.runtime.links.messages import DEVICE, LINK, MESSAGES, Pipe
-from aiorpc.runtime.links.on_devices import PIECES
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
-from aiorpc.transport.writing import FrameWriter
 from tests.runtime.bad_member import call_of, say
 from tests.runtime.bad_member import calling as calling_connection
 from tests.runtime.waiting import LIMIT, until, until_no_references
@@ -38,7 +37,7 @@ from tests.transport.ends import meanwhile
 
 MIB = 1 << 20
 MANY = 1000
-UNSENT: Callable[[Connection], int] = vars(FrameWriter)["unsent"].fget
+UNSENT: Callable[[Connection], int] = vars(Connection)["unsent"].fget
 WINDOW = RpcBackendOptions().stream_window
 COUNT = HASTY_SIZE // 4 + 1000  # of float32: goes in chunks even before there is a connection for them
 MIDDLE = 100_000  # of float32: goes in chunks once there is one
@@ -123,10 +122,10 @@ async def until_nothing_under_way(*workers: Worker) -> None:
 
     def left() -> list[tuple[str, int, int, int]]:
         return [
-            (worker.name, link.bulk.sending, link.bulk.receiving, len(link.held))
+            (worker.name, link.second.bulk.sending, link.second.bulk.receiving, len(link.held))
             for worker in workers
             for link in worker._node.links.all()
-            if link.bulk.sending or link.bulk.receiving or link.held
+            if link.second.bulk.sending or link.second.bulk.receiving or link.held
         ]
 
     try:
@@ -139,7 +138,7 @@ class Gate:
     """Lets so many chunks of one end pass, and then no more until it is opened: its connection counts as full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, link: Link, after: int) -> None:
-        pipe, bulk, unsent, following = link.pipe, link.bulk, UNSENT, link.bulk.next_frame
+        pipe, bulk, unsent, following = link.pipe, link.second.bulk, UNSENT, link.second.bulk.next_frame
         assert pipe is not None
         self.open = False
         self._left = after
@@ -165,7 +164,7 @@ class Gate:
 async def ready(workers: list[Worker]) -> None:
     """Both ends of the pair have their second connection."""
     await workers[0].call("worker1", echo, large())
-    await until(lambda: calling(workers[0]).bulk.ready and serving(workers[1]).bulk.ready)
+    await until(lambda: calling(workers[0]).second.bulk.ready and serving(workers[1]).second.bulk.ready)
     await until_nothing_under_way(*workers)
 
 
@@ -214,7 +213,7 @@ async def test_large_values_arrive_before_and_after_there_is_a_second_connection
         calls = [workers[0].call("worker1", echo, large(seed, size)) for seed, size in enumerate(sizes * 2)]
         for seed, (call, size) in enumerate(zip(calls, sizes * 2, strict=True)):
             assert torch.equal(await call, large(seed, size))
-        await until(lambda: calling(workers[0]).bulk.ready and serving(workers[1]).bulk.ready)
+        await until(lambda: calling(workers[0]).second.bulk.ready and serving(workers[1]).second.bulk.ready)
         before = channels(workers[0])["bulk"]
         assert torch.equal(await workers[0].call("worker1", echo, large(3, MIDDLE)), large(3, MIDDLE))
         assert channels(workers[0])["bulk"] == before + 1
@@ -227,7 +226,7 @@ async def test_the_accepting_side_may_be_first_to_send_chunks(options: RpcBacken
     async with cluster(2, options=options) as workers:
         assert torch.equal(await workers[0].call("worker1", make, COUNT), large())
         assert channels(workers[0])["bulk"] == 0 and channels(workers[1])["bulk"] == 1
-        await until(lambda: serving(workers[1]).bulk.ready)
+        await until(lambda: serving(workers[1]).second.bulk.ready)
         assert calling(workers[0]).pipe is not calling(workers[0]).connection
         await until_nothing_under_way(*workers)
 
@@ -301,7 +300,7 @@ async def test_a_call_given_up_in_mid_transfer_leaves_nothing(
     """After so many of its chunks: its handler never runs, and neither side keeps any of it."""
     gate = Gate(monkeypatch, calling(tcp[0]), chunks)
     call = tcp[0].call("worker1", note, large())
-    await until(lambda: serving(tcp[1]).held and serving(tcp[1]).bulk.receiving)
+    await until(lambda: serving(tcp[1]).held and serving(tcp[1]).second.bulk.receiving)
     call.cancel()
     gate.release()
     with pytest.raises(RpcCancelled):
@@ -321,14 +320,14 @@ async def test_an_answer_given_up_in_mid_transfer_leaves_nothing(
     gate = Gate(monkeypatch, serving(tcp[1]), chunks)
     call = tcp[0].call("worker1", make, COUNT)
     await until(lambda: calling(tcp[0]).held)
-    received = calling(tcp[0]).bulk.traffic.received
+    received = calling(tcp[0]).second.bulk.traffic.received
     call.cancel()
-    await until(lambda: not serving(tcp[1]).bulk.sending)  # the word has come
+    await until(lambda: not serving(tcp[1]).second.bulk.sending)  # the word has come
     gate.release()
     with pytest.raises(RpcCancelled):
         await call
     await until_nothing_under_way(*tcp)
-    assert calling(tcp[0]).bulk.traffic.received == received
+    assert calling(tcp[0]).second.bulk.traffic.received == received
     assert torch.equal(await tcp[0].call("worker1", make, COUNT), large())
 
 
@@ -349,14 +348,14 @@ async def test_a_stream_left_does_not_send_what_waits(
     monkeypatch: pytest.MonkeyPatch, tcp: list[Worker], served: list[Any]
 ) -> None:
     """Items of which no chunk was written when the consumer left are withdrawn, but for one just being posted."""
-    received = calling(tcp[0]).bulk.traffic.received
+    received = calling(tcp[0]).second.bulk.traffic.received
     gate = Gate(monkeypatch, serving(tcp[1]), 0)
     async with tcp[0].stream("worker1", count_for_ever, "ended") as stream:
-        await until(lambda: serving(tcp[1]).bulk.sending == WINDOW)
+        await until(lambda: serving(tcp[1]).second.bulk.sending == WINDOW)
     await until(lambda: served == ["ended"])
     gate.release()
     await until_nothing_under_way(*tcp)
-    assert calling(tcp[0]).bulk.traffic.received <= received + 1
+    assert calling(tcp[0]).second.bulk.traffic.received <= received + 1
     del stream
 
 
@@ -367,7 +366,7 @@ async def test_an_answer_on_its_way_outlives_the_goodbye(tcp: list[Worker]) -> N
     """What was written to the second connection before the first one ended still arrives."""
     pipe = calling(tcp[0]).pipe
     assert pipe is not None
-    tcp[0].loop.remove_reader(pipe._fd)
+    tcp[0].loop.remove_reader(pipe._port.fd)
     call = tcp[0].call("worker1", echo, large(0, MIDDLE))
     await until(lambda: calling(tcp[0]).held)
     await until(lambda: not serving(tcp[1]).busy)
@@ -558,30 +557,18 @@ async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> 
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [
-        ({"user": -1, "processes": ""}, "another user"),
-        ({"user": None}, "another user"),
-        ("no descriptor", "does not share memory"),
-        (None, "does not share memory"),
+        (lambda number: {"user": number, "processes": ""}, "another user"),
+        (lambda number: {"user": None} if number % 2 else {"user": 1}, "another user"),
+        (lambda number: "no descriptor", "does not share memory"),
+        (lambda number: {"user": 1, "processes": f"pid:[{number}]"}, "process namespace"),
     ],
 )
 async def test_foreign_descriptors_share_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, theirs: Any, why: str
 ) -> None:
-    """Of another user, or none that could be read: said once by each worker, and everything arrives another way."""
-    monkeypatch.setattr(shared, "descriptor", lambda: theirs)
-    await check_nothing_is_shared(caplog, why)
-
-
-async def test_another_process_namespace_shares_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The files of its processes could not be opened."""
-    mine = shared.descriptor()
-    monkeypatch.setattr(shared, "descriptor", lambda: mine | {"processes": "pid:[1]"})
-    await check_nothing_is_shared(caplog, "process namespace")
-
-
-async def check_nothing_is_shared(caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """Of another user or namespace, or unreadable: said once by each worker, and all arrives another way."""
+    numbers = itertools.count()
+    monkeypatch.setattr(sharing, "descriptor", lambda: theirs(next(numbers)))
     caplog.set_level(logging.INFO, "aiorpc")
     async with cluster(2) as workers:
         for seed in range(3):

@@ -21,25 +21,22 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, Worker
-from aiorpc.channels import arena, shared, shm
 from aiorpc.channels.arena import Block
-from aiorpc.channels.shared import COLD_SIZE
+from aiorpc.channels.shared import COLD_SIZE, SharedMemory
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.channels.space import PAGE
 from aiorpc.errors import SerializationError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
-from aiorpc.runtime.caller import addressee, future, peer
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.links import distribution, link, memory
+from aiorpc.runtime.links import memory, sharing
 from aiorpc.runtime.links.link import Link
+from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
-from aiorpc.transport import connection, reading, send_queue, writing
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 from tests.shared_files import named_shared_files
-from tests.transport.ends import interrupted
 
 MIB = 1 << 20
 COUNT = SHARE_SIZE // 4 + 1024  # of float32: just above what is worth a block
@@ -384,95 +381,9 @@ async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatc
         await until_all_back(worker, other)
 
 
-INTERRUPTED = [
-    module.__file__
-    for module in (
-        *(distribution, link, shared, shm, arena, addressee, peer, future),
-        *(writing, send_queue, reading, connection),
-    )
-    if module.__file__ is not None
-]
-
-
-def interrupt_everywhere(
-    call: Callable[[], object], later: Callable[[], bool], left: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """Make the call again and again, each time with an interruption at the next place; in this thread. The places.
-
-    After each, `later` is called, and has to be true, until nothing is `left` of the call.
-    """
-    monkeypatch.setattr(arena, "_MAIN", threading.get_ident())  # of all threads this one is interrupted
-    places: list[str] = []
-    at = ends = 0
-    while at < 2000 and ends < 8:  # a call is shorter if the loop has come first, which reads its answer
-        place = interrupted(call, at, *INTERRUPTED, signals=True)
-        if place is None:
-            ends += 1
-            continue
-        at, ends = at + 1, 0
-        places.append(place)
-        limit = time.monotonic() + LIMIT
-        for turn in range(1_000_000):
-            assert later(), place
-            if not left() or time.monotonic() > limit:
-                break
-            time.sleep(0.001)
-            if turn % 32 == 31:
-                gc.collect()
-        assert not left(), place
-    return places
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["one tensor", "several"])
-async def test_a_large_call_that_is_interrupted_leaves_nothing_lent(
-    several: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever a signal handler may raise in the thread that sends it and reads its answer; and later calls go on."""
-
-    def lent_now() -> int:
-        return sum(each._node.memory.lent + each._node.memory.arena.used for each in (worker, other))
-
-    def call() -> object:
-        return worker.call(other.name, echo, value).wait()
-
-    def later() -> bool:
-        return bool(worker.call(other.name, echo, 1).wait() == 1)
-
-    value = [large(1), large(2), torch.zeros(9)] if several else large()
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True, busy_wait=0.004)) as (worker, other):
-        await warm(worker, other)
-        places = await asyncio.to_thread(interrupt_everywhere, call, later, lent_now, monkeypatch)
-    assert len(set(places)) > 50
-
-
-@pytest.mark.parametrize("size", [COUNT, 16], ids=["large", "small"])
-async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_no_reference(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was counted for its receiver is so no more if it never leaves, and still is if it has left."""
-
-    def pins() -> int:
-        return sum(each._node.references.counts().pins for each in (worker, other, third))
-
-    def call() -> object:
-        return worker.call(other.name, total, value).wait()
-
-    def later() -> bool:
-        return call() == size
-
-    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True)) as (worker, other, third):
-        await warm(worker, other)
-        reference = worker.remote(third.name, list, [1])
-        assert await reference == [1]
-        value = [large(count=size), reference]
-        places = await asyncio.to_thread(interrupt_everywhere, call, later, pins, monkeypatch)
-        assert await reference == [1]
-    assert len(set(places)) > 20
-
-
 def give_back_what_was_not_lent(to: str) -> int:
     (service,) = [each for each in aiorpc.current()._node.services if each.record.name == to]
-    service.link.give_back([Block(0, 4096, 5, 77)], [True], more=True)
+    service.link.give_back(SHARED, [Block(0, 4096, 5, 77)], more=True)
     return 1
 
 
@@ -494,7 +405,7 @@ async def test_the_very_first_long_tensor_goes_through_shared_memory(
     monkeypatch: pytest.MonkeyPatch, pair: list[Worker], blocking: bool
 ) -> None:
     """Whoever sends it has a thread that can wait; its answer is given by a handler's thread, which can, too."""
-    monkeypatch.setattr(link, "MAP_PATIENCE", LIMIT)
+    monkeypatch.setattr(sharing, "MAP_PATIENCE", LIMIT)
     tensor = large(count=COLD_SIZE)
     if blocking:
         back = await asyncio.to_thread(lambda: pair[0].call("worker1", echo, tensor).wait())
@@ -512,10 +423,11 @@ async def test_who_was_called_has_mapped_memory_before_anything_large_is_sent(pa
     """The caller's, and not its own; nothing of it takes up memory."""
     await pair[0].call("worker1", drop)
     link_to = pair[0]._node.peers.find("worker1").link
-    assert link_to is not None and link_to.distribution.shared is not None
-    sharing = link_to.distribution.shared
-    await until(lambda: sharing._mapped == {0})
-    assert pair[0].statistics().shared_resident <= PAGE and not sharing.borrower.segments
+    assert link_to is not None and link_to.channel("shared memory") is not None
+    channel = link_to.channel("shared memory")
+    assert isinstance(channel, SharedMemory)
+    await until(lambda: channel._mapped == {0})
+    assert pair[0].statistics().shared_resident <= PAGE and not channel.borrower.segments
 
 
 async def test_only_so_many_links_are_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +445,7 @@ async def test_workers_that_send_to_each_other_do_not_wait_in_vain(
     monkeypatch: pytest.MonkeyPatch, pair: list[Worker]
 ) -> None:
     """More first transfers each way than there are background threads, which also map what the other one sends."""
-    monkeypatch.setattr(link, "MAP_PATIENCE", LIMIT)
+    monkeypatch.setattr(sharing, "MAP_PATIENCE", LIMIT)
     tensor = large(count=COLD_SIZE)
     for worker in pair:
         await worker.call(pair[worker is pair[0]].name, drop)
@@ -545,7 +457,7 @@ async def test_workers_that_send_to_each_other_do_not_wait_in_vain(
 
 async def test_a_loop_of_the_program_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the worker has a loop of its own, the other one is a loop all the same: the bytes go another way."""
-    monkeypatch.setattr(link, "MAP_PATIENCE", LIMIT)
+    monkeypatch.setattr(sharing, "MAP_PATIENCE", LIMIT)
     async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
         await workers[0].call("worker1", drop)  # before, a thread of the worker's own sends what waits for a connection
         await workers[0].call("worker1", drop, large(count=COLD_SIZE))
@@ -959,7 +871,7 @@ async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: p
 
 async def test_an_offer_that_meets_a_closed_worker_is_nothing(warmed: list[Worker]) -> None:
     """Threads for mapping are gone by then: no error, no broken connection."""
-    channel = next(iter(warmed[1]._node.services)).link.distribution.shared
+    channel = next(iter(warmed[1]._node.services)).link.channel("shared memory")
     assert channel is not None
     channel.close()
     channel.on_message(MESSAGES.write(SegmentOffer(7, 3, 4096, bytes(16))))

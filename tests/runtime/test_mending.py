@@ -30,7 +30,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting, mending
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
-from aiorpc.transport.lasting import LastingConnection
+from aiorpc.transport.connection import Connection
 from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
@@ -759,7 +759,7 @@ def unnoticed() -> Any:
 async def give_up_the_socket(worker: Worker, other: Worker) -> None:
     """Of the connection over which one calls the other: the one connects again, and the other has noticed nothing."""
     link = worker._node.peers.of(other._node.engine.record).link
-    assert link is not None and isinstance(link.connection, LastingConnection)
+    assert link is not None and isinstance(link.connection, Connection)
     link.connection.break_off(0.0)
 
 
@@ -779,7 +779,7 @@ async def test_what_cannot_go_on_is_a_loss_at_both_ends(way: str, monkeypatch: p
             if way == "bytes behind the proof":
                 monkeypatch.setattr(Handshake, "feed", feed_and_more)
             else:
-                monkeypatch.setattr(LastingConnection, "received", property(lambda _: 1 << 40))
+                monkeypatch.setattr(Connection, "received", property(lambda _: 1 << 40))
             await give_up_the_socket(*workers)
             with pytest.raises(rpc.PeerLost, match="worker1"):
                 await call
@@ -791,16 +791,16 @@ async def test_what_cannot_go_on_at_first_goes_on_later(monkeypatch: pytest.Monk
     """The acceptor's new socket breaks before it could be used: it waits for the next one, as for any other."""
     async with cluster(2, options=rpc.RpcBackendOptions(**TCP)) as workers:
         assert await workers[0].call("worker1", count, 1) == 1
-        go_on = LastingConnection.go_on
+        go_on = Connection.go_on
         failed: list[bool] = []
 
-        def fail_once(self: LastingConnection, other: LastingConnection, received: int, *, opener: bool) -> None:
+        def fail_once(self: Connection, other: Connection, received: int, *, opener: bool) -> None:
             if not opener and not failed:
                 failed.append(self.suspended)
                 raise ConnectionError("the other side takes nothing")
             go_on(self, other, received, opener=opener)
 
-        monkeypatch.setattr(LastingConnection, "go_on", fail_once)
+        monkeypatch.setattr(Connection, "go_on", fail_once)
         with unnoticed():
             await give_up_the_socket(*workers)
             assert await workers[0].call("worker1", count, 2) == 2

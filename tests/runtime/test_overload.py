@@ -29,7 +29,7 @@ from aiorpc.runtime.group.group import present
 from aiorpc.testing import cluster
 from aiorpc.threads import run_in_thread
 from aiorpc.transport import sockets, writing
-from aiorpc.transport.lasting import LastingConnection
+from aiorpc.transport.connection import Connection
 from tests.runtime.bad_member import call_of, calling, say, serving
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
@@ -407,7 +407,7 @@ async def test_a_caller_that_acknowledges_nothing_is_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over TCP whoever has much to send reads on, as it has to hear what has come; but not calls without end."""
-    monkeypatch.setattr(LastingConnection, "must_hear", True)  # as long as nothing is acknowledged
+    monkeypatch.setattr(Connection, "must_hear", True)  # as long as nothing is acknowledged
     options = RpcBackendOptions(transports=("tcp",), max_unsent_bytes=10_000, max_queued_calls=2000)
     async with cluster(3, options=options) as workers:
         assert await workers[2].call("worker0", len, "abc") == 3

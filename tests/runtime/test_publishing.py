@@ -419,7 +419,8 @@ async def test_two_that_lease_a_name_at_once_are_told_apart(pair: list[Worker]) 
 async def test_a_turn_ends_in_time_and_may_be_tried_again(pair: list[Worker]) -> None:
     """The error says what was waited for, and why it has not come."""
     async with pair[1].subscribe("policy", timeout=0.05) as versions:
-        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* no worker publishes it at present"):
+        why = r"no version of 'policy' has come .* no worker publishes it at present"
+        with pytest.raises(rpc.RpcTimeout, match=why):
             await anext(versions)
     async with pair[1].subscribe("policy", timeout=20) as versions:
         await pair[0].publish("policy", weights(1))

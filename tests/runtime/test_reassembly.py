@@ -31,7 +31,7 @@ def test_slots_of_a_message_whose_streams_cannot_be_entered_come_back() -> None:
 
     link = SimpleNamespace(
         accelerators=SimpleNamespace(land=lambda: Refusing(ends.fakes[1])),
-        distribution=SimpleNamespace(devices=ends.devices[1], channels={}),
+        distribution=SimpleNamespace(channels={DEVICE: ends.devices[1]}),
         deliver=deliver,
     )
     ends.post(ends.send([ends.make_on(0, "cuda:1", b"x" * 100)]))
@@ -40,7 +40,7 @@ def test_slots_of_a_message_whose_streams_cannot_be_entered_come_back() -> None:
         (wire,) = ends.send([ends.make_on(0, "cuda:1", b"y" * 100)]).wires
         assert wire is not None and ends.devices[1].is_here(wire)
         parcel = Parcel(REPLY, [(DEVICE, unpack(pack(wire)))], b"")
-        assert Reassembly(cast(Any, link)).open_one(Frame(PARCEL, 1, b"", []), parcel) is None
+        assert Reassembly(cast(Any, link)).open_one(Frame(PARCEL, 1, b"", []), parcel, ends.devices[1]) is None
         ends.settle()
     assert [str(failure) for failure in failed] == ["the device is lost"] * 3
     assert ends.devices[0].under_way["slots"] == 0

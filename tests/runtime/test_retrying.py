@@ -28,18 +28,14 @@ from aiorpc import (
     RpcUsageError,
     Worker,
     WorkerClosed,
-    futures,
 )
 from aiorpc.protocol.retries import Backoff
-from aiorpc.runtime.caller import retrying
-from aiorpc.runtime.caller.future import CallFuture
 from aiorpc.runtime.caller.retrying import RetryOptions
 from aiorpc.runtime.calls.functions import describe
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
 from tests.runtime.waiting import until
 from tests.scripts import run
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 QUICK = (0.001, 0.01)
@@ -422,64 +418,6 @@ async def test_a_call_that_was_refused_here_and_is_in_a_pause_is_pending(store: 
             call.cancel()
             with pytest.raises(RpcCancelled):
                 await call
-
-
-@pytest.mark.parametrize("at", ["first try", "answer"])
-async def test_a_call_that_is_interrupted_keeps_nobody_from_leaving(
-    store: Store, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """A signal handler raises as a try is made, or as its end is dealt with: the call has ended, and is not counted."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    async with cluster(2, store=store) as workers:
-        await die(workers)
-        peer = workers[0].peer("worker1", retries=3, backoff=QUICK)
-        if at == "first try":
-            monkeypatch.setattr(workers[0]._node.peers, "find", interrupted)
-        else:
-            monkeypatch.setattr(workers[0]._node.retries, "pause", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            peer.call(where)
-        assert workers[0].is_idle()
-        monkeypatch.undo()
-
-
-async def test_a_call_that_is_interrupted_anywhere_keeps_nobody_from_leaving(pair: list[Worker]) -> None:
-    """A signal handler raises as the call is begun, or as it is cancelled, at each place where it may."""
-    peer = pair[0].peer("worker1", timeout=0, retries=3, backoff=QUICK)
-    assert await peer.call(where) == "worker1"
-
-    async def interrupt(at: int) -> str | None:
-        place = interrupted(lambda: peer.call(for_ever).cancel(), at, retrying.__file__, signals=True)
-        await until(pair[0].is_idle)
-        return place
-
-    found: list[str] = []
-    while (place := await interrupt(len(found))) is not None:
-        found.append(place)
-    assert len(found) > 10 and any("_on_cancel" in place for place in found), "it was not interrupted"
-
-
-async def test_an_interrupted_answer_ends_the_call(pair: list[Worker]) -> None:
-    """Wherever a signal handler raises in who brings it: else nobody could end the call, nor leave."""
-    peer = pair[0].peer("worker1", timeout=0, retries=3, backoff=QUICK)
-    at = 0
-    while True:
-        future = peer.call(for_ever)
-        (call,) = future._sources
-        assert isinstance(call, CallFuture)
-        answer = partial(call._settle, "answer")
-        place = interrupted(answer, at, futures.__file__)
-        answer()  # if it had not begun
-        assert future.done(), place
-        pair[0]._node.peers.find("worker1").owed.cancel(call.call_id)
-        if place is None:
-            break
-        at += 1
-    assert at > 5, "it was not interrupted"
-    await until(pair[0].is_idle)
 
 
 async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

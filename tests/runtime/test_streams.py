@@ -20,13 +20,10 @@ import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.protocol.frames import ITEM
 from aiorpc.runtime.caller.stream import Stream
-from aiorpc.runtime.engine import blocking as blocking_module
-from aiorpc.runtime.engine import loops as loops_module
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import say, serving, values_of
 from tests.runtime.observers import seen
 from tests.runtime.waiting import until, until_no_references
-from tests.transport.ends import interrupted
 
 
 class Producer:
@@ -367,59 +364,6 @@ def fails_after_two() -> Iterator[int]:
     raise ValueError("after two")
 
 
-async def test_a_turn_that_is_interrupted_loses_no_item(apart: list[Worker], producer: Producer) -> None:
-    """Wherever a signal handler may raise in the thread that waits for it: the next turn has it."""
-    stream = apart[0].stream("worker1", plain, "it")
-    got: list[int] = []
-
-    def take() -> None:
-        got.append(next(stream))
-
-    def interrupt() -> list[str]:
-        places: list[str] = []
-        at = ends = 0
-        while at < 500 and ends < 8:  # a turn whose item is there by then has fewer places
-            place = interrupted(take, at, blocking_module.__file__, loops_module.__file__, signals=True)
-            if place is None:
-                ends += 1
-                continue
-            at, ends = at + 1, 0
-            places.append(place)
-            take()
-        stream.close()
-        return places
-
-    places = await asyncio.to_thread(interrupt)
-    assert len(set(places)) > 3  # in others the interpreter does not look for signals
-    assert got == list(range(len(got)))
-    assert producer.closed.wait(20.0)
-
-
-@pytest.mark.parametrize("kind", ["one", "of a group"])
-async def test_what_an_interrupted_thread_has_not_taken_comes_to_the_task_that_goes_on(
-    pair: list[Worker], producer: Producer, kind: str
-) -> None:
-    """Of a stream that is read by `for` and then by `async for`; one that is closed has nothing more."""
-    stream: Any = pair[0].stream("worker1", plain, "it")
-    if kind != "one":
-        stream = pair[0].group(["worker1"]).stream(plain, "it")
-    got: list[Any] = [await asyncio.to_thread(next, stream)]
-
-    def interrupted_turn() -> None:
-        """A turn of a thread up to where a signal handler raises as its item is there."""
-        stream._block_for(stream._bring)
-
-    await asyncio.to_thread(interrupted_turn)
-    got.append(await anext(stream))
-    got.append(await anext(stream))
-    assert [each if kind == "one" else each[1] for each in got] == [0, 1, 2]
-    await asyncio.to_thread(interrupted_turn)
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-    await until(producer.closed.is_set)
-
-
 async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:
     """A second task that waits for an item is refused; the first goes on."""
     stream = pair[0].stream("worker1", stall)
@@ -620,21 +564,6 @@ def test_a_stream_that_is_half_made_may_be_dropped() -> None:
     """As one is whose making was interrupted."""
     stream = Stream.__new__(Stream)
     stream.__del__()
-
-
-async def test_a_stream_whose_opening_is_interrupted_is_over(
-    pair: list[Worker], producer: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler raises when the call is on its way: nobody has the stream, and its producer is stopped."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Stream, "_start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pair[0].stream("worker1", plain, "it")
-    await until(lambda: all(worker.is_idle() for worker in pair))
 
 
 class Slow:

@@ -60,7 +60,7 @@ async def awake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
 
 def is_shared(peer: Peer) -> bool:
     """Whether its answers may be read by other threads than the loop's."""
-    return peer.connection is not None and peer.connection._epoll is not None
+    return peer.connection is not None and peer.connection._reader.epoll is not None
 
 
 def is_awake(worker: Worker) -> bool:
@@ -71,7 +71,7 @@ def is_awake(worker: Worker) -> bool:
 def is_reading(worker: Worker) -> bool:
     """Whether a thread reads what comes from worker1, in place of the loop."""
     connection = worker._node.peers.find("worker1").connection
-    return connection is not None and "unlocked" not in repr(connection._reading)
+    return connection is not None and "unlocked" not in repr(connection._reader.reading)
 
 
 @pytest.fixture

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import itertools
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
-from aiorpc.transport import connection as connection_module
-from aiorpc.transport import reading as reading_module
-from aiorpc.transport import send_queue, writing
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
-from aiorpc.turns import give_back
-from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, meanwhile, unread, until
+from tests.transport.ends import LONG, SOON, End, encoded, unread, until
 
 
 class Waiter:
@@ -86,25 +79,6 @@ async def shared(half: tuple[End, socket.socket]) -> tuple[End, socket.socket]:
     """A connection that threads may read on, and the bare socket at its other end."""
     await share(half[0])
     return half
-
-
-async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socket]) -> None:
-    """The first call of read_here takes nothing, what is there goes to the loop; from then on threads may read."""
-    end, far = half
-    far.send(encoded(1))
-    taken: list[Sequence[Frame]] = []
-    thread = threading.Thread(target=lambda: taken.append(end.connection.read_here(lambda: False)))
-    thread.start()
-    thread.join(LONG)  # blocks the loop: nobody has told `read_here` that it is enough
-    assert not thread.is_alive()
-    await end.received(1)
-    assert taken == [[]]
-    far.send(encoded(2))
-    await end.received(2)
-    waiter = await Waiter(end).looks()
-    far.send(encoded(3))
-    await waiter.ended()
-    assert [frame.call_id for frame in waiter.taken] == [3]
 
 
 async def test_without_descriptors_the_loop_reads_on(
@@ -185,60 +159,6 @@ async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data:
     await waiter.ended()
     assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
     assert end.frames == []
-
-
-async def test_alarm_that_rings_in_a_read_is_no_word_of_the_socket(
-    watched: tuple[End, Watched, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A TimeoutError that a signal handler has raised is its thread's, and the connection goes on."""
-    end, sock, far = watched
-    await share(end)
-
-    def ring(size: int, flags: int) -> bytes:
-        raise TimeoutError("the time of the program is up")
-
-    monkeypatch.setattr(sock, "recv", ring, raising=False)
-    with pytest.raises(TimeoutError, match="the time of the program"):
-        await asyncio.to_thread(end.connection.read_here, lambda: False)
-    monkeypatch.undo()
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-    assert end.causes == []
-
-
-async def test_what_a_signal_handler_raises_after_a_call_is_no_end_of_a_turn(shared: tuple[End, socket.socket]) -> None:
-    """Wherever it runs: it has given back the turns of its thread, and what it raises then is raised there."""
-    end, far = shared
-    files = connection_module.__file__, reading_module.__file__, writing.__file__, send_queue.__file__
-    where = ""
-
-    def ring(place: str) -> None:
-        nonlocal where
-        where = place
-        give_back()
-        raise IndexError("of the program's")
-
-    def work(at: int) -> bool:
-        looks = itertools.count()
-
-        def read_and_send() -> None:
-            end.send(at, urgent=True)
-            end.connection.read_here(lambda: next(looks) > 2)
-
-        with contextlib.suppress(IndexError):
-            assert not meanwhile(read_and_send, at, ring, *files, signals=True), where
-            return True
-        return False
-
-    async with asyncio.timeout(LONG):
-        moments = 0
-        while not await asyncio.to_thread(work, moments):
-            moments += 1
-    assert moments > 30
-    await until(lambda: not end.connection.unsent)
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-    assert end.causes == []
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -402,21 +322,6 @@ async def test_write_that_fails_under_a_waiter_hears_the_last_words(shared: tupl
     assert waiter.errors == []
 
 
-async def test_read_on_loop_again_does_nothing(shared: tuple[End, socket.socket]) -> None:
-    """Whoever does not read may say so as often as it likes, before, after and while another thread reads."""
-    end, far = shared
-    end.connection.read_on_loop()
-    waiter = await Waiter(end).looks()
-    for _ in range(2):
-        end.connection.read_on_loop()
-        await asyncio.to_thread(end.connection.read_on_loop)
-    far.send(encoded(7))
-    await waiter.ended()
-    assert [frame.call_id for frame in waiter.taken] == [7]
-    far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-
-
 class Wire:
     """What the other end of a connection sends: as it is, or sealed from now on."""
 
@@ -501,70 +406,6 @@ async def test_seals_begin_where_the_handshake_ends(ends: tuple[End, End]) -> No
     right.connection.decoder.feed(encoded(4)[:3])
     with pytest.raises(ProtocolError, match="without a seal"):
         right.connection.unseal(KEY)
-
-
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-@pytest.mark.parametrize("pieces", [["7"], ["8"], ["7", "8"], ["7a", "7b"], ["8a"]], ids="+".join)
-async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
-    shared: tuple[End, socket.socket], pieces: list[str], sealed: bool
-) -> None:
-    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
-    end, far = shared
-    wire = Wire(end, sealed)
-    lost: list[str] = []
-    done: set[int] = set()
-    at = 0
-    for at in range(2_000):
-        first, second = 2 * at + 1, 2 * at + 2
-        one = wire(encoded(first)) if pieces[0].startswith("7") else b""
-        two = wire(encoded(second, kind=Kind.ITEM)) if pieces[-1].startswith("8") else b""
-        names = {"7": one, "7a": one[:10], "7b": one[10:], "8": two, "8a": two[:10]}
-        rest = [names[piece] for piece in pieces]
-        taken: list[Frame] = []
-
-        looks: list[None] = []
-
-        def more(rest: list[bytes] = rest, looks: list[None] = looks) -> bool:
-            if rest:
-                far.send(rest.pop(0))
-            looks.append(None)
-            return len(looks) > 3
-
-        def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
-            def read() -> None:
-                end.connection.read_here(more, taken)
-
-            place = interrupted(read, at, connection_module.__file__, reading_module.__file__, writing.__file__)
-            end.connection.read_on_loop()
-            return place
-
-        before = len(end.frames)
-        place = await asyncio.to_thread(work)
-        left = b"".join(rest) + (two[10:] if "8a" in pieces else b"")
-        if left:
-            far.send(left)
-        expected = sorted({first if piece.startswith("7") else second for piece in pieces})
-
-        def had(taken: list[Frame] = taken, before: int = before, done: set[int] = done) -> list[int]:
-            # An answer that was read in an earlier turn is none of this one's: its call is not pending any more.
-            return sorted({frame.call_id for frame in taken} - done) + [each.call_id for each in end.frames[before:]]
-
-        try:
-            await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
-        except TimeoutError:
-            lost.append(f"{place}: waits for ever")
-            far.send(wire(encoded(0)))  # wakes the loop
-            await until(lambda: 0 in had())
-            lost[-1] += f", then {had()} of {expected}"
-        else:
-            if had() != expected:
-                lost.append(f"{place}: {had()} instead of {expected}")
-        done |= {first, second}
-        if place is None or len(lost) >= 3:
-            break
-    assert lost == []
-    assert 50 < at < 1_999, "it was not interrupted"
-    assert end.causes == []
 
 
 async def test_a_flood_of_short_messages_leaves_the_loop_to_others(half: tuple[End, socket.socket]) -> None:

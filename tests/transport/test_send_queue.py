@@ -5,24 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc.interrupts import SocketTurn
 from aiorpc.locks import RLock, is_owned
-from aiorpc.protocol import session as protocol_session
-from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
-from aiorpc.protocol.session import Session
 from aiorpc.transport import send_queue
-from aiorpc.transport.send_queue import BATCH_SIZE, FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
-from aiorpc.turns import SocketTurn
-from tests.transport.ends import interrupted, meanwhile
+from aiorpc.transport.send_queue import FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
+from tests.transport.ends import meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -116,21 +113,6 @@ def test_bytes_leave_in_order_however_little_is_taken(
     assert bytes(sock.data) == joined(frames)
 
 
-@given(frame_sizes.filter(bool), st.integers(0, 1000))
-def test_write_says_what_was_taken(lengths: list[list[int]], amount: int) -> None:
-    """Its answer is the number of bytes, and whether that was all that it offered; a frame counts until it is whole."""
-    frames = make_frames(lengths)
-    queue = filled(frames)
-    assert len(queue) == len(frames)
-    sock = Taker([amount])
-    count, whole = write(queue, sock)
-    assert count == len(sock.data) <= amount
-    assert whole == (count == sum(map(len, sock.handed[0])))
-    assert bool(queue) == (count < len(joined(frames)))
-    drain(queue, sock)
-    assert len(queue) == 0
-
-
 def test_frames_cross_a_real_socket() -> None:
     """Small frames and large ones, more than the socket holds at once, arrive bit for bit."""
     frames = [
@@ -175,17 +157,6 @@ def test_very_many_buffers_in_one_frame(size: int) -> None:
     assert bytes(sock.data) == joined(frames)
 
 
-def test_small_frames_leave_in_one_buffer() -> None:
-    """Joining many small frames takes one system call with one buffer, up to a batch."""
-    sock = Taker()
-    queue = filled([[b"head", b"tail"] for _ in range(100)])
-    assert write(queue, sock) == (800, True)
-    assert [len(buffers) for buffers in sock.handed] == [1]
-    queue = filled([[b"x" * 1000] for _ in range(2 * BATCH_SIZE // 1000)])
-    count, _ = write(queue, sock)
-    assert BATCH_SIZE <= count < BATCH_SIZE + 1000
-
-
 def test_large_buffers_are_not_copied() -> None:
     """What is larger than joining pays for goes to the system as the very same object, between joined small ones."""
     large: list[Buffer] = [bytearray(JOIN_SIZE + 1), memoryview(bytearray(50_000))]
@@ -195,17 +166,6 @@ def test_large_buffers_are_not_copied() -> None:
     assert (first, third) == (b"ab", b"cd")
     assert second is large[0]
     assert fourth is large[1]
-
-
-def test_a_frame_alone_is_handed_over_as_it_is() -> None:
-    """With nothing else to write, neither a short frame nor head and segment are joined or copied."""
-    frames: list[list[Buffer]] = [[b"short"], [b"head", bytearray(50_000)]]
-    for frame in frames:
-        sock = Taker()
-        drain(filled([frame]), sock)
-        ((*handed,),) = sock.handed
-        assert len(handed) == len(frame)
-        assert all(one is other for one, other in zip(handed, frame, strict=True))
 
 
 def test_clear_forgets_what_was_begun_too() -> None:
@@ -291,52 +251,10 @@ def test_head_of_a_chunk_is_a_piece_of_its_own_and_pieces_leave_together() -> No
     assert len(queue) == 0
 
 
-def test_many_small_frames_share_a_seal() -> None:
-    """One piece for all that leave together."""
-    queue, sock = filled([[b"x" * 20] for _ in range(MAX_BUFFERS)]), Taker()
-    queue.seal(Seal(KEY))
-    assert write(queue, sock) == (20 * MAX_BUFFERS + OVERHEAD, True)
-    assert len(queue) == 0
-
-
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
 LARGE = b"L" * (JOIN_SIZE + 1)
-
-
-@pytest.mark.parametrize("amounts", [[], [3, 0, 4], [None, 2, None, EVERYTHING, 1], [1, JOIN_SIZE, None, 1]], ids=str)
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [[b"a frame"]],
-        [[b"head"], [b"next"]],
-        [[b"head", LARGE]],
-        [[b"one", b"two"], [b"three"], [LARGE, b"four"], [b"five"]],
-    ],
-    ids=lambda frames: "+".join(str(len(frame)) for frame in frames),
-)
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_interruption_anywhere_loses_and_doubles_nothing(
-    frames: list[list[Buffer]], amounts: list[int | None], seals: bool
-) -> None:
-    """An exception between any two instructions of the writer: who goes on writing sends each byte once, in order."""
-    expected = joined([*frames, [b"later"]])
-    wrong: list[str] = []
-    at = 0
-    for at in range(10_000):
-        queue, sock = filled(frames), Taker(amounts)
-        if seals:
-            queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # no type for a default
-        if place is None:
-            break
-        queue.append([b"later"])
-        drain(queue, sock)
-        if (opened(sock.data) if seals else bytes(sock.data)) != expected:
-            wrong.append(f"{place}: {bytes(sock.data)[:60]!r}")
-    assert wrong == []
-    assert 50 < at < 9_999, "it was not interrupted"
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
@@ -358,30 +276,6 @@ def test_others_append_at_any_moment(seals: bool) -> None:
     assert moments > 50
 
 
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_what_is_kept_is_counted_whenever_it_is_acknowledged(seals: bool) -> None:
-    """The loop may take an acknowledgement wherever the interpreter turns from the writer to another thread."""
-
-    def happened(at: int) -> bool:
-        session, queue, sock = Session(1 << 20), SendQueue(), Taker()
-        queue.keep(session)
-        if seals:
-            queue.seal(Seal(KEY))
-        queue.append([b"one"])
-        drain(queue, sock)
-        queue.append([b"two"])
-
-        def acknowledge(_: str) -> None:
-            session.arrived([Frame(ACK, 1, b"")], 0, queue.begun_frames)
-
-        found = meanwhile(partial(drain, queue, sock), at, acknowledge, send_queue.__file__, signals=True)
-        assert session.size == sum(map(len, chain.from_iterable(session.kept)))
-        return found
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 5
-
-
 @pytest.mark.parametrize("work", ["write", "prepend"])
 def test_the_size_is_right_whenever_others_append(work: str) -> None:
     """Wherever the interpreter turns to another thread: by it a callee sees whether its caller takes what it gets."""
@@ -399,63 +293,6 @@ def test_the_size_is_right_whenever_others_append(work: str) -> None:
 
     moments = next(at for at in range(10_000) if not happened(at))
     assert moments > 1
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["", "kept"])
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_the_size_is_right_again_after_an_interruption(seals: bool, kept: bool) -> None:
-    """Of a writer, wherever a signal handler raises: also where part of a frame had left by then."""
-    at = 0
-    for at in range(10_000):
-        session, queue, sock = Session(1 << 20), filled([]), Taker([3, 0, 4, None])
-        if seals:
-            queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        if kept:
-            queue.keep(session)
-        for frame in ([b"one"], [b"head", LARGE], [b"three"]):
-            queue.append(frame)
-        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__, signals=True)  # type: ignore[misc]  # no type for a default
-        if place is None:
-            break
-        queue.recount((None,))
-        drain(queue, sock)
-        assert queue.size == 0, place
-        assert session.size == sum(map(len, chain.from_iterable(session.kept))), place
-    assert 10 < at < 9_999, "it was not interrupted"
-
-
-@pytest.mark.parametrize("others", ["append", "acknowledge"])
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_what_others_count_stays_as_the_size_is_made_right(seals: bool, others: str) -> None:
-    """Wherever the interpreter turns from a writer that was interrupted to another thread, and from that to it."""
-    whole: list[Buffer] = [b"head", LARGE]
-
-    def happened(at: int, recounts: bool) -> bool:
-        session, queue, sock = Session(1 << 20), SendQueue(), Taker()
-        queue.keep(session)
-        if seals:
-            queue.seal(Seal(KEY))
-        queue.append(whole)
-        drain(queue, sock)
-        queue.append([b"waits"])
-        step: Callable[[], object] = partial(queue.append, [b"later"], [])
-        if others == "acknowledge":
-            step = partial(session.arrived, [Frame(ACK, 1, b"")], 0)
-        recount = partial(queue.recount, (None,))
-        first, second = (recount, step) if recounts else (step, recount)
-
-        def other(_: str) -> None:
-            second()
-
-        found = meanwhile(first, at, other, send_queue.__file__, protocol_session.__file__, signals=True)
-        drain(queue, sock)
-        assert queue.size == 0
-        assert session.size == sum(map(len, chain.from_iterable(session.kept)))
-        return found
-
-    for recounts in (True, False):
-        moments = next(at for at in range(10_000) if not happened(at, recounts))
-        assert moments > 1
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
@@ -488,18 +325,3 @@ def test_a_turn_is_ended_once(seals: bool) -> None:
     drain(undisturbed, whole)
     expected = whole.data
     assert next(at for at in range(1_000) if not happened(at)) > 3
-
-
-def test_interruption_of_append_leaves_all_or_nothing() -> None:
-    """A frame whose append was interrupted is there as a whole or not at all, one of very many buffers too."""
-    frame: list[Buffer] = [b"%d," % number for number in range(2 * MAX_BUFFERS + 1)]
-    seen: set[bytes] = set()
-    at = 0
-    for at in range(10_000):
-        queue, sock = filled([[b"before"]]), Taker()
-        if interrupted(lambda queue=queue: queue.append(frame), at, send_queue.__file__) is None:  # type: ignore[misc]  # no type for a default
-            break
-        drain(queue, sock)
-        seen.add(bytes(sock.data))
-    assert 5 < at < 9_999, "it was not interrupted"
-    assert seen <= {b"before", b"before" + b"".join(frame)}

@@ -9,14 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.locks import is_owned
 from aiorpc.protocol.frames import Frame, Kind
-from aiorpc.transport import reading as reading_module
 from aiorpc.transport.connection import Connection
 from tests.transport.ends import LONG, End, encoded, unread, until
 
@@ -46,7 +43,7 @@ class Stander:
     async def attached(self) -> Stander:
         if not self.connection.attach(self.epoll):
             await until(
-                lambda: self.connection._epoll is not None
+                lambda: self.connection._reader.epoll is not None
             )  # reading is shared from the next turn of the loop on
             assert self.connection.attach(self.epoll)
         return self
@@ -98,41 +95,6 @@ class Stander:
             self._thread.join(LONG)
             assert not self._thread.is_alive()
         self.epoll.close()
-
-
-class Counted:
-    """A lock, and how often somebody has tried to take it since `begin`."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self.tries = 0
-        self._lock = lock
-        self._begun = 0.0
-        self.release = lock.release
-
-    def acquire(self, *how: Any) -> bool:
-        self.tries += 1
-        return self._lock.acquire(*how)
-
-    def __enter__(self) -> bool:
-        return self._lock.__enter__()
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._lock.release()
-
-    def begin(self) -> None:
-        self.tries, self._begun = 0, time.monotonic()
-
-    def check(self) -> None:
-        """Nobody has tried again and again meanwhile: each try waits for some time."""
-        assert self.tries <= 10 + 2 * (time.monotonic() - self._begun) / reading_module._STANDS_BY
-
-
-@pytest.fixture
-def counted(half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """The lock of whoever reads from the connection."""
-    lock = Counted(half[0].connection._reading)
-    monkeypatch.setattr(half[0].connection, "_reading", lock)
-    return lock
 
 
 @pytest.fixture
@@ -203,88 +165,6 @@ async def test_what_comes_as_a_thread_stops_looking_is_the_loops(
     stander.stop()
 
 
-async def test_a_thread_that_stops_looking_does_not_wait_for_the_loops_turn(
-    half: tuple[End, socket.socket], stander: Stander
-) -> None:
-    """It may have a job to run; the loop is told again behind its turn."""
-    end, far = half
-    connection = end.connection
-    assert connection.keep_from_loop()
-    waited: list[bool] = []
-    on_frames = connection.on_frames
-    assert on_frames is not None
-
-    def in_a_turn(frames: list[Frame]) -> None:
-        if not waited:
-            thread = threading.Thread(target=connection.leave_to_loop)
-            thread.start()
-            thread.join(1.0)
-            waited.append(thread.is_alive())
-        on_frames(frames)
-
-    connection.on_frames = in_a_turn
-    far.send(encoded(1))
-    connection._readable()
-    assert waited == [False]
-    await asyncio.sleep(0.01)
-    far.send(encoded(2))
-    assert [frame.call_id for frame in await end.received(2)] == [1, 2]
-    stander.stop()
-
-
-async def test_the_loop_does_not_look_again_and_again_while_a_thread_hands_out(
-    half: tuple[End, socket.socket], stander: Stander, counted: Counted
-) -> None:
-    """More has come meanwhile. The thread needs the interpreter, which such a loop would take from it."""
-    end, far = half
-    connection = end.connection
-    begun = threading.Event()
-
-    def hand_out(frames: list[Frame]) -> bool:
-        begun.set()
-        time.sleep(0.1)
-        return True
-
-    connection.on_stood = hand_out
-    stander.wait()
-    far.send(encoded(1))
-    assert begun.wait(LONG)  # here: the loop is not to read it before that thread does
-    far.send(encoded(2))
-    counted.begin()
-    await end.received(1)
-    counted.check()
-    assert [frame.call_id for frame in end.frames] == [2]
-    stander.stop()
-
-
-async def test_the_loop_waits_for_whoever_reads_as_it_gives_the_socket_back(
-    half: tuple[End, socket.socket], stander: Stander, counted: Counted
-) -> None:
-    """A thread has left that to the loop, which does not try again and again meanwhile."""
-    end, far = half
-    connection = end.connection
-    holds, let_go = threading.Event(), threading.Event()
-    assert connection.keep_from_loop()
-
-    def hold() -> None:
-        with counted:
-            holds.set()
-            assert let_go.wait(LONG)
-
-    reading = threading.Thread(target=hold)
-    reading.start()
-    assert await asyncio.to_thread(holds.wait, LONG)
-    counted.begin()
-    await asyncio.to_thread(connection.leave_to_loop)
-    await asyncio.sleep(0.1)
-    let_go.set()
-    await asyncio.to_thread(reading.join, LONG)
-    far.send(encoded(1))
-    assert [frame.call_id for frame in await end.received(1)] == [1]
-    counted.check()
-    stander.stop()
-
-
 async def test_what_a_thread_refuses_after_a_look_goes_to_the_loop(
     half: tuple[End, socket.socket], stander: Stander
 ) -> None:
@@ -315,38 +195,13 @@ async def test_nothing_is_kept_from_a_loop_that_has_to_read(half: tuple[End, soc
     stander.join()
     assert not connection.keep_from_loop()
     await end.received(1)
-    with connection._reading:
+    with connection._reader.reading:
         assert not await asyncio.to_thread(connection.keep_from_loop)
     assert connection.keep_from_loop()
     connection.abort()
     connection.leave_to_loop()
     assert not connection.keep_from_loop()
     assert await end.closed() is None
-    stander.stop()
-
-
-async def test_a_loop_that_cannot_be_told_again_ends_the_connection(
-    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would hear of nothing any more; the thread that looked goes on."""
-    end, _ = half
-
-    class Full:
-        """An epoll of a system that has no memory left."""
-
-        def __init__(self, epoll: Any) -> None:
-            self._epoll = epoll
-
-        def register(self, *_: object) -> None:
-            raise OSError(12, "no memory")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._epoll, name)
-
-    assert end.connection.keep_from_loop()
-    monkeypatch.setattr(end.connection, "_epoll", Full(end.connection._epoll))
-    await asyncio.to_thread(end.connection.leave_to_loop)
-    assert isinstance(await end.closed(), OSError)
     stander.stop()
 
 
@@ -497,176 +352,6 @@ async def test_an_error_of_whoever_takes_frames_ends_the_connection(
     cause = await end.closed()
     assert isinstance(cause, ProtocolError) and "two calls" in str(cause)
     stander.stop()
-
-
-async def test_what_is_refused_last_is_not_forgotten(half: tuple[End, socket.socket], stander: Stander) -> None:
-    """The loop is told of frames that a thread has left when that does not read any more, and not before."""
-    end, far = half
-    stander.takes = False
-    reading: list[bool] = []
-    original = end.connection._call_on_loop
-
-    def call_on_loop(callback: Callable[..., None], *args: object) -> None:
-        reading.append(is_owned(end.connection._reading))
-        original(callback, *args)
-
-    end.connection._call_on_loop = call_on_loop  # type: ignore[method-assign]  # to see when the loop is told
-    stander.wait()
-    far.send(encoded(1))
-    stander.join()
-    assert reading == [False]
-    assert [frame.call_id for frame in await end.received(1)] == [1]
-    stander.stop()
-
-
-async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.socket], stander: Stander) -> None:
-    """The loop finds another thread at the lock as it comes for what was left, and is told again by that one."""
-    end, far = half
-    stander.takes = False
-    let_go = threading.Event()
-    holds = threading.Event()
-
-    class Reluctant:
-        """Of a thread that is slow to attach it."""
-
-        def register(self, *_: object) -> None:
-            holds.set()
-            assert let_go.wait(LONG)
-
-    original = end.connection._readable
-    in_vain = asyncio.Event()
-
-    def readable() -> None:
-        original()
-        if end.connection._left:
-            in_vain.set()
-
-    end.connection._readable = readable  # type: ignore[method-assign]  # to see when it was called
-    slow = threading.Thread(target=end.connection.attach, args=(Reluctant(),))
-    original_call = end.connection._call_on_loop
-
-    def call_late(callback: Callable[..., None], *args: object) -> None:
-        end.connection._call_on_loop = original_call  # type: ignore[method-assign]  # as it was
-        slow.start()
-        assert holds.wait(LONG)
-        original_call(callback, *args)
-
-    end.connection._call_on_loop = call_late  # type: ignore[method-assign]  # as if the thread had been interrupted there
-    stander.wait()
-    far.send(encoded(1))
-    stander.join()
-    async with asyncio.timeout(LONG):
-        await in_vain.wait()
-    assert end.frames == []
-    let_go.set()
-    assert [frame.call_id for frame in await end.received(1)] == [1]
-    await asyncio.to_thread(slow.join, LONG)
-    stander.stop()
-
-
-async def test_whoever_begins_to_look_in_the_way_tells_the_loop(
-    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread is told of something while another one takes the socket from the loop, which comes in vain for that."""
-    end, far = half
-    slow = SlowEpoll(end.connection._epoll)
-    monkeypatch.setattr(end.connection, "_epoll", slow)
-    looking = threading.Thread(target=end.connection.keep_from_loop)
-    looking.start()
-    assert await asyncio.to_thread(slow.holds.wait, LONG)
-    far.send(encoded(1))
-    await asyncio.to_thread(end.connection.read_once)
-    await asyncio.sleep(0.01)  # time enough for the loop to come
-    assert end.frames == []
-    slow.let_go.set()
-    assert [frame.call_id for frame in await end.received(1)] == [1]
-    await asyncio.to_thread(looking.join, LONG)
-    end.connection.leave_to_loop()
-    stander.stop()
-
-
-async def test_whoever_stops_looking_in_the_way_tells_the_loop(
-    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread has left something, and the loop comes in vain for it while the socket is given back."""
-    end, far = half
-    connection = end.connection
-    stander.takes = False
-    assert connection.keep_from_loop()
-    slow = SlowEpoll(connection._epoll)
-    monkeypatch.setattr(connection, "_epoll", slow)
-    far.send(encoded(1))
-    original = connection._call_on_loop
-    late: list[Callable[[], None]] = []
-    monkeypatch.setattr(connection, "_call_on_loop", lambda callback: late.append(callback))
-    await asyncio.to_thread(connection.read_once)
-    monkeypatch.setattr(connection, "_call_on_loop", original)
-    looking = threading.Thread(target=connection.leave_to_loop)
-    looking.start()
-    assert await asyncio.to_thread(slow.holds.wait, LONG)
-    for callback in late:
-        callback()
-    assert end.frames == []
-    slow.let_go.set()
-    assert [frame.call_id for frame in await end.received(1)] == [1]
-    await asyncio.to_thread(looking.join, LONG)
-    stander.stop()
-
-
-class SlowEpoll:
-    """What the loop watches, slow to change."""
-
-    def __init__(self, epoll: Any) -> None:
-        self._epoll = epoll
-        self.holds, self.let_go = threading.Event(), threading.Event()
-
-    def unregister(self, fd: int) -> None:
-        self._wait()
-        self._epoll.unregister(fd)
-
-    def register(self, fd: int, events: int) -> None:
-        self._wait()
-        self._epoll.register(fd, events)
-
-    def _wait(self) -> None:
-        self.holds.set()
-        assert self.let_go.wait(LONG)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._epoll, name)
-
-
-async def test_a_thread_does_not_wait_for_the_loops_turn(half: tuple[End, socket.socket], stander: Stander) -> None:
-    """Told while the loop hands out frames, it leaves what has come to that, and goes."""
-    end, far = half
-    stander.epoll.close()  # the loop is to read the first frame
-    told: list[int] = []
-
-    def on_frames(frames: list[Frame]) -> None:
-        if not told:
-            thread = threading.Thread(target=end.connection.read_once)
-            thread.start()
-            thread.join(LONG)
-            assert not thread.is_alive()
-        told.extend(frame.call_id for frame in frames)
-
-    end.connection.on_frames = on_frames
-    far.send(encoded(1))
-    await until(lambda: told == [1])
-    far.send(encoded(2))
-    await until(lambda: told == [1, 2])
-    assert end.causes == []
-
-
-async def test_reading_is_shared_once(half: tuple[End, socket.socket]) -> None:
-    """Also if two threads have asked for that: the loop would go on to look at the descriptor of the first one."""
-    end, far = half
-    end.connection._share_reading()
-    epoll = end.connection._epoll
-    end.connection._share_reading()
-    assert end.connection._epoll is epoll
-    far.send(encoded(1))
-    await end.received(1)
 
 
 @pytest.mark.parametrize("seed", range(4))

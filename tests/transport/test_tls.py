@@ -7,7 +7,6 @@ import os
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.interrupts import SocketTurn
 from aiorpc.locks import is_owned
 from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
-from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.turns import SocketTurn
 from tests.authority import Authority
 from tests.tiers import examples
-from tests.transport.ends import Interruption, interrupted
+from tests.transport.ends import Interruption
 
 MOST = 128 * 1024
 
@@ -301,35 +299,6 @@ def test_no_part_of_a_record_is_left_to_nobody(credentials: dict[str, Credential
         assert found(acceptor.feed()) == [(1, 10_000, []), (2, 15_000, [])]
         return
     assert acceptor.left
-
-
-@pytest.mark.parametrize(
-    "cut", [pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 30], ids=str
-)
-def test_a_look_that_is_interrupted_loses_nothing(credentials: dict[str, Credentials], cut: int) -> None:
-    """At whichever instruction: what came is there for whoever looks or feeds next, once and in order."""
-    expected = frame(1, 10) + frame(2, 20_000) + frame(3)
-    opener, acceptor = shaken(credentials)
-
-    def reading(unread: deque[bytes]) -> None:
-        look(acceptor, unread, MOST)
-
-    for at in range(10_000):
-        data = encrypted(opener, expected[:50]) + encrypted(opener, expected[50:])
-        unread = deque([data[: len(data) - cut]])
-        place = interrupted(partial(reading, unread), at, tls_module.__file__)
-        release(acceptor)
-        unread.append(data[len(data) - cut :])
-        if at % 2:
-            assert look(acceptor, unread, MOST) == expected, place
-            acceptor.taking()()
-        else:
-            frames = acceptor.feed(b"".join(unread))
-            assert found(frames) == [(1, 10, []), (2, 20_000, []), (3, 0, [])], place
-        if place is None:
-            break
-    else:
-        raise AssertionError("it never ends")
 
 
 def release(layer: TlsLayer) -> None:

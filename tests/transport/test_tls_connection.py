@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import os
 import socket
-import ssl
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.interrupts import SocketTurn
 from aiorpc.protocol.frames import CHUNK, READ_SIZE, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import reading as reading_module
@@ -22,9 +22,8 @@ from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
-from aiorpc.turns import SocketTurn
 from tests.authority import Authority
-from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
+from tests.transport.ends import LONG, SOON, End, encoded, takes_little, unread, until
 
 FILES = (
     connection_module.__file__,
@@ -427,101 +426,3 @@ async def test_the_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "urgent", "segment"),
-    [
-        (10, True, 0),
-        pytest.param(2 * PIECE, True, 0, marks=pytest.mark.long),
-        pytest.param(10, True, 4 * PIECE + 5, marks=pytest.mark.long),
-        (10, False, 0),
-    ],
-)
-async def test_interruption_of_a_sender_loses_and_doubles_nothing(
-    half: tuple[End, Far], size: int, urgent: bool, segment: int
-) -> None:
-    """An exception between any two instructions of send in a thread: what was queued arrives once, in order."""
-    end, far = half
-    takes_little(end.sock, 4096 if size + segment < PIECE else 64 * 1024)
-    found: list[int] = []
-    stuck: list[str] = []
-    at = 0
-
-    def read() -> bool:
-        written = not end.connection.unsent
-        found.extend(frame.call_id for frame in far.frames())
-        return written
-
-    for at in range(5_000):
-        frame = encode_frame(Kind.CALL, at, bytes(size), [bytes(segment)] if segment else ())
-        files = (*FILES, ssl.__file__)  # which calls C once for each piece
-        place = await asyncio.to_thread(interrupted, partial(end.connection.send, frame, urgent=urgent), at, *files)
-        try:
-            await until(read, SOON)
-        except TimeoutError:
-            stuck.append(f"{place}: waits for ever")
-        if place is None or len(stuck) >= 3:
-            break
-    end.send(1 << 32)
-    await until(lambda: read() and found[-1:] == [1 << 32])
-    assert stuck == []
-    assert found == sorted(set(found)), "in order, and none twice"
-    assert at + 1 - len(found) < 60, "more than what was interrupted before it was queued"
-    assert 50 < at < 4_999, "it was not interrupted"
-    assert end.causes == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pieces", [["7"], pytest.param(["7", "8"], marks=pytest.mark.long), ["8"]], ids="+".join)
-async def test_interruption_of_a_waiter_loses_and_doubles_nothing(shared: tuple[End, Far], pieces: list[str]) -> None:
-    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
-    end, far = shared
-    lost: list[str] = []
-    done: set[int] = set()
-    at = 0
-    for at in range(3_000):
-        first, second = 2 * at + 1, 2 * at + 2
-        frames = {"7": encoded(first), "8": encoded(second, kind=Kind.ITEM)}
-        expected = [{"7": first, "8": second}[piece] for piece in pieces]
-        rest = [far.encrypted(frames[piece]) for piece in pieces]
-        looks: list[None] = []
-        taken: list[Frame] = []
-
-        def more(rest: list[bytes] = rest, looks: list[None] = looks) -> bool:
-            if rest:
-                far.send_raw(rest.pop(0))
-            looks.append(None)
-            return len(looks) > 3
-
-        def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
-            def read() -> None:
-                end.connection.read_here(more, taken)
-
-            place = interrupted(read, at, *FILES)
-            end.connection.read_on_loop()
-            return place
-
-        before = len(end.frames)
-        place = await asyncio.to_thread(work)
-        if left := b"".join(rest):
-            far.send_raw(left)
-
-        def had(taken: list[Frame] = taken, before: int = before, done: set[int] = done) -> list[int]:
-            # An answer that was read in an earlier turn is none of this one's: its call is not pending any more.
-            return sorted({frame.call_id for frame in taken} - done) + [each.call_id for each in end.frames[before:]]
-
-        try:
-            await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
-        except TimeoutError:
-            lost.append(f"{place}: {had()} of {expected}, and waits for ever")
-        else:
-            if had() != expected:
-                lost.append(f"{place}: {had()} instead of {expected}")
-        done |= {first, second}
-        if place is None or len(lost) >= 3:
-            break
-    assert lost == []
-    assert 50 < at < 2_999, "it was not interrupted"
-    assert end.causes == []

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
-from functools import partial
 
 import pytest
 
-from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
-from aiorpc.transport import send_queue, writing
+from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
 from aiorpc.transport.writing import BATCH_FRAMES
-from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, read_all, takes_little, until
+from tests.transport.ends import LONG, End, Watched, encoded, read_all, takes_little
 
 
 @pytest.mark.parametrize("urgent", [False, True])
@@ -176,61 +173,3 @@ async def test_alarm_that_rings_in_a_write_is_no_word_of_the_socket(
         while len(found) < len(expected) and not end.causes:
             found += await asyncio.get_running_loop().sock_recv(far, 1000)
     assert bytes(found) == expected and end.causes == []
-
-
-@pytest.mark.parametrize(
-    ("size", "urgent"), [(20, True), (20, False), pytest.param(30_000, True, marks=pytest.mark.long)]
-)
-async def test_interruption_of_a_sender_loses_and_doubles_nothing(
-    half: tuple[End, socket.socket], size: int, urgent: bool
-) -> None:
-    """An exception between any two instructions of send in a thread: what was queued arrives once, in order."""
-    end, far = half
-    takes_little(end.sock, 4096)
-    at = 0
-    begun: list[int] = []
-
-    class Noted(list[Buffer]):
-        """A frame that notes when it is about to be queued: its length is asked a few instructions before."""
-
-        def __len__(self) -> int:
-            if begun[-1:] != [at]:
-                begun.append(at)
-            return super().__len__()
-
-    decoder = FrameDecoder(max_body=1 << 24)
-    found: list[int] = []
-    stuck: list[str] = []
-
-    def read() -> bool:
-        written = not end.connection.unsent
-        with contextlib.suppress(BlockingIOError):
-            while data := far.recv(1 << 16):
-                found.extend(frame.call_id for frame in decoder.feed(data))
-        return written
-
-    for at in range(5_000):
-        place = await asyncio.to_thread(
-            interrupted,
-            partial(end.connection.send, Noted(encode_frame(Kind.CALL, at, bytes(size))), urgent=urgent),
-            at,
-            writing.__file__,
-            send_queue.__file__,
-        )
-        try:
-            await until(read, SOON)
-        except TimeoutError:
-            stuck.append(f"{place}: waits for ever")
-            end.send(1 << 32)
-            try:
-                await until(read, SOON)
-            except TimeoutError:
-                stuck[-1] += ", and so do those behind it"
-                break
-        if place is None or len(stuck) >= 3:
-            break
-    assert stuck == []
-    assert found == begun[-len(found) :]
-    assert len(begun) - len(found) < 40, "more than what was interrupted before it was queued"
-    assert 50 < at < 4_999, "it was not interrupted"
-    assert end.causes == []

@@ -23,14 +23,15 @@ Invariants
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from ...errors import ProtocolError
 from ...logs import logger
 from ...protocol.frames import Buffer
-from .. import Arrived, Traffic, Wire, size_said
-from ..accelerator import Accelerator, DeviceBuffer, Stream
+from .. import Arrived, Channel, Traffic, Wire, size_said
+from ..accelerator import Accelerator, DeviceBuffer
+from ..landing import Landing
 from .messages import (
     MESSAGES,
     BoxOffer,
@@ -41,7 +42,6 @@ from .messages import (
     Got,
     Opened,
     Piece,
-    Slot,
     Slots,
     Stop,
 )
@@ -54,7 +54,7 @@ _SLOTS = MESSAGES.write(Slots([]))[:1]  # how such a message begins
 __all__ = ["DIRECT", "IPC", "STAGING", "Devices", "Surroundings"]
 
 
-class Devices:
+class Devices(Channel):
     """One end. See the package. `send`, `withdraw`, `posted`, `flush` and `is_here` from any thread, the rest on the
     loop; where it says so, also in a thread that has read what the connection has brought, and hands it out.
 
@@ -64,6 +64,10 @@ class Devices:
     """
 
     name = "device"
+    on_devices = True
+    borrows = False
+    tracks = True
+    anywhere = (_SLOTS,)
 
     def __init__(
         self,
@@ -76,42 +80,33 @@ class Devices:
         limit: int,
         piece_size: int = PIECE_SIZE,
     ) -> None:
-        self.traffic: Traffic = Traffic()
+        super().__init__()
         self.ways: dict[str, Traffic] = {DIRECT: Traffic(), IPC: Traffic(), STAGING: Traffic()}
         self._sender = Sender(
             accelerator, surroundings, self.ways, way=way, forced=forced, box_size=box_size, piece_size=piece_size
         )
         self._receiver = Receiver(accelerator, surroundings, self.ways, limit=limit)
-        self._around = surroundings
+        self.around: Surroundings = surroundings
         self._closed = False
         self._let_go = self._gone = False
-        self.released: deque[Slot] = self._receiver.released  # what `flush` would send
-        self.is_here: Callable[[Wire], bool] = self._receiver.is_here
+        self.released = self._receiver.released
 
-    def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire]:
+    def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer], copies: object = None) -> list[Wire | None]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
-        wires: list[Wire] = []
+        wires: list[Wire | None] = []
         try:
             for buffer in buffers:
-                wires.append(self._sender.send(buffer))
-                self.traffic._count_sent(len(buffer))
-        except BaseException:
-            self.withdraw(wires, named=False)
+                wires.append(self.send_one(buffer))
+        except Exception:
+            self.withdraw([wire for wire in wires if wire is not None], named=False)
             raise
         return wires
 
-    def send_one(self, buffer: DeviceBuffer) -> tuple[Wire, bool]:
-        """As `send`, for one; and whether nothing of it is still to come, so that `posted` need not be said."""
-        wire: Wire | None = None
-        try:
-            wire = self._sender.send(buffer)
-            size, chunks = wire[2], wire[3]
-            self.traffic._count_sent(size)
-            return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
-        except BaseException:
-            if wire is not None:
-                self.withdraw([wire], named=False)
-            raise
+    def send_one(self, buffer: DeviceBuffer, copies: object = None) -> Wire:
+        """As `send`, for one."""
+        wire = self._sender.send(buffer)
+        self.traffic._count_sent(len(buffer))
+        return wire
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
         """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
@@ -133,14 +128,16 @@ class Devices:
             self.traffic._count_received(size)
         return received
 
-    def receive_one(self, wire: Wire, streams: Mapping[int, Stream]) -> DeviceBuffer:
-        """As `receive`, for one that `is_here`; raises what the device raises. See the class.
-
-        streams: those that are current, by device, as far as the caller knows them.
-        """
-        buffer = self._receiver.receive_one(wire, streams)
+    def receive_one(self, wire: Wire, landing: Landing | None = None) -> DeviceBuffer:
+        """As `receive`, for one that `is_here`, with the streams of the landing current; raises what the device
+        raises."""
+        buffer = self._receiver.receive_one(wire, landing.streams if landing is not None else {})
         self.traffic._count_received(wire[2])
         return buffer
+
+    def is_here(self, wire: Wire) -> bool:
+        """Whether that is a whole transfer to a device, all of it in slots of boxes that are open. Any thread."""
+        return self._receiver.is_here(wire)
 
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """As of other channels."""
@@ -172,19 +169,24 @@ class Devices:
                     sender.on_refused(box, reason)
                 case Closed(boxes):
                     sender.on_closed(boxes)
-                    self._around.in_background(self.let_go)
+                    self.around.in_background(self.let_go)
                 case Stop(number, ""):
                     sender.on_unwanted(number)
                 case Stop(number, reason):
                     receiver.on_stop(number, reason)
                 case BoxOffer():
-                    self._around.in_background(receiver.open, message)
+                    self.around.in_background(receiver.open, message)
                 case Piece():
                     raise ValueError("it has no buffer")
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
             raise ProtocolError(f"a message about device memory that cannot be: {message!r:.100}: {error}") from None
 
-    def on_piece(self, fields: list[object], buffer: Buffer | Exception) -> None:
+    def introduced(self, theirs: Any) -> None:
+        """The other end has said what it has: choose a way."""
+        self.route, way, reason = self.around.introduced(theirs)
+        self.choose(way, reason)
+
+    def on_buffer(self, fields: list[object], buffer: Buffer | Exception) -> None:
         """A piece from the other end, or why it cannot be had. Raises ProtocolError."""
         if self._closed:
             return
@@ -202,7 +204,7 @@ class Devices:
             return
         self._let_go = True
         inboxes = self._receiver.take_inboxes()
-        self._around.hold([*inboxes.values()])
+        self.around.hold([*inboxes.values()])
         closed = []
         for number, inbox in inboxes.items():
             try:
@@ -211,7 +213,7 @@ class Devices:
                 logger.debug("closing device memory of another worker: %s", error)
             else:
                 closed.append(number)
-        self._around.post(Closed(closed))
+        self.around.post(Closed(closed))
         self._gone = True
 
     def choose(self, way: str, reason: str) -> None:
@@ -238,6 +240,10 @@ class Devices:
         """Whether something of a transfer is still to be sent."""
         return self._sender.transfers > 0
 
+    def traffics(self) -> dict[str, Traffic]:
+        """What has gone which way."""
+        return self.ways
+
     @property
     def under_way(self) -> dict[str, int]:
         """What is held for transfers: how many are not all sent, not all here, here before their message, and not
@@ -256,4 +262,4 @@ class Devices:
         if self._closed:
             return
         self._closed = True
-        self._around.ended([*self._sender.close(), *self._receiver.close()])
+        self.around.ended([*self._sender.close(), *self._receiver.close()])

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from ...locks import Lock
+from ...undoing import on_error
 from ..accelerator import Event, Interprocess, Stream, Tensor
 from ..space import KIB, MIB
 
@@ -98,14 +99,10 @@ class Outbox(BoxEnd):
         self.slots: list[tuple[int, int]] = cut(self.size)
         self._address = driver.allocate(index, self.size)
         self._events = []
-        try:
+        with on_error(lambda: driver.close_events(self._events)), on_error(driver.free, index, self._address):
             self.handle: bytes = driver.export(index, self._address)
             self._events = driver.events(index, len(self.slots))
             self.event_handles: list[bytes] = [driver.export_event(event) for event in self._events]
-        except BaseException:
-            driver.free(index, self._address)
-            driver.close_events(self._events)
-            raise
         self._rooms = [room for _, room in self.slots]
         self._free = [list[int]() for _ in self.slots]  # by the first slot of a size: those that are free
         self._lock = Lock()
@@ -121,19 +118,13 @@ class Outbox(BoxEnd):
         """How many slots are not free."""
         return len(self.slots) - sum(map(len, self._free))
 
-    def take(self, size: int, taken: list[int] | None = None) -> int | None:
-        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none.
-
-        taken: what the slot is added to, in the step that takes it: so who is interrupted can give it back.
-        """
-        taken = [] if taken is None else taken
+    def take(self, size: int) -> int | None:
+        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none."""
         least = self._firsts[-1] if size > self._rooms[-1] else bisect_left(self._rooms, size)
         with self._lock:
             for first in self._firsts:
-                if first < least or not self._free[first]:
-                    continue
-                taken.extend(map(self._free[first].pop, (-1,)))  # one call of C
-                return taken[-1]
+                if first >= least and self._free[first]:
+                    return self._free[first].pop()
         return None
 
     def give(self, slot: int) -> None:
@@ -160,7 +151,7 @@ class Outbox(BoxEnd):
                 driver.wait(event, stream)
                 driver.copy(self._address + place, source.data_ptr() + start, size, stream)
                 driver.record(event, stream)
-            except BaseException:
+            except Exception:
                 # The copy may be enqueued, and nobody knows of it: whoever has the slot next waits for what there is,
                 # and for what this one was to wait for.
                 with contextlib.suppress(Exception):
@@ -185,11 +176,8 @@ class Inbox(BoxEnd):
         super().__init__(driver, index, driver.close)
         self.slots = slots
         self._address = driver.open(index, handle)
-        try:
+        with on_error(driver.close, index, self._address):
             self._events = driver.open_events(index, event_handles)
-        except BaseException:
-            driver.close(index, self._address)
-            raise
 
     def get(self, slot: int, target: int, size: int, stream: Stream) -> None:
         """Enqueue a copy of the slot's first bytes to an address. When this returns, the slot may be given back."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import numpy
 
 from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer
+from ...undoing import on_error
 from .. import AnyBuffer, Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Stream, Tensor, device_index
 from ..inline import allocate
@@ -243,17 +243,11 @@ class Receiver:
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
         slots: list[Slot] = []
-        unsent: list[object] = [slots]
-        try:
-            with suppress(IndexError):  # another thread has taken the rest
-                slots.extend(map(deque.popleft, repeat(self.released, len(self.released))))  # one call of C
-            if slots:
-                self._around.post(Slots(slots), more=more, unsent=unsent)
-        except BaseException:
-            if unsent:  # a signal handler has raised it: somebody else sends them
-                self.released.extend(slots)
-                self._around.on_release()
-            raise
+        with suppress(IndexError):  # until there are no more
+            while True:
+                slots.append(self.released.popleft())
+        if slots:
+            self._around.post(Slots(slots), more=more)
 
     def _do_without(self, number: int) -> None:
         """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
@@ -367,12 +361,9 @@ class Receiver:
             if self._left:
                 raise RpcError("this worker is leaving")
             inbox = Inbox(driver.interprocess, target, handle, event_handles, slots)
-            try:
+            with on_error(inbox.close):
                 self._around.hold([inbox])  # the nonce may still be on its way when the other process dies
                 self._prove(inbox, nonce)
-            except BaseException:
-                inbox.close()
-                raise
         except Exception as error:
             self._around.post(BoxRefused(number, f"{type(error).__name__}: {error}"))
             return

@@ -47,7 +47,6 @@ class _Box:
     open: bool = False
     refused: str = ""
     waiting: deque[_Sending] = field(default_factory=deque)
-    unmade: list[bool] = field(default_factory=lambda: [True])  # taken out by the thread that makes it
 
 
 @dataclass(eq=False)
@@ -133,14 +132,10 @@ class Sender:
         if sent < size:
             try:
                 self._clone(number, buffer, sent, box, index)
-            except BaseException:
+            except Exception:
                 self._give_back(chunks)
                 self._around.on_loop(self._pump_all, chunks)
-                sending = self._sending.get(number)
-                if sending is not None:  # a signal handler has raised it: nobody will post this one
-                    self._stop(sending, "")
                 raise
-        # No call from here on, in which a signal handler may raise: nobody else knows of what was taken.
         return [number, buffer.target, size, chunks]
 
     def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
@@ -162,14 +157,15 @@ class Sender:
         taken: list[int] = []
         try:
             while start < size and outbox is not None:
-                slot = outbox.take(size - start, taken)
+                slot = outbox.take(size - start)
                 if slot is None:
                     break
+                taken.append(slot)
                 copied = outbox.put(slot, source, start - first, stream)
                 chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
                 self.ways[IPC]._count_sent(copied)
                 start += copied
-        except BaseException:
+        except Exception:
             if outbox is not None:
                 for slot in taken:
                     outbox.give(slot)
@@ -242,23 +238,14 @@ class Sender:
             with self._lock:
                 box = self._boxes.get((index, target))
                 if box is None:
-                    made = _Box(len(self._boxes), index, target)
-                    try:
-                        box = self._boxes[index, target] = made
-                        self._around.in_background(self._make, made)
-                    except BaseException:  # a signal handler has raised it, maybe before a thread was asked
-                        self._around.in_background(self._make, made)
-                        raise
+                    box = self._boxes[index, target] = _Box(len(self._boxes), index, target)
+                    self._around.in_background(self._make, box)
         if box.refused and not self._forced:
             return None
         return box
 
     def _make(self, box: _Box) -> None:
-        """In a thread: allocate and offer it. Again: nothing."""
-        try:
-            box.unmade.pop()
-        except IndexError:
-            return
+        """In a thread: allocate and offer it."""
         driver = self._accelerator
         assert driver.interprocess is not None, "no ipc without it"
         try:

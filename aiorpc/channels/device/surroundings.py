@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import RpcError
 from ...protocol.frames import Buffer
 from ..accelerator import Event, Tensor
+from ..routes import Route
 from .messages import Message
 from .outbox import BoxEnd
 
@@ -19,9 +20,8 @@ NONCE_SLOT = 0
 class Surroundings(Protocol):
     """What the channel needs around it. All from any thread."""
 
-    def post(self, message: Message, *, more: bool = False, unsent: list[object] | None = None) -> None:
-        """Send a message to the other end. more: another one follows at once. unsent: has something in it; it is
-        emptied by the step that queues the message."""
+    def post(self, message: Message, *, more: bool = False) -> None:
+        """Send a message to the other end. more: another one follows at once."""
 
     def post_buffer(self, message: Message, buffer: Buffer) -> None:
         """Send a message with a buffer, which is borrowed until it is written."""
@@ -37,6 +37,9 @@ class Surroundings(Protocol):
 
     def on_release(self) -> None:
         """`flush` has something to send."""
+
+    def introduced(self, theirs: Any) -> tuple[Route | None, str, str]:
+        """The other end's descriptor has come: the route of answers to it, the way (`Sender.choose`), and why."""
 
     def on_chosen(self, way: str, reason: str) -> None:
         """That way is used for device memory; reason: why not a better one."""

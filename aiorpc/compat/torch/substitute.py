@@ -21,6 +21,7 @@ import torch.nn.parallel.distributed
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...locks import RLock
+from ...undoing import on_error
 from . import autograd, children, ddp, futures, natives, nn, optim, rpc, script
 from .replace import Replacements
 from .rpc import (
@@ -104,11 +105,8 @@ def install() -> None:
             return
         _refuse_while_initialized("install")
         replaced = _installation.replaced
-        try:
+        with on_error(_put_back):
             _replace(replaced)
-        except BaseException:
-            _put_back()
-            raise
 
 
 def uninstall() -> None:

@@ -288,7 +288,7 @@ def _child(
     settle_in(meeting.folder)
     try:
         pipe.send((role(place, settings), ""))
-    except BaseException:
+    except Exception:
         pipe.send((None, traceback.format_exc()))
         pipe.close()
         sys.stdout.flush()

@@ -12,6 +12,7 @@ from ... import foreign
 from ...channels import AnyBuffer
 from ...errors import ItemLost, Overloaded, RpcCancelled, RpcError, SerializationError
 from ...futures import AnyFuture, outcome
+from ...interrupts import is_interrupt
 from ...logs import logger
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
@@ -304,7 +305,7 @@ class Answers:
         if self._engine.on_handler_error is not None:
             try:
                 self._engine.on_handler_error(error)
-            except BaseException as broken:
+            except Exception as broken:
                 said = "on_handler_error of worker %s raised"
                 foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
 
@@ -416,7 +417,7 @@ def pass_on(error: BaseException) -> None:
 
     Everything else that handlers raise, even SystemExit, concerns their call alone.
     """
-    if foreign.is_interrupt(error):
+    if is_interrupt(error):
         raise error
 
 

@@ -42,6 +42,7 @@ from ...transport.connection import Connection
 from ...transport.send_queue import SendQueue
 from ..calls.current import ServedCall
 from ..engine.engine import Engine
+from ..links.second import SecondConnection
 
 # So many parked calls are begun at once: nobody knows yet what their answers will be.
 _AT_ONCE = 64
@@ -53,7 +54,7 @@ class LinkForBacklog(Protocol):
     """The link whose answers these are."""
 
     @property
-    def bulk(self) -> Bulk: ...
+    def second(self) -> SecondConnection: ...
 
     @property
     def pipe(self) -> Connection | None: ...
@@ -71,7 +72,7 @@ class Backlog:
         self.half: int = self.limit // 2
         self.most: int = 2 * self.limit
         self.queue: SendQueue = connection.queue
-        self.bulk: Bulk = link.bulk
+        self.bulk: Bulk = link.second.bulk
         self.held = 0
         self.parked: deque[ServedCall] = deque()
         self._engine = engine

@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import is_grad_enabled, set_grad_enabled
 
-from ... import foreign
 from ...errors import WorkerClosed
+from ...interrupts import is_interrupt
 from ..calls.batching import Batch
 from ..calls.current import CommonHome, current_call, current_node
 from ..gradients.contexts import current_autograd
@@ -62,7 +62,7 @@ async def _run(batch: Batch) -> None:
         await batch.run_async()
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
         # Its callers have got it. Raised in a task the first two would end the loop, and nobody would hear the last.
-        if foreign.is_interrupt(error):
+        if is_interrupt(error):
             raise
 
 

@@ -21,7 +21,6 @@ from torch import is_grad_enabled, set_grad_enabled
 
 from ... import foreign
 from ..._typing import Coro, T
-from ...callbacks import Again
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
     NotAllowed,
@@ -198,8 +197,6 @@ class Runner:
         except RpcError:  # not of what was sent: the runtime refuses the references in it, or it is no message
             raise
         except BaseException as error:
-            if foreign.from_signal(error):
-                raise
             raise self._unreadable(call, error) from error
 
     def _unreadable(self, call: ServedCall, error: BaseException) -> SerializationError:
@@ -367,7 +364,7 @@ class Runner:
 
     def _defer(self, call: ServedCall, result: object) -> None:
         if is_future(result):
-            when_done(result, Again(self._answer_deferred, [call]))
+            when_done(result, partial(self._answer_deferred, [call]))
             return
         kind = type(result).__qualname__
         given = "it returns"
@@ -390,17 +387,9 @@ class Runner:
         Nobody changes later what was read, as the answer to another call is. A value that a program has settled its own
         Future with it may change.
         """
-        if getattr(future, "_apart", False):
-            self._engine.apart_from_signals(self._answer_waiting, waiting, future)
-        else:
-            self._answer_waiting(waiting, future)
-
-    def _answer_waiting(self, waiting: list[ServedCall], future: AnyFuture) -> None:
-        try:
-            call = waiting.pop()
-        except IndexError:  # it was handed over twice
-            return
-        self._answers.answer_future(call, True, future)
+        if waiting:
+            self._answers.answer_future(waiting[0], True, future)
+            waiting.clear()
 
     def _join_batch(self, call: ServedCall, args: list[object], kwargs: dict[str, object]) -> None:
         batcher = get_batcher(_function_of(call), self._node)

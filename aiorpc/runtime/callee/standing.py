@@ -119,7 +119,7 @@ class Standing:
             return False
         ahead: tuple[int, Call, Found] | None = None
         for frame in frames:
-            if frame.kind == RELEASE or (frame.kind == CHANNEL and link.gives_slots(frame)):
+            if frame.kind == RELEASE or (frame.kind == CHANNEL and link.any_thread_takes(frame)):
                 continue
             if ahead is not None:  # several calls at once are handed out faster by the loop
                 return False

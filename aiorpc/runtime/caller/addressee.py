@@ -49,9 +49,7 @@ from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
 class ReferencesForPeer(Protocol):
     """The references of the worker, as far as peers need them: for references in answers."""
 
-    def load(
-        self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
-    ) -> Sequence[object]:
+    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[object]:
         """Handles of the references in a message from `sender`. left: the same, without those that were taken."""
 
 
@@ -235,10 +233,7 @@ class Addressee:
             urgent = len(owed.pending) <= FEW + owed.system
             if call_id in owed.pending:
                 parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
-        except BaseException as error:
-            if not foreign.is_a(error, Exception) or foreign.from_signal(error):
-                self._unsend(out)
-                raise
+        except Exception as error:
             if isinstance(message.call, CallFuture):
                 message.call.unsent = True
             failure = self._not_sent(error)
@@ -248,13 +243,7 @@ class Addressee:
                 link.distribution.withdraw(parcel)
             self._unsend(out)
             return
-        try:
-            link.post(parcel, urgent=urgent, call=message.call, undo=out, passed=message.passed)
-        except BaseException:
-            if parcel.unsent:  # a signal handler has raised it, before the message was queued
-                link.distribution.withdraw(parcel)
-                self._unsend(out)
-            raise
+        link.post(parcel, urgent=urgent, call=message.call, undo=out, passed=message.passed)
         if call_id not in owed.pending:
             deadline = message.call._deadline
             expired = deadline is not None and deadline <= time.monotonic()
@@ -269,12 +258,8 @@ class Addressee:
         if self.gone is None:
             self._waiting.add(message)
             if self.state is PeerState.IDLE:
-                try:
-                    self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
-                    self.engine.call_on_loop(self._home.connect, self)
-                except BaseException:  # a signal handler has raised it, maybe before the loop was asked
-                    self.engine.call_on_loop(self._home.connect, self)
-                    raise
+                self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
+                self.engine.call_on_loop(self._home.connect, self)
 
     def _formed(self, message: WaitingCall) -> WaitingCall | None:
         """The same message in the form for the worker, now that it is known; None if it has none: its call ends."""
@@ -355,12 +340,10 @@ class Addressee:
         # No answer can follow on this connection (the goodbye may have come earlier on another).
         link.when_drained(partial(self.fail, farewell(self.record, why)))
 
-    def load_references(
-        self, passed: Sequence[PassedReference], left: list[PassedReference] | None = None
-    ) -> Sequence[object]:
-        """Handles of the references in a message from this peer. left: the same, without those that were taken."""
+    def load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
+        """Handles of the references in a message from this peer."""
         assert self.record is not None, "an answer came over a connection, so the peer is known"
-        return self._home.references.load(passed, self.record.id, left)
+        return self._home.references.load(passed, self.record.id)
 
     def track(self, said: Recorded, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from this peer, placed in the autograd graph. said: what the message says of them.

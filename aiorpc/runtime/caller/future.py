@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from ... import foreign
 from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
 from ...futures import PENDING, UNCLAIMED, Future, Marks
-from ...protocol.frames import PARCEL, RELEASE, Frame
+from ...interrupts import has_ended_wait
 from ...sites import CallSite
 from ...transport.connection import Connection
 from ..engine.engine import Engine
@@ -38,8 +38,6 @@ class CallForFuture(Protocol):
 
 class OwedForFuture(Protocol):
     """The calls that a peer owes us (`OwedCalls`), as far as the Future of one of them knows them."""
-
-    interruption: tuple[BaseException, BaseException] | None
 
     @property
     def pending(self) -> Mapping[int, CallForFuture]: ...
@@ -163,57 +161,32 @@ class CallFuture(Unawaited, Future[Any]):
         # While messages are held, and for streams and devices, only the loop reads: the order of messages matters then.
         if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
-        loop, owed, pending = peer.engine.call_on_loop, peer.owed, peer.owed.pending
+        loop, pending = peer.engine.call_on_loop, peer.owed.pending
         current: CallForFuture | None = None
-        begun: Frame | None = None
-        frames: list[Frame] = []
         try:
-            while True:
-                frames = []
-                if self._state == PENDING:
-                    connection.read_here(enough, frames)
+            while self._state == PENDING:
+                frames = connection.read_here(enough)
                 if not frames:
                     return
                 for frame in frames:
-                    begun, current = frame, pending.get(frame.call_id)
+                    current = pending.get(frame.call_id)
                     if link.held or (current is not None and current.streamed):
                         loop(link.take_over, frame)
                         continue
                     try:
                         link.on_frames([frame])
-                    except ProtocolError:  # it is nonsense, or a signal handler raised while it was read
+                    except ProtocolError:  # it is nonsense, and the loop ends the connection
                         loop(link.take_over, frame)
-                        continue
-                    interruption = owed.interruption
-                    if interruption is None or current is None or current._error is not interruption[0]:
-                        continue
-                    # Ctrl-C came while its answer was unpickled, in a thread that may wait for another one.
-                    owed.interruption = None
-                    raise interruption[1]
-        except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
-            self._leave_to_loop(frames, begun, link)
-            connection.read_on_loop()
+        except BaseException as error:
+            if has_ended_wait(error):
+                raise
+            peer.engine.lifetime.break_down(error)
             # This thread had taken that call out of `pending` and was about to settle it: nobody else will. Had it
             # begun to, the call is complete, and this changes nothing.
             if current is not None and current.call_id not in pending:
                 with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
                     current._settle(None, RpcCancelled(f"{current._describe()} was interrupted as its answer was read"))
             raise
-
-    def _leave_to_loop(self, answers: Sequence[Frame], begun: Frame | None, link: Link) -> None:
-        """Frames that this thread has read last, before it was interrupted as it handled `begun`, or had handled it."""
-        owed, loop = self.peer.owed, self.peer.engine.call_on_loop
-        behind = not any(frame is begun for frame in answers)
-        for frame in answers:
-            if frame.kind == RELEASE:
-                loop(link.take_over, frame, True)
-            elif frame is begun and frame.kind == PARCEL and link.has_taken(frame):  # its memory is no more in it
-                owed.settle(frame.call_id, RpcCancelled("a thread was interrupted as it read the answer"))
-            elif behind or (frame is begun and frame.kind == PARCEL):
-                loop(link.take_over, frame)  # also where nobody waits any more: what it was lent has to be given back
-            elif frame is begun and frame.call_id in owed.pending:
-                loop(link.take_over, frame)
-            behind = behind or frame is begun
 
     if not TYPE_CHECKING:  # for a checker there is nothing
 

@@ -7,11 +7,9 @@ who that is, and whoever took it out settles its Future.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -20,7 +18,7 @@ import torch
 from ... import foreign
 from ...channels.accelerator import DeviceBuffer
 from ...channels.landing import Landing
-from ...errors import PeerLeft, RpcCancelled, RpcError, RpcTimeout, WorkerClosed
+from ...errors import PeerLeft, RpcError, RpcTimeout, WorkerClosed
 from ...futures import GRACE
 from ...logs import logger
 from ...protocol.codec import Past
@@ -30,6 +28,7 @@ from ...protocol.messages import Recorded, Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference, ReferenceId
 from ...protocol.states import PeerState
 from ...sites import describe_site
+from ...undoing import on_error
 from ..calls.current import CommonHome, current_node
 from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall
@@ -85,10 +84,8 @@ class PeerForOwed(Protocol):
     def call_off(self, call_id: int, expired: bool = False) -> None:
         """That call has ended here: take it back, or tell the callee. expired: its time is up."""
 
-    def load_references(
-        self, passed: Sequence[PassedReference], left: list[PassedReference] | None = None
-    ) -> Sequence[object]:
-        """Handles of the references in a message from the peer. left: the same, without those that were taken."""
+    def load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
+        """Handles of the references in a message from the peer."""
 
     def track(self, said: Recorded, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
@@ -110,9 +107,7 @@ class OwedCalls:
     that are streams. lent: the references that those have lent to the callee, or whose values they call, by number:
     they end no sooner than the call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we
     wait to leave. decoding: the numbers of calls of users whose answers have come, and are being unpickled in the
-    background. interruption: the error of the last call whose answer was being unpickled as a signal handler raised,
-    and what that has raised. It is not the cause of the error: who raises it adds frames, and a Future must have none
-    (`without_frames`).
+    background.
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
@@ -124,7 +119,6 @@ class OwedCalls:
         self.system: int = 0
         self.decoding: set[int] = set()
         self._given_up: dict[int, float] = {}
-        self.interruption: tuple[BaseException, BaseException] | None = None
         self._home = home
         self._engine = home.engine
         self._counters = home.engine.counters
@@ -195,17 +189,10 @@ class OwedCalls:
             return float("inf")
         if now < future._deadline + GRACE:
             return future._deadline
-        try:
-            if self.take(call_id) is not None:
-                self.streams.pop(call_id, None)
-                self._time_out(future, now - future._deadline)
-                self._peer.call_off(call_id, True)
-        except BaseException:  # a signal handler has raised it, maybe after the call was taken out of `pending`
-            if call_id not in self.pending:
-                error = RpcCancelled(f"{future._describe()} was interrupted as its time was up")
-                with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
-                    future._settle(None, error)
-            raise
+        if self.take(call_id) is not None:
+            self.streams.pop(call_id, None)
+            self._time_out(future, now - future._deadline)
+            self._peer.call_off(call_id, True)
         return float("inf")
 
     def _time_out(self, future: OwedCall, late: float = 0.0) -> None:
@@ -340,7 +327,6 @@ class OwedCalls:
             self._settle_error(future, frame)
             return
         landing = frame.landing if type(frame) is Message else None
-        result: Values | None = None
         try:
             result = read_values(frame.body)
             values, _, _, pickled, _, table, references, _ = result
@@ -349,11 +335,7 @@ class OwedCalls:
             elif pickled and len(pickled) > LARGE_PICKLE:
                 self._decode_in_background(future, result, frame.segments, landing)
                 return
-        except BaseException as error:
-            if result is None and foreign.from_signal(error):
-                self._engine.call_on_loop(self._discard, frame)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             self._unreadable(future, error)
             return
         if len(values) == 1 and not (table or pickled or references):
@@ -364,19 +346,15 @@ class OwedCalls:
     def _decode_in_background(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
-        try:
+        with on_error(self.decoding.discard, future.call_id):
             if not future.system:
                 self.decoding.add(future.call_id)
             self._engine.background.submit(self._settle_value, future, result, segments, landing)
-        except BaseException:
-            self.decoding.discard(future.call_id)
-            raise
 
     def _settle_value(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
-        left = [*result.references]  # that are not taken yet: their sender waits for it, whatever is raised here
-        load = partial(self._peer.load_references, left=left) if left else self._peer.load_references
+        load = self._peer.load_references
         token = current_node.set(self._home)  # whoever reads it: what is unpickled may ask for its worker
         try:
             landing = landing or (self._devices and self._accelerators.landing()) or None
@@ -392,8 +370,6 @@ class OwedCalls:
             value = values[0] if len(values) < 2 else Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
             self.decoding.discard(future.call_id)  # first: whoever has the answer finds the worker idle
-            if left and foreign.from_signal(error):
-                self._engine.call_on_loop(self._peer.load_references, left)
             self._unreadable(future, error)
         else:
             self.decoding.discard(future.call_id)
@@ -403,33 +379,23 @@ class OwedCalls:
 
     def _unreadable(self, future: OwedCall, error: BaseException) -> None:
         failure = RpcError(f"the result of {future._describe()} cannot be read here: {foreign.said(error)}")
-        if foreign.from_signal(error):
-            self.interruption = failure, without_frames(error)
-        else:
-            failure.__cause__ = without_frames(error)
+        failure.__cause__ = without_frames(error)
         future._settle(None, failure)
 
     def _settle_error(self, future: OwedCall, frame: Frame) -> None:
-        interruption: BaseException | None = None
         try:
             told = read_error(frame.body)
             future.again = told.again
-            try:
-                safe = self._engine.safe or future.entry.declaration is not None
-                error = decode_error(told, future.function, safe)
-            except BaseException as raised:  # by a signal handler; what has come as text is there all the same
-                interruption = without_frames(raised)
-                error = decode_error(told._replace(pickled=None), future.function, self._engine.safe)
+            safe = self._engine.safe or future.entry.declaration is not None
+            error = decode_error(told, future.function, safe)
             error = self._home.read_error(future.function, error)
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")
-        except BaseException as broken:
+        except Exception as broken:
             error = RpcError(f"{future._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         else:
             if told.again and type(error) is PeerLeft:  # said in place of a goodbye: nothing was run there
                 foreign.set_cause(error, None)
-        if interruption is not None:
-            self.interruption = error, interruption
         future._settle(None, error)
 
     def _discard(self, frame: Frame) -> None:
@@ -440,9 +406,7 @@ class OwedCalls:
             references = read_values(frame.body).references
             if references:
                 self._peer.load_references(references)
-        except Exception as error:
-            if foreign.from_signal(error):
-                raise
+        except Exception:
             logger.debug("a late answer of %s cannot be read", self._peer.name, exc_info=True)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ class Peer(Addressee):
                 target = f"worker {self.name!r}"
                 raise cannot_send(error, entry.name, target, named is None, len(args), names) from error.__cause__
             link = self.link
-            if buffers and link is not None and link.distribution.shared is None:
+            if buffers and link is not None and not link.distribution.sharing:
                 self._check_length(link, body, buffers, out)
         leaving: list[Sequence[Buffer]] | None = None
         try:

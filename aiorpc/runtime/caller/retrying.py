@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from ... import foreign
-from ...callbacks import Again, Executor, current_autograd
+from ...callbacks import Executor, current_autograd
 from ...errors import (
     Overloaded,
     PeerLeft,
@@ -38,6 +38,7 @@ from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
 from ...sites import CallSite, describe_site
+from ...undoing import on_error
 from ..calls.current import CommonHome, current_call, is_nested
 from ..calls.functions import describe
 from ..calls.pending import PendingCall
@@ -224,7 +225,7 @@ class RetriedFuture(Unawaited, Future[object]):
     def begin(self, make: Callable[[], CallFuture], met: bool) -> None:
         """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
         self._make = make
-        try:
+        with on_error(self.cancel):  # nobody will get this Future
             self._retries.calls.add(self)
             try:
                 call = make()
@@ -234,9 +235,6 @@ class RetriedFuture(Unawaited, Future[object]):
                 self._failed(error)
                 return
             self._follow(call)
-        except BaseException:  # of `make`, or a signal handler has raised it: nobody will get this Future
-            self.cancel()
-            raise
 
     def _follow(self, call: CallFuture) -> None:
         """A try is under way."""
@@ -246,15 +244,11 @@ class RetriedFuture(Unawaited, Future[object]):
         if over:  # given up meanwhile
             call.cancel()
         self._sources = (call,)
-        call._when_settled(Again(self._on_settled))
+        call._when_settled(self._on_settled)
 
     def _on_settled(self, call: Future[object]) -> None:
-        try:
+        with on_error(self.cancel):  # a signal handler has raised it, and a try that was counted is not counted again
             self._take(call)
-        except BaseException:
-            # A signal handler has raised it, in a thread that reads the answer: nobody else would end this call.
-            self.cancel()
-            raise
 
     def _take(self, call: Future[object]) -> None:
         """A try has ended."""

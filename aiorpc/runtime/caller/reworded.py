@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...callbacks import Again, Executor
+from ...callbacks import Executor
 from ...futures import ArrivalForFuture, Future
 from ...sites import CallSite
 from .future import CallFuture
@@ -33,21 +33,16 @@ class RewordedFuture(Unawaited, Future[Any]):
         self._sources: Sequence[Future[object]] = (call,)
         self._call = call
         self._words = words
-        call._when_settled(Again(self._on_settled))
+        call._when_settled(self._on_settled)
 
     @property
     def _subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
         return self._call._subject
 
     def _on_settled(self, call: Future[object]) -> None:
-        try:
-            call._mark_seen()
-            self._arrival = call._arrival
-            self._settle(self._value_of(call), self._words(call._error))
-        except BaseException:
-            # A signal handler has raised it, in a thread that reads the answer: nobody else would settle this Future.
-            self.cancel()
-            raise
+        call._mark_seen()
+        self._arrival = call._arrival
+        self._settle(self._value_of(call), self._words(call._error))
 
     def _value_of(self, call: Future[object]) -> object:
         """What this has for the value of the call, which has settled."""
@@ -61,8 +56,4 @@ def reworded(
     call: CallFuture, words: Words, make: Callable[[CallFuture, Words], RewordedFuture] = RewordedFuture
 ) -> RewordedFuture:
     """That Future of a call that was just made. make: makes it, where it is one of another class."""
-    try:
-        return make(call, words)
-    except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
-        call.cancel()
-        raise
+    return make(call, words)

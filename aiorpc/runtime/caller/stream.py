@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from ... import foreign
 from ..._typing import Args, Function, Kwargs, T_co
-from ...callbacks import Again
 from ...channels.landing import Landing
 from ...errors import ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
@@ -66,7 +65,7 @@ class Stream(BlockingIterator[T_co]):
             if stream is not None:
                 stream._wake()
 
-        end._when_settled(Again(wake))
+        end._when_settled(wake)
 
     def _on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
         """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
@@ -104,8 +103,6 @@ class Stream(BlockingIterator[T_co]):
             return self._decode(*item)
         except BaseException as error:
             await self.aclose()
-            if foreign.is_a(error, Exception) and foreign.from_signal(error):  # others would end the loop
-                raise
             raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
     def _decode(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> T_co:
@@ -259,9 +256,5 @@ def open_stream(
     window = peer.engine.options.stream_window
     stream: Stream[object] = Stream(peer, window, timeout)
     end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
-    try:
-        stream._start(end)
-    except BaseException:  # a signal handler has raised it: nobody will get the stream, so nobody could end it
-        end.cancel()
-        raise
+    stream._start(end)
     return stream

@@ -137,7 +137,7 @@ class Batch:
     def _share(self, entries: Sequence[_Entry], result: object) -> None:
         try:
             rows = _rows(self._batcher.name, result, len(entries))
-        except BaseException as error:
+        except Exception as error:
             self._fail(entries, error)
             return
         for entry, row in zip(entries, rows, strict=True):

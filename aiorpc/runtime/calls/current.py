@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from ...callbacks import served
 from ...channels.landing import Arrival, Landing
 from ...errors import NotInitialized, RpcCancelled, RpcUsageError
+from ...interrupts import follow
 from ...locks import Lock
 from ...logs import logger
 from ...protocol.frames import Buffer, Frame
@@ -242,7 +243,7 @@ class Registry(Generic[N]):
         self._lone: N | None = None  # the one that lives now, if there is one and no more
         self._several = False  # whether anything is left of others that the process has, or has had
         self.hosted: Any = None
-        self._ended: Lifetime | None = None  # of the last worker, if its loop has ended and nobody has asked for it
+        self._ended: Lifetime | None = None  # of the last worker, if it ended by itself and no verb has said so
         self._left: Lifetime | None = None  # of the worker that has gone last, for errors
         self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
@@ -268,7 +269,7 @@ class Registry(Generic[N]):
         with self._lock:
             if node in self._nodes:
                 self._left = node.engine.lifetime
-                if node.engine.lifetime.loop_ended:
+                if node.engine.lifetime.loop_ended or node.engine.lifetime.broken:
                     self._ended = node.engine.lifetime
             self._nodes = weakref.WeakSet(each for each in self._nodes if each is not node)
             self._update()
@@ -342,6 +343,7 @@ class Registry(Generic[N]):
 
     def _update(self) -> None:
         nodes = list(self._nodes)
+        follow(bool(nodes))
         logger.be_of(node.engine.name for node in nodes)
         self._lone = nodes[0] if len(nodes) == 1 else None
         self.only = None if self._several else self._lone

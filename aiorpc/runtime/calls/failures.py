@@ -72,7 +72,6 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
     """The exception to raise at the caller, with the remote traceback as its cause.
 
     safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text and their fields.
-    Raises what a signal handler raises meanwhile.
     """
     name, message, text, worker, pickled, _ = told
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
@@ -85,9 +84,8 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
         try:
             loaded = loads(pickled, Incoming((), ()))
             error = loaded if foreign.is_a(loaded, Exception) else None
-        except BaseException as broken:  # whatever rebuilding it runs, the text is there
-            if foreign.from_signal(broken):
-                raise
+        except BaseException:  # whatever rebuilding it runs, the text is there
+            error = None
     if error is None:
         error = RemoteError(
             f"On {worker}: {function} raised {name}: {message}\nOriginal exception on remote side was {name}\n{text}",
@@ -193,7 +191,7 @@ def _drop_frames(error: BaseException) -> None:
 def _type_name(kind: type[BaseException]) -> str:
     try:
         return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    except BaseException:  # a class of a class of its own
+    except Exception:  # a class of a class of its own
         return "an exception"
 
 

@@ -13,6 +13,7 @@ import contextvars
 import time
 from collections.abc import Callable
 
+from ...undoing import on_error
 from .lifetime import loop_has_ended
 
 _SOON = 0.0005  # a look is not planned for less than this, in seconds
@@ -54,12 +55,9 @@ class Deadlines:
         The call must stand where `scan` looks before this is called. WorkerClosed if the loop is closed.
         """
         if deadline < self.next and not self._closed:
-            try:
+            with on_error(self._ask_again, deadline):  # a signal handler has raised it, maybe before the loop was asked
                 self.next = deadline
                 self._loop.call_soon_threadsafe(self._plan, deadline, context=self._context)
-            except BaseException:  # a signal handler has raised it, maybe before the loop was asked
-                self._ask_again(deadline)
-                raise
 
     def _ask_again(self, deadline: float) -> None:
         try:

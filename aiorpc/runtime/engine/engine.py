@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 import weakref
@@ -12,13 +11,12 @@ from contextvars import Context
 from functools import partial
 from typing import Protocol
 
-from ...errors import Overloaded, RpcError, WorkerClosed, WouldBlockLoop
+from ...errors import Overloaded, WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...rights import SAFE_RULE, Rights
-from ...threads import waits_in_main_thread
 from ...transport.certificates import Credentials
-from ...transport.lasting import LastingConnection
+from ...transport.connection import Connection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
 from .counters import Counters
@@ -99,7 +97,7 @@ class Engine:
         self.tasks: Tasks = Tasks(self.loop)
         self.kept: set[object] = set()
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
-        self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
         # A lone core is left to whoever has to answer.
@@ -211,17 +209,6 @@ class Engine:
             self.call_on_loop(function, *args)
         except WorkerClosed:
             return
-
-    def apart_from_signals(self, function: Callable[..., None], *args: object) -> None:
-        """Run something here, or in a thread of the pool where signal handlers may raise in the midst of it: a main
-        thread that waits for a call has read an answer that is for somebody else. Whoever is interrupted as he hands it
-        over does so again: it may run twice.
-        """
-        if waits_in_main_thread():
-            with contextlib.suppress(RpcError):  # there is no thread for it
-                self.pool.submit(function, *args)
-                return
-        function(*args)
 
     def in_forked_child(self) -> None:
         """In a forked child: the threads of the pools do not go on there."""

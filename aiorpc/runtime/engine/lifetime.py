@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ... import foreign
 from ...errors import WorkerClosed
 from ...protocol.messages import is_error_name
 from ...protocol.states import WORKER, WorkerEvent, WorkerState
@@ -20,8 +21,10 @@ class Lifetime:
     as its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the state and the door;
     they are attributes of their own because each call looks at `shut`.
 
-    failed: the name of the error that has ended its program; "" for none. may_begin: whether the code that asks
-    may begin something although the door is closed, as in a call that is being served here.
+    failed: the name of the error that has ended its program; "" for none. broken: what has interrupted the runtime in
+    the midst of a step, in words; "" for nothing. on_broken: begins to close the worker; any thread calls it.
+    may_begin: whether the code that asks may begin something although the door is closed, as in a call that is being
+    served here.
     """
 
     loop_ended: bool
@@ -39,6 +42,8 @@ class Lifetime:
         self.forked: bool = False
         self.loop_ends = self.loop_ended = False
         self.exits: bool = False
+        self.broken: str = ""
+        self.on_broken: Callable[[], None] | None = None
 
     def enter(self, event: WorkerEvent) -> None:
         """Go to the state to which that event leads. On the thread that the table names for the event."""
@@ -54,6 +59,18 @@ class Lifetime:
         """The program of this worker has ended by an error of that class: the others are told its name."""
         if isinstance(error, type) and issubclass(error, (Exception, KeyboardInterrupt)):
             self.failed = error.__name__ if is_error_name(error.__name__) else "Exception"
+
+    def break_down(self, error: BaseException) -> None:
+        """That error has interrupted the runtime in the midst of a step: nothing begins any more, and the worker is
+        closed. Idempotent. Any thread.
+        """
+        if self.broken or self.closed:
+            return
+        self.broken = foreign.said(error)
+        self.fail(type(error))
+        self._door_closed = self.shut = True
+        if self.on_broken is not None:
+            self.on_broken()
 
     def close_door(self, *, alone: bool) -> None:
         """Take nothing that this worker's program begins from now on. alone: nor what others send. On the loop."""
@@ -76,6 +93,8 @@ class Lifetime:
         begun: whether it goes on with what was begun before, or is the runtime's own. Any thread.
         """
         self.check_open()
+        if self.broken:
+            raise self.why_closed()
         if self.shut and not begun and not self.may_begin():
             if self.loop_ends:
                 raise loop_has_ended(f"worker {self.name!r}")
@@ -93,6 +112,11 @@ class Lifetime:
         """What a verb raises that cannot be used. Any thread."""
         if self.forked:
             return WorkerClosed("this process was forked from the worker's; start a worker of its own here")
+        if self.broken:
+            return WorkerClosed(
+                f"worker {self.name!r} is closed, as an exception has interrupted it in the midst of a step: "
+                f"{self.broken}. A signal handler may raise while a verb waits; at other times let it set a flag"
+            )
         if self.state is WorkerState.NEW:
             return WorkerClosed(
                 f"worker {self.name!r} has not joined its group, as nobody has awaited it: write `await rpc.init(...)` "

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from ...transport import sockets
-from ...transport.lasting import LastingConnection
+from ...transport.connection import Connection
 
 # So many looks are made until a silence has lasted too long, at least one each second.
 _LOOKS = 10
@@ -22,7 +22,7 @@ class LineWatch:
     A worker that is stopped or busy is not silent in this sense: its host answers for it (`transport.silence`).
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Iterable[LastingConnection]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Iterable[Connection]) -> None:
         self._loop = loop
         self._connections = connections
         self._timer: asyncio.TimerHandle | None = None

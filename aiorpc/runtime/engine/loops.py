@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 from ..._typing import Coro
 from ...callbacks import block_observer, served
 from ...errors import RendezvousError, RpcCancelled, WorkerClosed
+from ...interrupts import acquire
 from ...locks import Lock
 from ...threads import daemon
-from ...turns import give_back
 
 T = TypeVar("T")
 
@@ -124,7 +124,6 @@ class Handed(Generic[T]):
 
         WorkerClosed, with the text `ended`, if the loop has ended first.
         """
-        give_back()
         observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
@@ -133,8 +132,8 @@ class Handed(Generic[T]):
                 try:
                     if call is not None:
                         call.enter_wait(self._wake)
-                    while True:  # not `while self.ended`: docs/inside/decisions/interrupts.md says why
-                        if self.ended or self._settled.acquire(timeout=_LOOK) or self._loop.is_closed():
+                    while True:  # not `while self.ended`: docs/inside/design.md, section 9, says why
+                        if self.ended or acquire(self._settled, _LOOK) or self._loop.is_closed():
                             break
                 finally:
                     given_up = "" if call is None else call.exit_wait()
@@ -144,7 +143,7 @@ class Handed(Generic[T]):
             until = time.monotonic() + _INTERRUPTED_GRACE
             if self._call(self._give_up):
                 while not self.ended and time.monotonic() < until and not self._loop.is_closed():
-                    self._settled.acquire(timeout=0.05)
+                    acquire(self._settled, 0.05)
             raise
         finally:
             if observer is not None:
@@ -206,7 +205,7 @@ class LoopThread:
             self._thread.start()
         except RuntimeError as error:
             raise self._cannot_start(error) from error
-        self._ready.acquire()
+        acquire(self._ready)
         if self._failure is not None:
             raise self._cannot_start(self._failure) from self._failure
         return self

@@ -377,14 +377,12 @@ class ThreadPool:
             self._waking = True
             thread = daemon(self._work, announced, name=name)
             thread.start()
-        except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
+        except RuntimeError as error:
             with self._lock:
                 self._starting.discard(announced)
                 self._ended.notify_all()
             self._waking = False
-            if isinstance(error, RuntimeError):
-                raise _NotStarted(*error.args) from error
-            raise
+            raise _NotStarted(*error.args) from error
         return True
 
     def _take_back(self, job: _Job, reason: _NotStarted) -> None:
@@ -533,7 +531,7 @@ class ThreadPool:
                 if watched is not None:
                     self._waking = True  # we take the jobs that we bring ourselves
                     watched.bring()
-        except BaseException as error:
+        except Exception as error:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
         finally:

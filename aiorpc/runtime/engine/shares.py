@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 from ..._typing import T
 from ...locks import Lock
+from ...undoing import on_error
 from .pool import ThreadPool
 
 # Of so many threads that one caller may have there is one more for others.
@@ -58,11 +59,8 @@ class Share:
             self._look_again()
             return
         self.claims.append(None)
-        try:
+        with on_error(self.let_go):
             self._pool.submit(self.run, run, call)
-        except BaseException:
-            self.let_go()
-            raise
 
     def run(self, run: Callable[[object], None], call: object) -> None:
         """In the pool: a job that has a claim, and those that wait for one while no other job waits for the thread."""

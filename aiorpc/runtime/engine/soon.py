@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...undoing import on_error
+
 
 class Soon:
     """Has a function run in one of the loop's next turns: once for all who ask until then. Any thread.
@@ -22,12 +24,9 @@ class Soon:
     def __call__(self) -> None:
         if self.asked:
             return
-        try:
+        with on_error(self._post, self._run):  # an interruption; who is asked twice finds nothing to do then
             self.asked = True
             self._post(self._run)
-        except BaseException:  # maybe before the loop was asked; if not, it finds nothing to do the second time
-            self._post(self._run)
-            raise
 
     def _run(self) -> None:
         if self.asked:

@@ -19,7 +19,6 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.states import HandshakeState
 from ...transport import sockets
 from ...transport.connection import Connection
-from ...transport.lasting import LastingConnection
 from ..callee.service import Service
 from ..engine.host import most_descriptors
 from .connecting import Home, lasts, make_connection, objection_to, seals, trust
@@ -198,11 +197,11 @@ class Acceptor:
             connection = self.broken(record, link_number, pipe)
             connection.stay(ConnectionResetError(f"it could not go on over its new socket: {why}"))
 
-    def broken(self, record: WorkerRecord, link_number: int, pipe: bool) -> LastingConnection:
+    def broken(self, record: WorkerRecord, link_number: int, pipe: bool) -> Connection:
         """The connection that its opener has a new socket for. Raises PeerRefused if there is none."""
         link = self.home.links.find(record, link_number, opener=False)
         connection = None if link is None else link.second.attached if pipe else link.connection
-        if not isinstance(connection, LastingConnection) or connection.lasting is None or connection.closed:
+        if not isinstance(connection, Connection) or connection.lasting is None or connection.closed:
             raise PeerRefused("the connection that is to go on has ended here")
         return connection
 
@@ -280,7 +279,7 @@ class _Accepting:
         engine = acceptor.home.engine
         self.acceptor = acceptor
         self._home = acceptor.home
-        self.connection: LastingConnection = make_connection(engine, sock, f"to {engine.name}", opener=False)
+        self.connection: Connection = make_connection(engine, sock, f"to {engine.name}", opener=False)
         self._process = sockets.peer_pid(sock)
         self._origin = sockets.origin(sock)  # now: of a socket that was closed nobody knows it
         sealed = seals(engine, self.connection)

@@ -26,8 +26,8 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.states import HandshakeState, PeerState
 from ...transport import sockets
 from ...transport.connection import Connection
-from ...transport.lasting import LastingConnection
 from ...transport.tls import TlsLayer
+from ...undoing import on_error
 from ..callee import service as callee
 from ..callee.service import Service
 from ..caller.addressee import farewell
@@ -63,14 +63,14 @@ class Home(callee.Home, MendingHome, Protocol):
     services: set[Service]
 
 
-def make_connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool) -> LastingConnection:
+def make_connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool) -> Connection:
     """A connection over that socket, with the limits for strangers; with TLS, where this worker has it."""
     decoder = FrameDecoder(max_body=handshake.MAX_BODY, read_size=FIRST_READ_SIZE, allocate=allocate)
     tls = None
     if engine.credentials is not None and sock.family != socket.AF_UNIX:
         context, own = engine.credentials.context(opener=opener)
         tls = TlsLayer(context, decoder, opener=opener, own=own)
-    connection = LastingConnection(engine.loop, sock, decoder, label=label, tls=tls)
+    connection = Connection(engine.loop, sock, decoder, label=label, tls=tls)
     if engine.poll is not None:
         connection.on_heard = engine.poll.heard
     engine.connections.add(connection)
@@ -271,7 +271,7 @@ class Connector:
                 "(a firewall? see the options address and port_range)"
             ) from error
 
-    def _watch(self, record: WorkerRecord, number: int, peer: Peer | None, connection: LastingConnection) -> None:
+    def _watch(self, record: WorkerRecord, number: int, peer: Peer | None, connection: Connection) -> None:
         line = Line(connection, record, number, pipe=peer is None, opener=True, peer=peer)
         self._home.mender.watch(line)
 
@@ -384,7 +384,7 @@ class _Opening:
         link: int,
         *,
         pipe: bool = False,
-        goes_on: LastingConnection | None = None,
+        goes_on: Connection | None = None,
         asks: bool = False,
     ) -> None:
         self._engine = engine
@@ -409,7 +409,7 @@ class _Opening:
         self._secret = secret  # for a second connection, what the first one has left
         self.done: asyncio.Future[None] = engine.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
-        self.on_lasting: Callable[[LastingConnection], None] | None = None
+        self.on_lasting: Callable[[Connection], None] | None = None
         self._attach: Callable[[Connection], None] | None = None
 
     async def run(self, attach: Callable[[Connection], None] | None) -> Connection:
@@ -425,13 +425,10 @@ class _Opening:
         connection.start()
         if connection.tls is None:
             self._on_open()
-        try:
+        with on_error(connection.abort):
             # Without a bound: the other side may be stopped, or hold its interpreter. Calls have their deadlines, and
             # the end of the socket or of the process tells of death.
             await self.done
-        except BaseException:
-            connection.abort()
-            raise
         return connection
 
     def look(self) -> None:

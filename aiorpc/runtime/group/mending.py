@@ -37,7 +37,6 @@ from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
 from ...transport.connection import Connection
-from ...transport.lasting import LastingConnection
 from ..caller.peer import Peer
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
@@ -79,7 +78,7 @@ class Home(Protocol):
 class Line:
     """A connection that may be mended. opener: whether we have opened it. peer: whose calls go over it, if any do."""
 
-    connection: LastingConnection
+    connection: Connection
     record: WorkerRecord
     link_number: int
     pipe: bool
@@ -88,7 +87,7 @@ class Line:
     #: How often it was suspended.
     times: int = field(default=0, init=False)
     #: What tells the first frame of ours from others that the other end had not received as the connection went on last
-    #: (`LastingConnection.lacking`); how often it has gone on since without that; and until when that is waited for.
+    #: (`Connection.lacking`); how often it has gone on since without that; and until when that is waited for.
     lacking: tuple[int, bytes] | None = field(default=None, init=False)
     in_vain: int = field(default=0, init=False)
     limit: float = field(default=0.0, init=False)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,16 +45,6 @@ _PAUSE = 0.005
 _NO_THREAD_PAUSE = 0.05
 
 
-class LinkForAccelerators(Protocol):
-    """A link, as far as its devices are concerned."""
-
-    @property
-    def connection(self) -> Connection: ...
-
-    @property
-    def devices(self) -> Devices: ...
-
-
 def claims_of(options: RpcBackendOptions, accelerator: Accelerator | None) -> DeviceClaims:
     """What a worker with these options and devices tells the others when it joins."""
     if accelerator is None:
@@ -80,6 +70,7 @@ class Accelerators:
         self._held: list[tuple[WorkerRecord, BoxEnd]] = []  # that streams may wait for: until they are gone
         self._reasons: set[str] = set()
         self._watch: ProcessWatch | None = None
+        self._channels: list[tuple[Devices, Connection]] = []  # of the links that are open
 
     async def start(self, claims: Mapping[str, DeviceClaims]) -> None:
         """The group is known, and with it the devices that calls use; they are woken, which takes seconds."""
@@ -291,16 +282,23 @@ class Accelerators:
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
 
-    async def let_go(self, all_links: Sequence[LinkForAccelerators], limit: float) -> None:
+    def add(self, channel: Devices, connection: Connection) -> None:
+        """A link over that connection has this end of the device channel."""
+        self._channels = [each for each in self._channels if not each[1].ended]
+        self._channels.append((channel, connection))
+
+    async def let_go(self, limit: float) -> None:
         """The worker leaves: close what it has opened, and wait until the others have closed what belongs to it.
 
         It waits for at most `limit` seconds. What the others still have open then is freed when this process ends.
         """
-        links = [link for link in all_links if link.devices.opened or link.devices.boxes]
-        for link in links:
-            self.in_background(link.devices.let_go)
+        channels = [each for each in self._channels if not each[1].ended and (each[0].opened or each[0].boxes)]
+        for channel, _ in channels:
+            self.in_background(channel.let_go)
         end = time.monotonic() + limit
-        while any(link.devices.shared and not link.connection.ended for link in links) and time.monotonic() < end:  # noqa: ASYNC110  # others' words, on many links
+        while time.monotonic() < end:
+            if not any(channel.shared and not connection.ended for channel, connection in channels):
+                break
             await asyncio.sleep(_PAUSE)
 
     async def close(self, limit: float) -> None:

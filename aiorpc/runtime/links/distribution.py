@@ -4,25 +4,23 @@ A message whose buffers all go with its frame is that frame. Any other becomes a
 channel and what that needs to receive it. The opposite is `reassembly`.
 
 Invariants
-1. A message whose buffers were given to channels is posted or withdrawn, exactly once, whatever a signal handler
-   raises meanwhile: `Prepared.unsent` says whether that is still to come.
+1. A message whose buffers were given to channels is posted or withdrawn, exactly once: `Prepared.unsent` says whether
+   that is still to come.
 2. No message leaves that is longer than the other end takes at once: the connection would end, and all calls with it.
-   What lies in shared memory or on devices does not count, nor do messages of the link itself.
+   What a channel takes that does not borrow does not count, nor do messages of the link itself.
 3. Nothing is copied on the loop that takes longer than a millisecond (`Distribution.too_long_for_loop`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...channels import AnyBuffer, Channel, Traffic, Wire, shared
+from ...channels import AnyBuffer, Channel, Traffic, Wire
 from ...channels.accelerator import DeviceBuffer
-from ...channels.bulk import Bulk
-from ...channels.device import Devices
 from ...channels.inline import Inline
-from ...channels.shared import SharedMemory
+from ...channels.shared import PACK_LEAST
 from ...channels.shm import Copies
 from ...errors import SerializationError
 from ...protocol import messages
@@ -32,8 +30,7 @@ from ...protocol.messages import write
 from ...protocol.packing import pack
 from ...transport.send_queue import FRAME_COST, Unsent
 from ..engine.engine import Engine
-from .messages import BULK, DEVICE, INLINE, SHARED
-from .on_devices import PIECES
+from .messages import INLINE
 
 # A loop copies at most so many bytes for one message; more is copied by a thread.
 LOOP_COPY = 1024 * 1024
@@ -46,8 +43,7 @@ class Prepared(NamedTuple):
     """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
 
     kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
-    go with the frame. size: bytes of all buffers. remembered: whether `remember` has something to do. unsent: has
-    something in it until it is posted or withdrawn.
+    go with the frame. size: bytes of all buffers. unsent: has something in it until it is posted or withdrawn.
     """
 
     kind: int
@@ -57,46 +53,49 @@ class Prepared(NamedTuple):
     unsent: Unsent
     wires: Sequence[_Given] = ()
     size: int = 0
-    remembered: bool = True
 
 
 class Distribution:
     """See the module. Any thread, where a method does not say otherwise.
 
-    channels: by their number, in order of priority. devices: the channel beside these, which takes what lies on a
-    device, and nothing else. shared: shared memory, once both ends have agreed on it.
+    channels: by their number. sharing: those for the host's memory that do not borrow, the one that is asked first in
+    front; the others come behind these. traffic: of all channels by name.
     """
 
-    def __init__(self, engine: Engine, bulk: Bulk, devices: Devices, record: WorkerRecord, takes_at_once: int) -> None:
-        """record: of the other end. takes_at_once: bytes of tensors that it takes in one message."""
+    def __init__(
+        self, engine: Engine, channels: Mapping[int, Channel], record: WorkerRecord, takes_at_once: int
+    ) -> None:
+        """channels: that the link has from its start. record: of the other end. takes_at_once: bytes of tensors that it
+        takes in one message."""
         options = engine.options
-        self.devices = devices
-        self.shared: SharedMemory | None = None
         self._inline = Inline()
-        self.channels: dict[int, Channel] = {BULK: bulk, INLINE: self._inline}
         self._engine = engine
         self._record = record
         self._takes_at_once = takes_at_once
         # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together.
         # What is no shorter than the other end takes is looked at, too.
         self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes, takes_at_once)
-        self._least = min(shared.PACK_LEAST, self._least_alone)
-        self._underway: dict[int, Sequence[_Given]] = {}  # of calls that may still be given up
+        self._least = min(PACK_LEAST, self._least_alone)
+        self.use({**channels, INLINE: self._inline})
 
-    def share(self, channel: SharedMemory) -> None:
-        """Both ends can share memory: from now on that channel is asked first. On the loop."""
-        self.shared = channel
-        # A new dictionary, and not a changed one: other threads may be looking through the old one just now.
-        self.channels = {SHARED: channel, **self.channels}
+    def use(self, channels: dict[int, Channel]) -> None:
+        """These are the channels from now on, the one that is asked first in front. On the loop."""
+        # New objects, and not changed ones: other threads may be looking through the old ones just now.
+        host = [(number, channel) for number, channel in channels.items() if not channel.on_devices]
+        self.sharing: list[tuple[int, Channel]] = [each for each in host if not each[1].borrows]
+        self._host = [*self.sharing, *[each for each in host if each[1].borrows]]
+        self._devices = [(number, channel) for number, channel in channels.items() if channel.on_devices]
+        self.channels: dict[int, Channel] = channels
 
     # --- giving -------------------------------------------------------------------------------------------------------
 
     def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
         """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
         on_loop = asyncio._get_running_loop() is self._engine.loop
-        if not on_loop or self.shared is None or sum(map(len, buffers)) <= LOOP_COPY:
+        if not on_loop or not self.sharing or sum(map(len, buffers)) <= LOOP_COPY:
             return False
-        return self.shared.to_copy([buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]) > LOOP_COPY
+        host = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
+        return any(channel.to_copy(host) > LOOP_COPY for _, channel in self.sharing)
 
     def rides(self, buffers: Sequence[Any]) -> bool:
         """Whether the buffers just go with the frame of their message, as a lone short one does.
@@ -123,78 +122,38 @@ class Distribution:
         copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
         written. Buffers on devices are never borrowed. copies: of buffers that other workers get, too.
         """
-        host: Sequence[Any] = buffers
-        sharing = self.shared
-        if sharing is not None and len(host) == 1 and type(host[0]) is not DeviceBuffer:
-            wire = sharing.send_one(host[0], copies)
-            if wire is not None:  # a short cut through what follows: most large messages have one buffer
-                lone = ((SHARED, wire),)
-                try:
+        if len(buffers) == 1:  # a short cut through what follows: most large messages have one buffer
+            (buffer,) = buffers
+            for number, channel in self._devices if type(buffer) is DeviceBuffer else self.sharing:
+                wire = channel.send_one(buffer, copies)
+                if wire is not None:
+                    lone = ((number, wire),)
                     frame = encode_frame(PARCEL, call_id, pack((kind, lone, body)))  # a Parcel
-                    size = len(host[0])
-                    prepared: Prepared = _new(Prepared, (kind, call_id, body, frame, [frame], lone, size, False))
-                    return prepared
-                except BaseException:
-                    self._withdraw(lone, named=False)
-                    raise
-            sharing = None  # it has refused the buffer, and need not be asked again
-        if len(buffers) == 1 and type(buffers[0]) is DeviceBuffer:  # a short cut for these, too
-            given: tuple[_Given, ...] = ()
-            try:
-                away, whole = self.devices.send_one(buffers[0])
-                given = ((DEVICE, away),)
-                frame = encode_frame(PARCEL, call_id, pack((kind, given, body)))
-                return Prepared(kind, call_id, body, frame, [frame], given, away[2], not whole)
-            except BaseException:
-                self._withdraw(given, named=False)
-                raise
-        if DeviceBuffer in map(type, buffers):
-            return self._prepare_with_devices(kind, call_id, body, buffers, copy)
-        if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
-            if copy:
-                host = [bytes(buffer) for buffer in host]
-            self._inline.count(host)
-            frame = encode_frame(kind, call_id, body, host)
-            return Prepared(kind, call_id, body, frame, [frame], (), sum(map(len, host)))
-        wires, riders = self._distribute(kind, body, host, copy, sharing is not None, copies)
+                    return _new(Prepared, (kind, call_id, body, frame, [frame], lone, len(buffer)))  # type: ignore[no-any-return]
+        if DeviceBuffer not in map(type, buffers):
+            least = self._least if len(buffers) > 1 else self._least_alone
+            if sum(map(len, buffers)) < least:
+                return self._prepare_short(kind, call_id, body, buffers, copy)
+        wires: list[Any] = [None] * len(buffers)
+        riders: list[Buffer] = []
         try:
-            return self._prepared(kind, call_id, body, wires, riders, buffers)
-        except BaseException:
-            self._withdraw(_apart(wires), named=False)
+            self._distribute(kind, body, buffers, wires, riders, copy, copies)
+            apart = _apart(wires)
+            if apart:
+                frame = encode_frame(PARCEL, call_id, write(messages.Parcel(kind, wires, body)), riders)
+            else:
+                frame = encode_frame(kind, call_id, body, riders)
+        except Exception:
+            self._withdraw(_apart([each for each in wires if each is not None]), named=False)
             raise
-
-    def _prepare_with_devices(
-        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
-    ) -> Prepared:
-        away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
-        host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
-        sent = self.devices.send(away, [])
-        given: list[_Given] = []
-        try:
-            there = iter([(DEVICE, wire) for wire in sent])
-            given, riders = self._distribute(kind, body, host, copy, self.shared is not None)
-            here = iter(given)
-            wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
-            return self._prepared(kind, call_id, body, wires, riders, buffers)
-        except BaseException:
-            self._withdraw([*[(DEVICE, wire) for wire in sent], *_apart(given)], named=False)
-            raise
-
-    def _prepared(
-        self,
-        kind: int,
-        call_id: int,
-        body: bytes,
-        wires: list[_Given],
-        riders: list[Buffer],
-        buffers: Sequence[AnyBuffer],
-    ) -> Prepared:
-        apart = _apart(wires)
-        if apart:
-            frame = encode_frame(PARCEL, call_id, write(messages.Parcel(kind, wires, body)), riders)
-        else:
-            frame = encode_frame(kind, call_id, body, riders)
         return Prepared(kind, call_id, body, frame, [frame], apart, sum(map(len, buffers)))
+
+    def _prepare_short(self, kind: int, call_id: int, body: bytes, buffers: Sequence[Any], copy: bool) -> Prepared:
+        """A message whose buffers all go with its frame."""
+        buffers = [bytes(buffer) for buffer in buffers] if copy else buffers
+        self._inline.count(buffers)
+        frame = encode_frame(kind, call_id, body, buffers)
+        return Prepared(kind, call_id, body, frame, [frame], (), sum(map(len, buffers)))
 
     def check_length(self, buffers: Sequence[Buffer], body: bytes) -> None:
         """Whether the other end takes so much that does not lie in shared memory. Raises SerializationError."""
@@ -211,49 +170,56 @@ class Distribution:
             )
 
     def _distribute(
-        self, kind: int, body: bytes, buffers: Sequence[Buffer], copy: bool, share: bool, copies: Copies | None = None
-    ) -> tuple[list[_Given], list[Buffer]]:
-        """Give each buffer to the first channel that takes it: channel and wire of each, and the riders."""
-        wires: list[Any] = [None] * len(buffers)
-        riders: list[Buffer] = []
-        sent: Sequence[Wire | None] = ()
-        try:
-            for code, channel in self.channels.items():
-                sent = ()
-                if code == SHARED and not share:
-                    continue
-                left = [index for index, wire in enumerate(wires) if wire is None]
-                if not left:
-                    break
-                if code == BULK and kind != CHANNEL:  # before any of them leaves
-                    self.check_length([buffers[index] for index in left], body)
-                given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
-                sharing = self.shared if code == SHARED else None
-                sent = channel.send(given, riders) if sharing is None else sharing.send(given, riders, copies)
-                for index, wire in zip(left, sent, strict=True):
-                    if wire is not None:
-                        wires[index] = code, wire
-        except BaseException:
-            given_away = [each for each in wires if each is not None]
-            # What the last channel took, if a signal handler has raised before all of it was noted.
-            given_away += [(code, wire) for wire in sent if wire is not None and (code, wire) not in given_away]
-            self._withdraw(_apart(given_away), named=False)
-            raise
-        return wires, riders
+        self,
+        kind: int,
+        body: bytes,
+        buffers: Sequence[Any],
+        wires: list[Any],
+        riders: list[Buffer],
+        copy: bool,
+        copies: Copies | None,
+    ) -> None:
+        """Give each buffer to the first channel that takes it: sets the channel and wire of each, and the riders."""
+        away = [place for place, buffer in enumerate(buffers) if type(buffer) is DeviceBuffer]
+        for number, channel in self._devices if away else ():
+            places = [place for place in away if wires[place] is None]
+            self._give(number, channel, [buffers[place] for place in places], places, wires, riders, copies)
+        checked = kind == CHANNEL
+        tried = len(buffers) == 1  # by the short cut
+        for number, channel in self._host:
+            places = [place for place, wire in enumerate(wires) if wire is None]
+            if not places:
+                return
+            if not channel.borrows and tried:
+                continue
+            if channel.borrows and not checked:  # before any of them leaves
+                checked = True
+                self.check_length([buffers[place] for place in places], body)
+            given = [buffers[place] for place in places]
+            if copy and channel.borrows:
+                given = list(map(bytes, given))
+            self._give(number, channel, given, places, wires, riders, copies)
 
-    def remember(self, prepared: Prepared) -> list[Wire]:
-        """A message is about to be sent: remember what of it may still be taken back.
+    def _give(
+        self,
+        number: int,
+        channel: Channel,
+        buffers: Sequence[Any],
+        places: list[int],
+        wires: list[Any],
+        riders: list[Buffer],
+        copies: Copies | None,
+    ) -> None:
+        for place, wire in zip(places, channel.send(buffers, riders, copies), strict=True):
+            if wire is not None:
+                wires[place] = number, wire
 
-        Returns the wires of its buffers on devices, of which the device channel is told once it is sent.
-        """
-        away: list[Wire] = []
-        for code, wire in prepared.wires:
-            if code == DEVICE:
-                away.append(wire)
-            elif code == BULK and prepared.call_id < PIECES:
-                # Added to those that are there: each item of a stream is a message of the same call.
-                self._underway[prepared.call_id] = [*self._underway.get(prepared.call_id, ()), (code, wire)]
-        return away
+    def posted(self, prepared: Prepared) -> None:
+        """A message is on its way: what is still to come of its buffers may follow, or be given up with its call."""
+        for number, wire in prepared.wires:
+            channel = self.channels[number]
+            if channel.tracks:
+                channel.posted((wire,), prepared.call_id)
 
     def arrived(self, buffers: Sequence[Buffer]) -> None:
         """Buffers have arrived with a frame that says nothing about channels: they are counted, as `rides` counts."""
@@ -262,58 +228,49 @@ class Distribution:
 
     def names(self, wires: Sequence[_Given]) -> list[str]:
         """The names of the channels of those buffers that do not go with the frame. KeyError for what is no channel."""
-        return [self._channel(code).name for code, _ in wires if code != INLINE]
+        return [self.channels[number].name for number, _ in wires if number != INLINE]
 
     def size(self, wires: Sequence[_Given], riders: Sequence[Buffer]) -> int:
         """How many bytes those buffers have, as their wires say. See `Channel.size_of`; KeyError as of `names`."""
-        return sum(self._channel(code).size_of(wire, riders) for code, wire in wires)
-
-    def _channel(self, code: int) -> Channel | Devices:
-        return self.devices if code == DEVICE else self.channels[code]
+        return sum(self.channels[number].size_of(wire, riders) for number, wire in wires)
 
     # --- taking back --------------------------------------------------------------------------------------------------
 
     def withdraw(self, prepared: Prepared) -> None:
         """That message will not be posted. Nothing if it has been, or was withdrawn already."""
-        if not prepared.unsent:
-            return
-        prepared.unsent.clear()
-        underway = self._underway.get(prepared.call_id)
-        if underway is not None:
-            self._underway[prepared.call_id] = [each for each in underway if each not in prepared.wires]
-        self._withdraw(prepared.wires, named=False)
+        if prepared.unsent:
+            prepared.unsent.clear()
+            self._withdraw(prepared.wires, named=False)
 
     def give_up(self, call_id: int) -> None:
         """Take back what was posted for that call, as far as it has not been written: nobody wants it any more."""
-        self._withdraw(self._underway.pop(call_id, ()), named=True)
-        if self.devices.busy:
-            self.devices.give_up(call_id)
+        for channel in self.channels.values():
+            if channel.tracks:
+                channel.give_up(call_id)
 
     def _withdraw(self, wires: Sequence[_Given], *, named: bool) -> None:
-        for code, channel in self.channels.items():
-            given_up = [wire for wire_code, wire in wires if wire_code == code]
-            if given_up:
-                channel.withdraw(given_up, named=named)
-        away = [wire for code, wire in wires if code == DEVICE]
-        if away:
-            self.devices.withdraw(away, named=named)
-
-    def all_sent(self) -> None:
-        """All chunks are written, so nothing that was posted can be taken back any more."""
-        self._underway.clear()
+        for number in dict.fromkeys(number for number, _ in wires):
+            self.channels[number].withdraw([wire for code, wire in wires if code == number], named=named)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def traffic(self) -> dict[str, Traffic]:
         """What has gone by which channel, by its name."""
-        return {channel.name: channel.traffic for channel in list(self.channels.values())} | self.devices.ways
+        found: dict[str, Traffic] = {}
+        for channel in self.channels.values():
+            found |= channel.traffics()
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether buffers are under way that the other end waits for."""
+        return any(channel.busy for channel in self.channels.values())
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """The link has ended. On the loop."""
-        self._underway.clear()
-        for channel in list(self.channels.values()):
+        for channel in self.channels.values():
             channel.close()
 
 

@@ -4,8 +4,9 @@ Which channel takes which buffer of a message that leaves is decided in `distrib
 PARCEL is opened here: who serves or answers calls sees the message with all its buffers, as if they had come with it.
 What the two ends of a link say to each other, on channel 0 of CHANNEL, is in `messages`.
 
-Every message of a worker leaves through `Link.send` and arrives through `Link.on_frames`, with the exception of those
-of the handshake, which comes before there is a link. Observers are asked there, and messages are counted there.
+Every message of a worker leaves through `Link.send`, or `Link.post` if its buffers went to channels. It arrives
+through `Link.on_frames`; those of the handshake come before there is a link. Observers are asked there, and messages
+are counted there.
 
 Invariants
 1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
@@ -16,22 +17,15 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ...channels import shared
-from ...channels.arena import Block
-from ...channels.bulk import Bulk
-from ...channels.device import Devices
-from ...channels.device.messages import MESSAGES as DEVICE_MESSAGES
-from ...channels.device.messages import Slot, Slots
+from ...channels import Channel
 from ...channels.routes import Route
-from ...channels.shared import SharedMemory
 from ...errors import ProtocolError
 from ...protocol import messages
 from ...protocol.codec import Outgoing
@@ -44,10 +38,10 @@ from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
 from ..engine.observing import Passage, ask, frame_passage, tell
 from .accelerators import Accelerators
+from .channel_link import PIECES, ChannelEnd
+from .channel_registry import InstalledChannel, agree, at_once
 from .distribution import Distribution, Prepared
-from .memory import Memory
-from .messages import DEVICE, LINK, MESSAGES, SHARED, Attach, Introduce, Pipe
-from .on_devices import LinkDevices
+from .messages import BULK, LINK, MESSAGES, Attach, Introduce, Pipe
 from .reassembly import Assembly, Message, Reassembly
 from .returns import Returns
 from .second import SecondConnection
@@ -57,16 +51,13 @@ OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK, RELEASE))
 # Whose buffers are counted by the channels that they arrive by.
 _COUNTED = frozenset((PARCEL, CHUNK))
 _new: Any = tuple.__new__  # what Frame(...) does, without its call into Python
-# What the bodies of messages begin with that give back slots of outboxes.
-_SLOTS = write(messages.ChannelMessage(DEVICE, DEVICE_MESSAGES.write(Slots([]))))[:-1]
 KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
 # away from that thread.
 FEW = 8
-# Seconds that a thread waits until the other end has mapped memory into which a large buffer was copied; it takes about
-# one millisecond. After that the buffer goes another way.
-MAP_PATIENCE = 0.25
+# Of the body of a message of a channel so much is looked at to see which one it is, in bytes.
+_BEGINNING = 32
 # Seconds between two looks whether the second connection has brought what was written before the first one ended.
 DRAIN_PAUSE = 0.01
 
@@ -94,8 +85,8 @@ class Home(Protocol):
     """What a link needs of the worker that it belongs to (`Links`)."""
 
     engine: Engine
-    memory: Memory
     accelerators: Accelerators
+    channels: list[InstalledChannel]
 
     @property
     def open_pipe(self) -> Callable[[Link], None]:
@@ -110,7 +101,11 @@ class Home(Protocol):
 
 
 class Link:
-    """See the module. `send`, `post`, `say` and `flush` from any thread, the rest on the loop."""
+    """See the module. `send`, `post`, `say` and `flush` from any thread, the rest on the loop.
+
+    distribution: has the channels. second: has the bulk channel. held: the messages that wait for buffers, by call.
+    route_back: which tensors on devices go from the acceptor to the opener, once a channel for them has said so.
+    """
 
     def __init__(
         self,
@@ -125,41 +120,35 @@ class Link:
         self.engine: Engine = home.engine
         self.accelerators: Accelerators = home.accelerators
         self._home = home
-        self._memory = home.memory
         self.connection = connection
         self.record = record
         self.number = number
-        self.released: Sequence[object] = ()  # what `flush` would send
         self.opener = opener
-        options = home.engine.options
+        self.closed: bool = False
+        self.route_back: Route | None = None
+        self.pieces: itertools.count[int] = itertools.count(PIECES)
         self.second: SecondConnection = SecondConnection(self)
         self.returns: Returns = Returns(home.engine, self._give_back_all, self._borrows)
-        self.bulk: Bulk = Bulk(
-            limit=options.max_tensor_bytes,
-            total=options.max_incoming_bytes,
-            wake=self.second.wake,
-            least=options.min_bulk_bytes,
-        )
-        self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
-        self.on_devices: LinkDevices = LinkDevices(self)
-        self.devices: Devices = self.on_devices.channel
-        self.slots: deque[Slot] = self.devices.released  # the same of the device channel: slots of outboxes
+        self._released: list[deque[Any]] = []  # what `flush` would send, of each channel
+        self._anywhere: tuple[bytes, ...] = ()  # how messages of channels begin that any thread may take
         self.distribution: Distribution = Distribution(
-            self.engine, self.bulk, self.devices, record, connection.takes_at_once
+            self.engine, {BULK: self.second.bulk}, record, connection.takes_at_once
         )
-        self._reassembly = Reassembly(self, options.max_incoming_bytes)
-        self.held: dict[int, Assembly] = self._reassembly.held  # the messages that wait for buffers, by call
+        self._opened: dict[str, Channel] = {}  # the channels out of the registry, by name
+        self._agreed = False  # the other end has introduced itself
+        self._reassembly = Reassembly(self, home.engine.options.max_incoming_bytes)
+        self.held: dict[int, Assembly] = self._reassembly.held
         self._receiver = receiver
         self._methods = receiver.methods
         # Counted without a lock, like `Counters`.
         self.messages_sent: int = 0
         self.messages_received: int = 0
         self._seen: tuple[Frame, Parcel] | None = None  # by `opened_anywhere`; `_open` is next, as a rule
-        self.closed: bool = False
-        connection.decoder.place = self.bulk.place
-        connection.on_cut = self.bulk.displace
+        connection.decoder.place = self.second.bulk.place
+        connection.on_cut = self.second.bulk.displace
         connection.on_frames, connection.takes = self.on_frames, self.opened_anywhere
-        self._introduce()  # before anybody else can send: what this end can use has to come first
+        self._use(at_once(home.channels))
+        self._mine: dict[str, object] = self._introduce()  # first: what this end has comes before all else
 
     # --- the exit -----------------------------------------------------------------------------------------------------
 
@@ -172,72 +161,71 @@ class Link:
         urgent: bool = False,
         more: bool = False,
         call: object = None,
-        prepared: Prepared | None = None,
         undo: Outgoing | None = None,
-        pipe: Connection | None = None,
         passed: bool = False,
         unsent: Unsent | None = None,
     ) -> None:
-        """Send a message: the one way out of a worker. Any thread; it never blocks.
+        """Send a message. Any thread; it never blocks.
 
-        call: what is kept of the call that the message belongs to. prepared: what the frame was made of, for a message
-        whose buffers were given to channels. undo: what to take back if an observer drops the message. pipe: the second
-        connection, for messages that go over that one. urgent, more, unsent: see `FrameWriter.send`. passed: whether
-        all observers have let it go.
+        call: what is kept of the call that the message belongs to. undo: what to take back if an observer drops the
+        message. urgent, more, unsent: see `FrameWriter.send`. passed: whether all observers have let it go.
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
-            send = partial(self.send, kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, pipe=pipe)
-            passed_on = partial(send, passed=True, unsent=unsent)
-            self._ask_observers(kind, call_id, frame, call, prepared, undo, passed_on)
-            return
-        self.messages_sent += 1
-        if pipe is not None:
-            pipe.send(frame)
-            return
-        if (self.released or self.slots) and kind not in (CHANNEL, RELEASE):
-            self.flush(more=True)
-        if prepared is None:
-            self.connection.send(frame, urgent=urgent, more=more, unsent=unsent)
-            return
-        if not prepared.unsent:  # withdrawn: its sender was interrupted while an observer had it
-            return
-        away = self.distribution.remember(prepared) if prepared.remembered else ()
-        try:
-            self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
-            if prepared.unsent:  # the connection has ended
-                self.distribution.withdraw(prepared)
-            elif away:
-                self.devices.posted(away, call_id)
-        except BaseException:
-            if away and not prepared.unsent:  # a signal handler has raised it: others wait until these have gone on
-                self.devices.posted(away, call_id)
-            raise
-
-    def _ask_observers(
-        self,
-        kind: int,
-        call_id: int,
-        frame: Sequence[Buffer],
-        call: object,
-        prepared: Prepared | None,
-        undo: Outgoing | None,
-        send: Callable[[], None],
-    ) -> None:
-        if prepared is None:
             passage = frame_passage(kind, call_id, frame, call, self.record)
-        else:
-            size = len(prepared.body) + prepared.size
+            ask(self.engine.observers, passage, partial(self._leave, kind, frame, urgent, False, unsent), _undo(undo))
+            return
+        self._leave(kind, frame, urgent, more, unsent)
+
+    def _leave(self, kind: int, frame: Sequence[Buffer], urgent: bool, more: bool, unsent: Unsent | None) -> None:
+        self.messages_sent += 1
+        if any(self._released) and kind not in (CHANNEL, RELEASE):
+            self.flush(more=True)
+        self.connection.send(frame, urgent=urgent, more=more, unsent=unsent)
+
+    def post(
+        self,
+        prepared: Prepared,
+        *,
+        urgent: bool = False,
+        call: object = None,
+        undo: Outgoing | None = None,
+        passed: bool = False,
+    ) -> None:
+        """Send a message that was prepared. Any thread. The rest is as of `send`."""
+        if not passed and self.engine.observers:
             names = self.distribution.names(prepared.wires)
-            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, names)
+            size = len(prepared.body) + prepared.size
+            passage = Passage(prepared.kind, prepared.call_id, prepared.body, size, call, self.record, names)
 
-        def drop() -> None:
-            if prepared is not None:
+            def drop() -> None:
                 self.distribution.withdraw(prepared)
-            if undo is not None:
-                undo.unsend()
+                _undo(undo)()
 
-        ask(self.engine.observers, passage, send, drop)
+            ask(self.engine.observers, passage, partial(self._leave_prepared, prepared, urgent), drop)
+            return
+        self._leave_prepared(prepared, urgent)
+
+    def _leave_prepared(self, prepared: Prepared, urgent: bool) -> None:
+        if not prepared.unsent:  # withdrawn while an observer had it
+            return
+        self._leave(prepared.kind, prepared.frame, urgent, False, prepared.unsent)
+        if prepared.unsent:  # the connection has ended
+            self.distribution.withdraw(prepared)
+        elif prepared.wires:
+            self.distribution.posted(prepared)
+
+    def send_over(self, pipe: Connection, kind: int, frame: Sequence[Buffer]) -> None:
+        """Send a message over the second connection. On the loop."""
+
+        def leave() -> None:
+            self.messages_sent += 1
+            pipe.send(frame)
+
+        if self.engine.observers:
+            ask(self.engine.observers, frame_passage(kind, 0, frame, None, self.record), leave, _undo(None))
+        else:
+            leave()
 
     # --- the entrance -------------------------------------------------------------------------------------------------
 
@@ -248,36 +236,41 @@ class Link:
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
         """
         if not again:
-            count = len(frames)
-            self.messages_received += count
-            if self.engine.observers:
-                for frame in frames:
-                    tell(self.engine.observers, self._passage_of(frame))
+            self._note(frames)
+        if pipe is not None:
+            for frame in frames:
+                self.second.on_frame(pipe, frame)
+            return
         methods = self._methods
         for frame in frames:
-            if pipe is not None:
-                self.second.on_frame(pipe, frame)
-                continue
-            kind = frame.kind
-            if frame.segments and not again and kind not in _COUNTED:
-                self.distribution.arrived(frame.segments)
-            if self.held or kind in OF_LINKS:
-                message = self.admit(frame)
+            if self.held or frame.segments or frame.kind in OF_LINKS:
+                message = self._look_into(frame, again)
                 if message is None:
                     continue
-                frame, kind = message, message.kind
-            method = methods.get(kind)
+                frame = message
+            method = methods.get(frame.kind)
             if method is None:
                 raise ProtocolError(f"{frame} does not belong on this side of a connection")
             method(frame)
 
-    def take_over(self, frame: Frame, again: bool = False) -> None:
-        """A frame that a thread has read, and left. again: it may have been handled, or in part. On the loop."""
+    def _look_into(self, frame: Frame, again: bool) -> Frame | None:
+        """`admit`, for what is the link's or may have to wait; buffers that came with their frame are counted."""
+        if frame.segments and not again and frame.kind not in _COUNTED:
+            self.distribution.arrived(frame.segments)
+        return self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
+
+    def _note(self, frames: Sequence[Frame]) -> None:
+        """Count frames that have arrived, and show them to observers. Raises ProtocolError."""
+        count = len(frames)  # apart: no other thread gets in between then
+        self.messages_received += count
+        if self.engine.observers:
+            for frame in frames:
+                tell(self.engine.observers, self._passage_of(frame))
+
+    def take_over(self, frame: Frame) -> None:
+        """A frame that a thread has read, and left. On the loop."""
         try:
-            if again and frame.kind == RELEASE:
-                self.on_release(frame, again=True)
-            else:
-                self.on_frames([frame])
+            self.on_frames([frame])
         except ProtocolError as error:
             self.connection.abort(error)
 
@@ -296,26 +289,12 @@ class Link:
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 
-    def post(
-        self,
-        prepared: Prepared,
-        *,
-        urgent: bool = False,
-        call: object = None,
-        undo: Outgoing | None = None,
-        passed: bool = False,
-    ) -> None:
-        """Send a message that was prepared. call, undo, passed: as of `send`."""
-        kind, call_id, frame = prepared.kind, prepared.call_id, prepared.frame
-        self.send(kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, undo=undo, passed=passed)
-
     def flush(self, *, more: bool = False) -> None:
-        """Give back the blocks and slots that were released here. more: another frame follows at once. Any thread."""
-        sharing = self.distribution.shared
-        if self.released and sharing is not None:
-            sharing.flush(more=more)
-        if self.slots:
-            self.devices.flush(more=more)
+        """Give back what was borrowed from the other end and is released. more: another frame follows at once. Any
+        thread."""
+        for channel in self._opened.values():
+            if channel.released:
+                channel.flush(more=more)
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -325,10 +304,13 @@ class Link:
         A frame that waits is handed over later, from `_hand_over`.
         """
         if frame.kind == CHUNK:  # its call id is the number of a transfer
-            self.on_chunk(frame)
+            self.second.on_chunk(frame)
             return None
         if frame.kind == RELEASE:
-            self.on_release(frame)
+            channel = self.distribution.channels.get(frame.call_id)
+            if channel is None:
+                raise ProtocolError(f"something is given back to channel {frame.call_id}, which does not exist")
+            channel.on_release(read_release(frame.body).blocks)
             return None
         held = self.held.get(frame.call_id)
         if held is not None:  # an earlier message of that call
@@ -350,15 +332,15 @@ class Link:
         if seen is not None and seen[0] is not frame:
             seen = None
         parcel = seen[1] if seen is not None else read_parcel(frame.body)
-        if len(parcel.wires) == 1 and parcel.wires[0][0] == DEVICE:
-            if seen is not None or self.devices.is_here(parcel.wires[0][1]):
-                return self._reassembly.open_one(frame, parcel)
-            return self._reassembly.open(frame, parcel)
-        sharing = self.distribution.shared
-        if len(parcel.wires) == 1 and sharing is not None:  # most large messages are of this kind
-            ((channel, wire),) = parcel.wires
+        if len(parcel.wires) == 1:  # most large messages are of this kind
+            ((number, wire),) = parcel.wires
             try:
-                buffer = sharing.receive_one(wire) if channel == SHARED else None
+                channel = self.distribution.channels[number]
+                if channel.on_devices:
+                    if seen is not None or channel.is_here(wire):
+                        return self._reassembly.open_one(frame, parcel, channel)
+                    return self._reassembly.open(frame, parcel)
+                buffer = channel.receive_one(wire)
             except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
                 raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
             if buffer is not None:
@@ -379,72 +361,55 @@ class Link:
         except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
             self.connection.abort(error)
 
-    def on_chunk(self, frame: Frame) -> None:
-        """A CHUNK frame, on either connection. Raises ProtocolError."""
-        if not self.closed:
-            self.bulk.on_frame(frame)
-
-    def on_release(self, frame: Frame, again: bool = False) -> None:
-        """A RELEASE frame. again: a thread may have begun with it. Any thread. Raises ProtocolError."""
-        sharing = self.distribution.shared
-        if sharing is None:
-            raise ProtocolError("a release of shared memory, of which there is none")
-        sharing.on_release(read_release(frame.body).blocks, again=again)
-
     def opened_anywhere(self, frame: Frame, *kinds: int) -> Parcel | None:
         """What a PARCEL says if it is of one of these kinds, of answers if none is named, and all there. Any thread.
 
         What lies on a device is not there for those who wait for answers: they may be interrupted as they take it.
         """
-        sharing = self.distribution.shared
-        if sharing is None and not (kinds and self.devices.opened):
-            return None
         try:
             parcel = read_parcel(frame.body)
-        except ProtocolError:  # the loop will see for itself
-            return None
-        if parcel.kind not in (kinds or (REPLY, ERROR)) or len(parcel.wires) != 1:
-            return None
-        ((channel, wire),) = parcel.wires
-        if channel == DEVICE:
-            if not kinds or not self.devices.is_here(wire):
+            if parcel.kind not in (kinds or (REPLY, ERROR)) or len(parcel.wires) != 1:
                 return None
-        elif channel != SHARED or sharing is None or not sharing.is_here(wire):
+            ((number, wire),) = parcel.wires
+            channel = self.distribution.channels[number]
+            if (channel.on_devices and not kinds) or not channel.is_here(wire):
+                return None
+        except (ProtocolError, TypeError, ValueError, IndexError, KeyError):  # the loop will see for itself
             return None
         self._seen = frame, parcel
         return parcel
 
-    @staticmethod
-    def gives_slots(frame: Frame) -> bool:
-        """Whether a CHANNEL frame gives back slots of outboxes, and so need not be the loop's. Any thread."""
-        return bytes(frame.body[: len(_SLOTS)]) == _SLOTS
-
-    def has_taken(self, frame: Frame) -> bool:
-        """Whether the memory of a PARCEL that this thread was about to handle is here now. After an interruption."""
-        sharing = self.distribution.shared
-        return sharing is not None and all(sharing.has_taken(wire) for _, wire in read_parcel(frame.body).wires)
+    def any_thread_takes(self, frame: Frame) -> bool:
+        """Whether a CHANNEL frame need not be the loop's. Any thread."""
+        return bytes(frame.body[:_BEGINNING]).startswith(self._anywhere)
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
-        code, fields = read_channel(frame.body)
-        if code == LINK:
+        number, fields = read_channel(frame.body)
+        if number == LINK:
             self._on_message(fields)
-        elif code == DEVICE:
-            self.on_devices.on_frame(frame, fields, failure)
-        elif code == SHARED and self.distribution.shared is None:
-            return  # the other end sent it before it knew that this end cannot share memory
-        elif code in self.distribution.channels:
-            self.distribution.channels[code].on_message(fields)
+            return
+        channel = self.distribution.channels.get(number)
+        if channel is None:
+            raise ProtocolError(f"a message for channel {number}, which does not exist")
+        if frame.call_id < PIECES:
+            channel.on_message(fields)
+        elif failure is None and len(frame.segments) != 1:
+            raise ProtocolError(f"{frame}, a piece of a tensor that has not one buffer")
         else:
-            raise ProtocolError(f"a message for channel {code}, which does not exist")
+            channel.on_buffer(fields, failure or frame.segments[0])
 
     # --- which channels -----------------------------------------------------------------------------------------------
 
-    def _introduce(self) -> None:
-        mine: dict[str, object] = {Devices.name: self.on_devices.descriptor()}
-        if self.connection.local and self.engine.options.shared_memory:
-            mine[SharedMemory.name] = shared.descriptor()
+    def _introduce(self) -> dict[str, object]:
+        """Say what this end has, and return it."""
+        mine: dict[str, object] = {}
+        for number, context in self._home.channels:
+            said = context.descriptor(ChannelEnd(self, number))
+            if said is not None:
+                mine[context.name] = said
         self.say(LINK, MESSAGES.write(Introduce(mine)))
+        return mine
 
     def _on_message(self, fields: list[object]) -> None:
         match MESSAGES.read(fields):
@@ -456,27 +421,35 @@ class Link:
                 raise ProtocolError("a second connection announced over the first one")
 
     def _choose(self, theirs: dict[str, object]) -> None:
-        """The other end has told what it can use: both ends now come to the same choice of channels.
+        """The other end has told what it has: both ends now come to the same choice of channels."""
+        if self._agreed:
+            raise ProtocolError("a second introduction")
+        self._agreed = True
+        agreed = agree(self._home.channels, ChannelEnd(self, 0), self._mine, theirs)
+        self._use(agreed)
+        for _, context in agreed:
+            channel = self._opened[context.name]
+            channel.introduced(theirs[context.name])
+            self.route_back = channel.route or self.route_back
 
-        Whether memory really is shared is proved by the first segment (`channels/shared.py`).
-        """
-        self.on_devices.choose(theirs.get(Devices.name))
-        if not self.connection.local or not self.engine.options.shared_memory or self.distribution.shared is not None:
-            return
-        reason = shared.obstacle(theirs.get(SharedMemory.name))
-        if reason is not None:
-            self._memory.cannot_share(self.record, reason)
-            return
-        channel = SharedMemory(
-            self._memory.arena,
-            self.record.pid,
-            _Surroundings(self),
-            least=self.engine.options.min_shared_bytes,
-            keeper=self._memory.keeper,
+    def _use(self, registered: list[InstalledChannel]) -> None:
+        """Open these channels, but for those that are open, and use them in this order before those of the link."""
+        channels: dict[int, Channel] = {}
+        for number, context in registered:
+            if context.name not in self._opened:
+                self._opened[context.name] = context.open(ChannelEnd(self, number))
+            channels[number] = self._opened[context.name]
+        self._released = [channel.released for channel in channels.values()]
+        self._anywhere = tuple(
+            write(messages.ChannelMessage(number, [*fields, None]))[:-1]
+            for number, channel in channels.items()
+            for fields in channel.anywhere
         )
-        self.distribution.share(channel)
-        self.released = channel.released
-        self._memory.add(channel, self.record, prepare=self.opener)  # who calls sends more, and first
+        self.distribution.use({**channels, **self.distribution.channels})
+
+    def channel(self, number: int | str) -> Channel | None:
+        """The channel of that number or name, if the link has it."""
+        return self._opened.get(number) if isinstance(number, str) else self.distribution.channels.get(number)
 
     def open_pipe(self) -> None:
         """Begin to open the second connection."""
@@ -486,28 +459,32 @@ class Link:
         """The other end of this link if that is in this process, else None."""
         return self._home.other_end(self)
 
-    def post_piece(self, number: int, body: bytes, buffer: Buffer) -> None:
-        """Send a message of the link itself that has a buffer. Any thread."""
+    def post_piece(self, channel: int, number: int, fields: list[object], buffer: Buffer) -> None:
+        """Send what a channel says, with a buffer. Any thread."""
+        body = write(messages.ChannelMessage(channel, fields))
         self.post(self.distribution.prepare(CHANNEL, number, body, [buffer]))
 
-    def say(self, channel: int, fields: list[object], *, more: bool = False, unsent: Unsent | None = None) -> None:
-        """Send what a channel says. more: another frame follows at once. unsent: see `FrameWriter.send`."""
+    def say(self, channel: int, fields: list[object], *, more: bool = False) -> None:
+        """Send what a channel says. more: another frame follows at once. Any thread."""
         frame = encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields)))
-        self.send(CHANNEL, 0, frame, more=more, unsent=unsent)
+        self.send(CHANNEL, 0, frame, more=more)
 
-    def give_back(self, blocks: Sequence[Block], unsent: Unsent, *, more: bool) -> None:
-        """Tell the other end that these blocks are its own again. more: another frame follows at once. Any thread."""
-        self.send(RELEASE, 0, encode_frame(RELEASE, 0, pack((blocks,))), more=more, unsent=unsent)  # a Release
+    def give_back(self, channel: int, released: Sequence[Sequence[int]], *, more: bool) -> None:
+        """Tell the other end that these are its own again: the call id of a RELEASE is the number of the channel.
+
+        more: another frame follows at once. Any thread.
+        """
+        self.send(RELEASE, channel, encode_frame(RELEASE, channel, pack((released,))), more=more)  # a Release
 
     def _give_back_all(self) -> bool:
         """`flush`; whether there was anything."""
-        any_released = bool(self.released or self.slots)
+        any_released = any(self._released)
         self.flush()
         return any_released
 
     def _borrows(self) -> bool:
         """Whether memory of the other end may be in use here."""
-        return self.distribution.shared is not None and self.distribution.shared.borrower.borrowed
+        return any(channel.borrowed for channel in self._opened.values())
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -533,7 +510,7 @@ class Link:
     @property
     def busy(self) -> bool:
         """Whether buffers are under way that a peer waits for."""
-        return self.bulk.sending > 0 or self.devices.busy
+        return self.distribution.busy
 
     @property
     def owing(self) -> bool:
@@ -549,42 +526,11 @@ class Link:
         self.returns.close()
         self._reassembly.close()
         self.distribution.close()
-        self.on_devices.close()
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
-        if self.distribution.shared is not None:
-            self._memory.ended(self.distribution.shared)
         self._home.ended(self)
 
 
-class _Surroundings:
-    """A link, as its shared-memory channel sees it."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.on_loan = link.returns.watch
-        self.on_loop = link.engine.call_on_loop
-        self.in_background = link.engine.in_background
-        self.on_cold = link._memory.want
-        self.give_back = link.give_back
-
-    def may_wait(self) -> bool:
-        # Nor does a loop of the program's own, where the worker has another one (`dedicated_loop`).
-        return threading.get_ident() != self._link.engine.thread and asyncio._get_running_loop() is None
-
-    def wait(self, wait: Callable[[float], object]) -> None:
-        # Two workers that send to each other wait in all of their background threads, which shall map, too.
-        pools = self._link.engine.pool, self._link.engine.background
-        for pool in pools:
-            pool.enter_blocked()
-        try:
-            wait(MAP_PATIENCE)
-        finally:
-            for pool in pools:
-                pool.exit_blocked()
-
-    def on_refused(self, reason: str) -> None:
-        self._link._memory.cannot_share(self._link.record, reason)
-
-    def post(self, fields: list[object]) -> None:
-        self._link.say(SHARED, fields)
+def _undo(out: Outgoing | None) -> Callable[[], None]:
+    """What takes back what a message has recorded that will not leave."""
+    return out.unsend if out is not None else lambda: None

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from ...channels import Traffic
 from ...channels.bulk import Bulk
-from ...channels.device import DIRECT, IPC, STAGING
 from ...channels.inline import Inline
-from ...channels.shared import SharedMemory
 from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from .accelerators import Accelerators
+from .channel_registry import InstalledChannel, find_channels
 from .link import Link, MessageSink
 from .memory import Memory
 
@@ -20,8 +19,8 @@ from .memory import Memory
 class Links:
     """Makes the links of one worker, and finds them. On the loop, except where a method says otherwise.
 
-    open_pipe: begins to open the second connection of a link. other_end: the other end of a link if that is in this
-    process, else None.
+    channels: those that are installed. open_pipe: begins to open the second connection of a link. other_end: the other
+    end of a link if that is in this process, else None.
     """
 
     def __init__(
@@ -37,6 +36,7 @@ class Links:
         self.memory: Memory = Memory(engine, self.busy)
         self.open_pipe = open_pipe
         self.other_end = other_end
+        self.channels: list[InstalledChannel] = find_channels(self)
         self._links: set[Link] = set()
 
     def make(
@@ -59,6 +59,11 @@ class Links:
         if link.pipe is not None and link.pipe is not link.connection:
             counters.add_connection(link.pipe)
 
+    def close(self) -> None:
+        """The worker ends, and all of its links have."""
+        for each in self.channels:
+            each.context.close()
+
     # --- looking, from any thread -------------------------------------------------------------------------------------
 
     def all(self) -> list[Link]:
@@ -78,7 +83,8 @@ class Links:
 
     def traffic(self) -> dict[str, Traffic]:
         """What went by which channel since the worker started, by the channel's name."""
-        total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name, DIRECT, IPC, STAGING)}
+        names = [name for each in self.channels for name in each.context.names]
+        total = {name: Traffic() for name in (*names, Bulk.name, Inline.name)}
         for moved in (self.engine.counters.traffic, *(link.distribution.traffic() for link in self.all())):
             for name, part in list(moved.items()):
                 total[name]._add(part)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ...protocol.families import Family
 
-# Who a message on CHANNEL is for, the link itself or one of its channels; the channels have these numbers in PARCELs,
-# too.
+# Who a message on CHANNEL is for, the link itself or one of its channels; these have the same numbers in PARCELs and
+# RELEASEs. The channels of other packages are numbered by each link (`channel_registry`).
 LINK, SHARED, BULK, INLINE, DEVICE = range(5)
 
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+from ...channels import Channel
 from ...channels.landing import Landing
 from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer, Frame
@@ -19,7 +20,6 @@ from ...protocol.states import MESSAGE, MessageEvent, MessageState
 from ...transport.send_queue import FRAME_COST
 from .accelerators import Accelerators
 from .distribution import Distribution
-from .messages import DEVICE
 
 _new: Any = tuple.__new__  # what Message(...) does, without its call into Python
 
@@ -76,7 +76,8 @@ class Reassembly:
         """The message in a parcel; None if it has to wait, and is delivered later. Raises ProtocolError."""
         held = Assembly(parcel)
         try:
-            if any(code == DEVICE for code, _ in parcel.wires):
+            channels = self._link.distribution.channels
+            if any(channels[code].on_devices for code, _ in parcel.wires):
                 self._receive_on_devices(frame, held)
             else:
                 self._receive(frame, held)
@@ -106,9 +107,9 @@ class Reassembly:
                 f"is {self._limit} (max_incoming_bytes)"
             )
 
-    def open_one(self, frame: Frame, parcel: Parcel) -> Message | None:
-        """The message in a parcel with one buffer, which lies whole where a device can reach it; None if that fails: it
-        is delivered as failed. Not only on the loop. Raises ProtocolError."""
+    def open_one(self, frame: Frame, parcel: Parcel, channel: Channel) -> Message | None:
+        """The message in a parcel with one buffer for a device, which is here; None if that fails: it is delivered as
+        failed. Not only on the loop. Raises ProtocolError."""
         try:
             landing = self._link.accelerators.land()
         except RuntimeError:
@@ -118,7 +119,7 @@ class Reassembly:
         try:
             with landing.entered():
                 entered = True
-                buffer = self._link.distribution.devices.receive_one(parcel.wires[0][1], landing.streams)
+                buffer = channel.receive_one(parcel.wires[0][1], landing)
         except ProtocolError:
             raise
         except (RpcError, RuntimeError) as error:  # the device's: that message's trouble
@@ -163,7 +164,7 @@ class Reassembly:
         for code, places in sorted(places_by.items()):
             arrived = partial(self._arrived, frame.call_id, held, places)
             held.missing += len(places)
-            channel: Any = by.devices if code == DEVICE else by.channels[code]
+            channel = by.channels[code]
             wires = [wire for each, wire in held.parcel.wires if each == code]
             buffers = channel.receive(wires, frame.segments, arrived)
             for place, buffer in zip(places, buffers, strict=True):

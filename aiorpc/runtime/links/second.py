@@ -22,7 +22,6 @@ from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..engine.soon import Soon
-from .distribution import Distribution
 from .messages import LINK, MESSAGES, Attach, Pipe
 
 # Seconds until a second connection is opened that nothing waits for yet.
@@ -49,30 +48,24 @@ class LinkForSecond(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    @property
-    def bulk(self) -> Bulk: ...
-
-    @property
-    def distribution(self) -> Distribution: ...
-
     def open_pipe(self) -> None:
         """Begin to open a second connection; `SecondConnection.attach` or `refused` follows."""
 
     def say(self, channel: int, fields: list[object]) -> None:
         """Send what the link or a channel says, over the first connection."""
 
-    def send(self, kind: int, call_id: int, frame: Sequence[Buffer], *, pipe: Connection) -> None:
+    def send_over(self, pipe: Connection, kind: int, frame: Sequence[Buffer]) -> None:
         """Send a message over that connection."""
 
     def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None) -> None:
         """Frames have arrived over that connection. Raises ProtocolError."""
 
-    def on_chunk(self, frame: Frame) -> None:
-        """A CHUNK has arrived. Raises ProtocolError."""
-
 
 class SecondConnection:
-    """See the module. `wake` from any thread, the rest on the loop. connection: None until there is one."""
+    """See the module. `wake` from any thread, the rest on the loop.
+
+    connection: None until there is one. bulk: the channel whose chunks go over it.
+    """
 
     def __init__(self, link: LinkForSecond) -> None:
         self.connection: Connection | None = None
@@ -81,22 +74,28 @@ class SecondConnection:
         self._asked = False
         #: There are chunks to send. From any thread.
         self.wake: Soon = Soon(link.engine.call_on_loop, self._pump)
+        options = link.engine.options
+        self.bulk: Bulk = Bulk(
+            limit=options.max_tensor_bytes,
+            total=options.max_incoming_bytes,
+            wake=self.wake,
+            least=options.min_bulk_bytes,
+        )
 
     def _pump(self) -> None:
         """Hand chunks to the second connection, as many as it can take now and no more."""
         link, pipe = self._link, self.connection
         if pipe is None:
-            if link.bulk.sending:
+            if self.bulk.busy:
                 self._need()
             else:  # it will be of use later; to open it now would slow down the message that has shown that
                 link.engine.loop.call_later(PIPE_PAUSE, self._need)
             return
         while pipe.unsent < _AHEAD and not link.closed:
-            frame = link.bulk.next_frame()
+            frame = self.bulk.next_frame()
             if frame is None:
-                link.distribution.all_sent()
                 return
-            link.send(CHUNK, 0, frame, pipe=pipe)
+            link.send_over(pipe, CHUNK, frame)
 
     def _need(self) -> None:
         link = self._link
@@ -142,17 +141,17 @@ class SecondConnection:
         former, self.attached = self.attached, pipe
         if former is not None:  # its opener has given it up
             former.abort()
-        pipe.on_cut = link.bulk.displace
-        pipe.decoder.place = link.bulk.place
+        pipe.on_cut = self.bulk.displace
+        pipe.decoder.place = self.bulk.place
         pipe.on_frames = partial(link.on_frames, pipe=pipe)
         if link.opener:
             greeting = write(messages.ChannelMessage(LINK, MESSAGES.write(Attach())))
-            link.send(CHANNEL, 0, encode_frame(CHANNEL, 0, greeting), pipe=pipe)
+            link.send_over(pipe, CHANNEL, encode_frame(CHANNEL, 0, greeting))
             self._use(pipe)
 
     def _use(self, pipe: Connection) -> None:
         self.connection = pipe
-        self._link.bulk.ready = True
+        self.bulk.ready = True
         pipe.on_drained = self._pump
         self._pump()
 
@@ -160,12 +159,17 @@ class SecondConnection:
         """A frame has come over the second connection. Raises ProtocolError."""
         link = self._link
         if frame.kind == CHUNK:
-            link.on_chunk(frame)
+            self.on_chunk(frame)
         elif frame.kind == CHANNEL and not link.opener and self.connection is None:
             _check_greeting(frame)
             self._use(pipe)
         else:
             raise ProtocolError(f"{frame} does not belong on a connection for chunks")
+
+    def on_chunk(self, frame: Frame) -> None:
+        """A CHUNK, over either connection. Raises ProtocolError."""
+        if not self._link.closed:
+            self.bulk.on_frame(frame)
 
     def closed(self, pipe: Connection, cause: BaseException | None) -> None:
         """A second connection has ended. If the first one does not end as well, it is aborted: a link needs both.

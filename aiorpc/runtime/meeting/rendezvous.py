@@ -24,6 +24,7 @@ from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
+from ...undoing import on_error
 from ..engine.host import host_identity, main_identity
 from .agreeing import Agreement
 from .board import Board
@@ -368,11 +369,8 @@ class Rendezvous:
         agreement.check_allowed(record, records)
         held = HeldSecret(record, Path(directory))
         admission = self.returned.admission if self.returned is not None else None
-        try:
+        with on_error(held.remove):
             value = agreement.reach(held, records, admission, self._patience)
-        except BaseException:
-            held.remove()
-            raise
         self._held = held
         return value
 
@@ -402,7 +400,7 @@ class Rendezvous:
                 return True
         patience = Patience(_RETURN_TIME, self._patience.stop)
         board = reach_tcp(self._place, patience, self._grace)
-        try:
+        with on_error(board.close):
             key = self._key
             ours = key is None or board.swap("salt", "", key[0]) == key[0]
             world = FreeWorld(board, self.rank, proof=before.proof)
@@ -412,9 +410,6 @@ class Rendezvous:
                     "of there: whoever joins that finds neither this worker nor those that it knows. Start it again to "
                     "bring it into the new group, or end the new one"
                 )
-        except BaseException:
-            board.close()
-            raise
         self._board.close()
         self._board, self._world = board, world
         return True

@@ -27,6 +27,7 @@ from ...devices import DeviceClaims
 from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
+from ...undoing import on_error
 from ..engine.host import host_identity, provably_dead, sees
 from .board import Board
 from .fixed import CLOSED, has_formed
@@ -394,11 +395,8 @@ def come_back(places: PlacesInStore, record: WorkerRecord, claims: DeviceClaims,
         return None
     member = places.claim(record, claims)
     made = Return(places, member, before.record, left)
-    try:
+    with on_error(made.give_up):
         if made.wait(patience):
             return made
-    except BaseException:
-        made.give_up()
-        raise
     made.give_up()
     return None

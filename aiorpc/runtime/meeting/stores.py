@@ -320,7 +320,7 @@ def bounded(make: Callable[[], T], seconds: float) -> T:
 def _append_outcome(results: list[T | BaseException], make: Callable[[], T]) -> None:
     try:
         results.append(make())
-    except BaseException as error:
+    except Exception as error:
         results.append(error)
     finally:
         del results  # the error has this frame: a store in a circle would live until there is garbage collection

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...transport.sockets import tune_tcp
+from ...undoing import on_error
 
 # What torch's client says at first, and asks: VALIDATE with its magic number, then PING, which is answered by the same.
 _VALIDATE, _PING, _NONCE_SIZE = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d", 4
@@ -120,16 +121,13 @@ def connection_of(ask: Callable[[], object], port: int) -> socket.socket | None:
     [(descriptor, _)] = possible
     blocking = os.get_blocking(descriptor)
     connection = socket.socket(fileno=os.dup(descriptor))
-    try:
+    with on_error(connection.close):
         connection.settimeout(None)
         os.set_blocking(descriptor, blocking)  # torch's and this one are the same to the system
         tune_tcp(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", ANSWER, 0))
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 

@@ -28,6 +28,7 @@ from ...protocol.publication import (
     Want,
     read,
 )
+from ...undoing import on_error
 from ..calls.values import Results
 from .digests import changed, is_digest
 from .home import Home
@@ -110,12 +111,9 @@ class Relay(VersionStore):
         source = self._outbound.member(edition.source)
         if source is None or source in self._passed_by:
             source = self.publisher
-        try:
+        with on_error(self.give_up, stored):
             if not await self._fill(stored, source):
                 await self._check(stored, edition, source)
-        except BaseException:
-            self.give_up(stored)
-            raise
         self.finish(stored)
         self.on_readers()
         return edition.version

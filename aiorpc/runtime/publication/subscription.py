@@ -16,8 +16,8 @@ from ..._typing import T_co
 from ...callbacks import block_observer, served
 from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
+from ...interrupts import acquire
 from ...protocol.identity import WorkerInfo
-from ...turns import give_back
 from ..calls.current import within_call
 from ..calls.failures import without_frames
 from .content import choose, put_together, unreadable
@@ -158,19 +158,24 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
 
     def __next__(self) -> PublishedVersion[T_co]:
         self._prefetcher.engine.refuse_on_loop("iterating over a subscription", "async for")
-        arrived = threading.Event()
+        arrived = threading.Lock()  # and no Event, in which a signal handler must not raise
+        arrived.acquire()
         seconds = within_call(self._prefetcher.engine, self._timeout)
         limit = time.monotonic() + seconds if seconds else None
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # it is awake
+                arrived.release()
+
         try:
-            while (arrival := self._prefetcher.take(arrived.set)) is None:
-                if not _wait(arrived, None if limit is None else max(0.0, limit - time.monotonic())):
+            while (arrival := self._prefetcher.take(wake)) is None:
+                if not _wait(arrived, wake, -1 if limit is None else max(0.0, limit - time.monotonic())):
                     raise self._too_late(seconds)
-                arrived.clear()
             return self._open(arrival)
         except StopAsyncIteration:
             raise StopIteration from None
         finally:
-            self._prefetcher.forget(arrived.set)
+            self._prefetcher.forget(wake)
 
     def _open(self, arrival: ArrivedVersion) -> PublishedVersion[T_co]:
         engine = self._prefetcher.engine
@@ -240,20 +245,19 @@ def _seen(task: asyncio.Task[object]) -> None:
         task.exception()
 
 
-def _wait(arrived: threading.Event, seconds: float | None) -> bool:
-    """Whether it was set within so many seconds. The pool makes up for a thread that only waits.
+def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float) -> bool:
+    """Whether the lock was released within so many seconds (-1: no limit). The pool makes up for a thread that waits.
 
-    Raises RpcCancelled in a handler whose caller gives up.
+    wake: releases it. Raises RpcCancelled in a handler whose caller gives up.
     """
-    give_back()
     observer, call = block_observer.get(), served.get()
     given_up = ""
     if observer is not None:
         observer.enter_blocked()
     try:
         if call is not None:
-            call.enter_wait(arrived.set)
-        came = arrived.wait(seconds)
+            call.enter_wait(wake)
+        came = acquire(arrived, seconds)
     finally:
         if observer is not None:
             observer.exit_blocked()

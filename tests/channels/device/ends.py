@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import numpy
@@ -108,14 +109,12 @@ class DeviceAround:
         self.said: list[list[Any]] = []  # the tags and first fields of what went to the other end
         self.followed: Counter[int] = Counter()  # bytes of transfers that went there in slots, behind their message
 
-    def post(self, message: Said, *, more: bool = False, unsent: list[Any] | None = None) -> None:
+    def post(self, message: Said, *, more: bool = False) -> None:
         fields = MESSAGES.write(message)
         self.said.append(fields[:2])
         if isinstance(message, FilledSlots):
             self.followed[message.transfer] += sum(chunk.size for chunk in message.chunks)
         self._ends.say(self._end, fields)
-        if unsent is not None:
-            unsent.clear()
 
     def post_buffer(self, message: Said, buffer: Buffer) -> None:
         self._count += 1
@@ -151,6 +150,9 @@ class DeviceAround:
 
     def take_over(self, number: int) -> tuple[torch.Tensor, Any] | None:
         return self._ends.around[1 - self._end].left.pop(number, None)
+
+    def introduced(self, theirs: Any) -> tuple[None, str, str]:
+        return None, *theirs
 
     def take_back(self, number: int) -> None:
         self.left.pop(number, None)
@@ -328,7 +330,7 @@ class DeviceEnds(Ends):
             return
         ((_, _, body, segments),) = feed(self._decoder(), b"".join(frame), self.random)
         try:
-            self.devices[end].on_piece(unpack(body), segments[0])
+            self.devices[end].on_buffer(unpack(body), segments[0])
         except ProtocolError:
             if not self.lenient:
                 raise
@@ -420,7 +422,8 @@ class DeviceEnds(Ends):
     ) -> Any:
         """The short cut of a link: what fails is told as what `receive` tells later."""
         try:
-            return landed(self.devices[end].receive_one(wire, dict(enumerate(streams))))
+            landing: Any = SimpleNamespace(streams=dict(enumerate(streams)))
+            return landed(self.devices[end].receive_one(wire, landing))
         except RpcError as error:
             outcome = error
             self.around[end].on_loop(lambda: None if self.closed[end] else arrived(0, outcome))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import sys
 import threading
@@ -29,7 +28,6 @@ from tests.channels.device.ends import (
     DirectEnds,
     IpcEnds,
     NeighbourCuda,
-    NeighbourInterprocess,
     StagingEnds,
 )
 from tests.channels.ends import KIB, MIB, Message
@@ -37,7 +35,7 @@ from tests.fakes.interprocess import InterprocessEvent
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
 from tests.tiers import examples
-from tests.transport.ends import interrupted, meanwhile
+from tests.transport.ends import meanwhile
 
 FILES = [str(path) for path in Path(aiorpc.channels.__file__).parent.rglob("*.py")]
 SIZES = [1, 64 * KIB - 1, 64 * KIB, MIB + 1, 2 * BOX + 5]
@@ -611,11 +609,11 @@ def test_a_piece_that_is_lost_fails_its_transfer(make: Make) -> None:
         ends.holds = False
         message = send(ends, MIB)
         if held:
-            ends.devices[1].on_piece(["piece", first_wire(message)[0], 0], RpcError("it was lost"))
+            ends.devices[1].on_buffer(["piece", first_wire(message)[0], 0], RpcError("it was lost"))
         super(DeviceEnds, ends).post(message)
         settle_but(ends, "nothing")
         if not held:
-            ends.devices[1].on_piece(["piece", first_wire(message)[0], 0], RpcError("it was lost"))
+            ends.devices[1].on_buffer(["piece", first_wire(message)[0], 0], RpcError("it was lost"))
         ends.devices[0].posted(message.taken, 1)
         ends.settle()
         check_errors(message, "it was lost")
@@ -761,117 +759,6 @@ def test_a_copy_whose_record_is_refused_does_not_spoil_what_the_slot_holds_next(
     finally:
         for gate in gates:
             gate.set()
-
-
-class InterruptedWait(NeighbourInterprocess):
-    """A signal handler raises as a stream is about to be made to wait."""
-
-    interrupted = False
-
-    def wait(self, event: InterprocessEvent, stream: Stream) -> None:
-        interrupted, self.interrupted = self.interrupted, False
-        if interrupted:
-            raise KeyboardInterrupt
-        super().wait(event, stream)
-
-
-class InterruptedCuda(NeighbourCuda):
-    interprocess_type = InterruptedWait
-
-
-def test_an_interrupt_before_a_copy_does_not_spoil_what_the_slot_holds(make: Make) -> None:
-    """The reader's copy is still to be made: whoever has the slot next waits for that all the same."""
-    ends = make(IpcEnds, fakes=(InterruptedCuda(uuids=UUIDS), NeighbourCuda(uuids=UUIDS[::-1])))
-    ends.holds = ends.overwrites = False
-    warm(ends)
-    ours, theirs = ends.fakes
-    gate = threading.Event()
-    try:
-        for stream in {theirs.fresh(1) for _ in range(8)}:
-            theirs.machine.enqueue(stream, "gate", ready=gate.is_set)
-        first = post(ends, 100)
-        settle_but(ends, "thread")
-        ours.interprocess.interrupted = True
-        with pytest.raises(KeyboardInterrupt):
-            send(ends, 100, seed=1)
-        second = post(ends, 100, seed=2)
-        assert first_wire(second)[3][0][:2] == first_wire(first)[3][0][:2], "it is the same slot"
-        ours.machine.wait_until(lambda: not ours.current(0).queue, 0.2)
-        gate.set()
-        ends.settle()
-        for message in (first, second):
-            message.check()
-    finally:
-        gate.set()
-
-
-def interrupted_send(ends: DeviceEnds, size: int, number: int) -> bool:
-    """Send a buffer, interrupted at that place, and withdraw it if it was sent; whether there was such a place."""
-    wires: list[Wire] = []
-
-    def send_it() -> None:
-        wires[:] = [ends.devices[0].send_one(buffer)[0]]
-
-    buffer = ends.make_on(0, "cuda:1", ends.pattern(1, size))
-    place = interrupted(send_it, number - 1, *FILES, signals=True)
-    ends.devices[0].withdraw(wires, named=False)
-    return place is not None
-
-
-@pytest.mark.parametrize("size", [100, 2 * BOX + 5])
-@pytest.mark.parametrize("crowded", [False, True])
-def test_a_send_that_is_interrupted_anywhere_leaves_nothing(
-    kind: type[DeviceEnds], make: Make, size: int, crowded: bool
-) -> None:
-    """All slots come back, and whoever waits for slots gets them. crowded: another one waits for them already."""
-    ends = make(kind)
-    ends.holds = ends.overwrites = False
-    warm(ends)
-    for number in itertools.count(1):
-        messages = [post(ends, 4 * MIB)] if crowded else []
-        interrupted = interrupted_send(ends, size, number)
-        messages.append(post(ends, 2 * BOX + 5))
-        ends.settle()
-        assert all(message.settled for message in messages), "it waits for ever"
-        messages.clear()
-        assert is_baseline(ends)
-        if not interrupted:
-            break
-    assert number > 5, "it was interrupted nowhere"
-
-
-def test_a_box_whose_first_send_is_interrupted_is_made(make: Make) -> None:
-    """Those that come later would wait for it for ever; and it is made once."""
-    for number in itertools.count(1):
-        ends = make(IpcEnds)
-        ends.holds = ends.overwrites = False
-        interrupted = interrupted_send(ends, 100, number)
-        after = post(ends, 100)
-        ends.settle()
-        assert after.settled, "it waits for ever"
-        assert ends.fakes[0].calls["allocate"] == 1
-        if not interrupted:
-            break
-    assert number > 5, "it was interrupted nowhere"
-
-
-def test_slots_are_given_back_whatever_interrupts_it(make: Make) -> None:
-    """The other end would wait for them for ever."""
-    ends = make(IpcEnds)
-    ends.holds = ends.overwrites = False
-    warm(ends)
-    for number in itertools.count(1):
-        message = post(ends, 100)
-        settle_but(ends, "loop 1")
-        assert ends.devices[1].released
-        place = interrupted(ends.devices[1].flush, number - 1, *FILES, signals=True)
-        ends.settle()
-        message.check()
-        del message
-        assert is_baseline(ends)
-        if place is None:
-            break
-    assert number > 2, "it was interrupted nowhere"
 
 
 class Crowded(NeighbourCuda):
@@ -1132,7 +1019,7 @@ def test_pieces_that_cannot_be_are_protocol_errors(make: Make, start: Any, size:
     ends = make(StagingEnds)
     ends.receive(1, [[1, "cuda:1", MIB, []]], [], lambda place, outcome: None)
     with pytest.raises(ProtocolError):
-        ends.devices[1].on_piece(["piece", 1, start], bytes(size))
+        ends.devices[1].on_buffer(["piece", 1, start], bytes(size))
 
 
 @pytest.mark.parametrize(
@@ -1142,7 +1029,7 @@ def test_messages_with_a_buffer_that_are_no_pieces_are_protocol_errors(make: Mak
     """Of any form."""
     ends = make(StagingEnds)
     with pytest.raises(ProtocolError):
-        ends.devices[1].on_piece(fields, b"x")
+        ends.devices[1].on_buffer(fields, b"x")
 
 
 PLAIN = st.recursive(
@@ -1310,27 +1197,6 @@ def exchange(kind: type[DeviceEnds], call: str, caller: str, seed: int) -> tuple
     return sending.omitted, wrong, len(sending.violations + receiving.violations)
 
 
-@pytest.mark.parametrize(
-    "kind, call, caller",
-    [
-        (DirectEnds, "wait", "_take_over"),
-        (DirectEnds, "keep", "_take_over"),
-        (DirectEnds, "mark", "_hand_over"),
-        (DirectEnds, "wait", "send"),
-        (IpcEnds, "keep", "send"),
-        (IpcEnds, "wait", "send"),
-    ],
-)
-def test_each_call_that_orders_is_needed(kind: type[DeviceEnds], call: str, caller: str) -> None:
-    """Left out, values are wrong or rules are broken."""
-    for seed in range(5):
-        omitted, wrong, broken = exchange(kind, call, caller, seed)
-        assert omitted >= 40
-        if wrong or broken:
-            return
-    pytest.fail("nobody noticed")
-
-
 @pytest.mark.parametrize("kind", [DirectEnds, IpcEnds], ids=lambda kind: kind.way)
 @pytest.mark.parametrize("seed", range(2))
 def test_with_all_calls_nothing_is_wrong(kind: type[DeviceEnds], seed: int) -> None:
@@ -1379,40 +1245,6 @@ def test_memory_on_the_other_device_is_not_written_before_its_stream_is_done_wit
         ends.dispose()
     finally:
         gate.set()
-        fake.close()
-
-
-def test_an_interrupt_while_one_buffer_is_sent_loses_nothing() -> None:
-    """A signal handler that raises leaves no slot lent and nobody waiting behind what nobody will post."""
-    ends = IpcEnds(0)
-    ends.holds = False
-    first = ends.send([ends.make_on(0, "cuda:1", b"x" * 5000)])
-    ends.post(first)
-    ends.settle()
-    sender = ends.devices[0]
-    traffic = sender.traffic
-
-    class Interrupts:
-        def _count_sent(self, size: int) -> None:
-            raise KeyboardInterrupt
-
-    sender.traffic = Interrupts()  # type: ignore[assignment]  # for a moment
-    for size in (100, 6_000_000):  # the latter is longer than the outbox, so part of it waits
-        with pytest.raises(KeyboardInterrupt):
-            sender.send_one(ends.make_on(0, "cuda:1", b"x" * size))
-    sender.traffic = traffic
-    later = []
-    for _ in range(3):
-        later.append(ends.send([ends.make_on(0, "cuda:1", b"y" * 100)]))
-        ends.post(later[-1])
-        ends.settle()
-    assert all(message.settled for message in later)
-    for message in (first, *later):
-        message.outcomes.clear()
-    ends.settle()
-    assert not any(sender.under_way.values()), sender.under_way
-    ends.dispose()
-    for fake in ends.fakes:
         fake.close()
 
 

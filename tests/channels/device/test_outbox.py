@@ -61,21 +61,6 @@ def test_slots_lie_inside_and_apart(size: int) -> None:
     check_slots(size)
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(size=st.integers(2, 512))
-def test_slots_of_boxes_of_any_size(size: int) -> None:
-    """Any multiple of CUDA's granule that the options allow."""
-    check_slots(size * 2 * MIB)
-
-
-def test_the_size_is_rounded_up_to_whole_granules(fake: NeighbourCuda) -> None:
-    """So that nobody else's memory is exported with it."""
-    box = Outbox(driver_of(fake), 0, 4 * MIB + 1)
-    assert box.size == 6 * MIB
-    assert box.slots == cut(6 * MIB)
-    box.close()
-
-
 def test_the_smallest_slot_that_fits_is_lent(box: Outbox) -> None:
     """A longer one only when those are out; of those that are too short none."""
     rooms = [room for _, room in box.slots]
@@ -173,13 +158,6 @@ def test_a_box_that_cannot_be_opened_leaves_nothing(fake: NeighbourCuda, box: Ou
         assert other.violations == [] and driver_of(other).mapped == {}
 
 
-def test_free_is_done_once(fake: NeighbourCuda, box: Outbox) -> None:
-    """The second time nothing happens."""
-    box.close()
-    box.close()
-    assert fake.calls["free"] == 1
-
-
 @pytest.mark.parametrize("size", [0, -1, 64 * KIB + 1])
 def test_no_more_than_a_slot_holds_is_read(fake: NeighbourCuda, box: Outbox, size: int) -> None:
     """ValueError, and nothing was enqueued."""
@@ -262,36 +240,6 @@ def test_waiters_of_a_sender_that_died_are_let_go(fake: NeighbourCuda) -> None:
         box.close()
         driver.made.clear()
         assert reader.violations == []
-
-
-class Interrupted(BaseException):
-    """What a signal handler raises."""
-
-
-def test_a_copy_that_was_interrupted_is_waited_for(fake: NeighbourCuda) -> None:
-    """The slot may be lent again at once: whoever uses it next comes after all that was enqueued."""
-    driver = Noting(driver_of(fake))
-    recorded: list[bool] = []
-
-    def record(event: Any, stream: Any, *, again: bool = False) -> None:
-        recorded.append(again)
-        if recorded == [False]:
-            raise Interrupted
-        driver.driver.record(event, stream, again=again)
-
-    driver.record = record  # type: ignore[attr-defined]  # in front of the driver's
-    box = Outbox(cast(NeighbourInterprocess, driver), 0, 4 * MIB)
-    slot = box.take(8)
-    assert slot is not None
-    source = fake.empty(8, 0)
-    with pytest.raises(Interrupted):
-        box.put(slot, source, 0, fake.current(0))
-    assert recorded == [False, True]
-    box.put(slot, source, 0, fake.fresh(0))
-    assert recorded == [False, True, False]
-    box.close()
-    assert box.gone
-    driver.made.clear()
 
 
 def test_an_outbox_that_cannot_be_made_leaves_no_events(fake: NeighbourCuda) -> None:

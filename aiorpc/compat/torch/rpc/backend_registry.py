@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .... import foreign
 from ....runtime.hooks import Hooks
 from ....sync import host
+from ....undoing import on_error
 from ....worker import Worker
 from ..ddp import averaging
 from ..futures import error_of_call
@@ -114,11 +115,8 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
     )
     # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
     process.agent = agent = TensorPipeAgent(worker, store)
-    try:
+    with on_error(setattr, process, "agent", None):
         host(worker)
-    except BaseException:
-        process.agent = None
-        raise
     return agent
 
 
@@ -127,7 +125,7 @@ def _report(worker: Worker, error: BaseException) -> None:
     if foreign.is_a(error, Exception):
         try:
             shown = repr(error)
-        except BaseException:  # of a class of the program's own
+        except Exception:  # of a class of the program's own
             shown = foreign.said(error)
         said = f"On {worker._node.engine.info}:\n{shown}\n{foreign.traceback_of(error)}"
         print(said, file=sys.stderr, flush=True)

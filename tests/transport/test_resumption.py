@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from aiorpc.errors import ProtocolError
+from aiorpc.interrupts import give_back
 from aiorpc.protocol import seal, session
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.session import ACK_BYTES
-from aiorpc.transport import lasting, reading, send_queue, writing
-from aiorpc.transport.lasting import LastingConnection
-from aiorpc.turns import give_back
+from aiorpc.transport import reading, resumption, send_queue, writing
+from aiorpc.transport.connection import Connection
 from tests.tiers import examples
 from tests.transport.ends import LONG, meanwhile, takes_little, until
 
-FILES = tuple(str(module.__file__) for module in (seal, session, lasting, reading, writing, send_queue))
+FILES = tuple(str(module.__file__) for module in (seal, session, resumption, reading, writing, send_queue))
 LIMIT = 1 << 20
 
 
@@ -63,8 +63,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         return near, listener.accept()[0]
 
 
-def connection(sock: socket.socket) -> LastingConnection:
-    made = LastingConnection(
+def connection(sock: socket.socket) -> Connection:
+    made = Connection(
         asyncio.get_running_loop(), sock, FrameDecoder(max_body=1 << 20, max_segment=1 << 24), label="end"
     )
     takes_little(sock)
@@ -242,7 +242,7 @@ async def test_an_acknowledgement_that_is_faster_than_the_writer_is_not_forgotte
     session = near.connection.lasting
     assert session is not None and far.connection.lasting is not None
     await until(lambda: look(pair) and not session.kept)
-    sock = near.connection._sock = Interrupting(fileno=near.connection._sock.detach())
+    sock = near.connection._port.sock = Interrupting(fileno=near.connection._port.sock.detach())
     sock.setblocking(True)
     going_on = sock.go_on = threading.Event()
     body = encode_frame(Kind.CALL, near.sent, b"%d" % near.sent + bytes(3_000))
@@ -359,7 +359,7 @@ async def test_frames_are_counted_once_wherever_a_thread_gives_its_reading_back(
     session = near.lasting
     assert session is not None
     near.read_here(lambda: True)  # so that threads may, from now on
-    await until(lambda: near._epoll is not None and not far.queue)
+    await until(lambda: near._reader.epoll is not None and not far.queue)
     await until(lambda: session.received > 0)
     near.pause()  # the loop takes only what a thread has left to it
     base, sent = session.received, 0

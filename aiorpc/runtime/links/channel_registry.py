@@ -1,0 +1,93 @@
+"""Which channels there are, and which of them the two ends of a link use.
+
+A channel is found by an entry point of the group `aiorpc.channels`, ours and those of other packages in the same way.
+An entry point names a callable, which is given the worker (`Links`) and returns a `ChannelContext`. Both ends of a link
+introduce themselves with the descriptors of their contexts. Both then compare the same pairs of descriptors, the
+opener's first, and so choose the same channels.
+
+Trust: a channel is used only if both ends have it, by its name. A peer's descriptor chooses among what is installed
+here, and never has anything loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+from ...channels import ChannelContext, ChannelLink
+from ...errors import ProtocolError
+from ...logs import logger
+from ...protocol.packing import shown
+from .messages import DEVICE, SHARED
+
+GROUP = "aiorpc.channels"
+#: Ours have numbers of the wire; they are listed here, and not in pyproject.toml, so that a source tree has them, too.
+OURS: Mapping[int, EntryPoint] = {
+    SHARED: EntryPoint("shared memory", "aiorpc.runtime.links.sharing:SharingContext", GROUP),
+    DEVICE: EntryPoint("device", "aiorpc.runtime.links.on_devices:DeviceContext", GROUP),
+}
+#: The channels of other packages have numbers from here on: their places in the order of the names that are in use.
+FIRST_NUMBER = 16
+
+
+class InstalledChannel(NamedTuple):
+    """A channel that this worker has. number: by which messages name it; 0 if each link numbers it."""
+
+    number: int
+    context: ChannelContext
+
+
+def find_channels(worker: Any) -> list[InstalledChannel]:
+    """The channels that are installed, for a worker that starts. One that cannot be loaded is left out, and logged."""
+    found = [InstalledChannel(number, entry.load()(worker)) for number, entry in OURS.items()]
+    names = {each.context.name for each in found}
+    for entry in sorted(entry_points(group=GROUP)):
+        try:
+            context = entry.load()(worker)
+            if not isinstance(context, ChannelContext) or not context.name or context.name in names:
+                raise TypeError(f"{context!r:.100} is no ChannelContext with a name of its own")
+        except Exception as error:
+            logger.warning("the channel %s (%s) is not used: %r", entry.name, entry.value, error)
+            continue
+        names.add(context.name)
+        found.append(InstalledChannel(0, context))
+    return found
+
+
+def at_once(registered: list[InstalledChannel]) -> list[InstalledChannel]:
+    """Those that a link has from its start: every worker of this version has them."""
+    return [each for each in registered if each.number == DEVICE]
+
+
+def agree(
+    registered: list[InstalledChannel], link: ChannelLink, mine: Mapping[str, object], theirs: Mapping[str, object]
+) -> list[InstalledChannel]:
+    """The channels that this link uses, each with its number, the one that is asked first in front.
+
+    mine, theirs: the descriptors of both ends, by the names of the channels. Raises ProtocolError for one of theirs
+    that cannot be.
+    """
+    agreed: list[InstalledChannel] = []
+    for number, context in sorted(registered, key=lambda each: each.context.name):
+        name = context.name
+        if name not in mine:
+            continue
+        if name not in theirs and number == DEVICE:
+            raise ProtocolError(f"a worker that says nothing of the channel {name}")
+        if name not in theirs:
+            context.refused(link, "")
+            continue
+        pair = (mine[name], theirs[name]) if link.opener else (theirs[name], mine[name])
+        try:
+            reason = context.obstacle(*pair)
+        except Exception as error:
+            raise ProtocolError(
+                f"a descriptor of the channel {name} that cannot be: {shown(theirs[name])}: {error}"
+            ) from None
+        if reason:
+            context.refused(link, reason)
+        else:
+            others = sum(each.number >= FIRST_NUMBER for each in agreed)
+            agreed.append(InstalledChannel(number or FIRST_NUMBER + others, context))
+    return sorted(agreed, key=lambda each: (-each.context.priority, each.context.name))

@@ -1,0 +1,211 @@
+"""A connection over TCP that outlives its socket.
+
+What is counted, kept and acknowledged is `protocol.session`; here it is done to a socket. When that breaks, the
+connection is suspended: it has no socket, what is sent waits in its queue, and whoever holds the connection notices
+nothing. Somebody else makes a new one, whose other end proves itself as usual, and gives its socket to this one
+(`go_on`), with its decoder and its seals or TLS: keys are always those of the handshake before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..interrupts import SocketTurn
+from ..protocol.frames import Buffer, Frame
+from ..protocol.session import Session
+from ..protocol.states import SessionEvent
+from .port import Port
+from .reading import FrameReader
+from .writing import FrameWriter
+
+
+class Resumption:
+    """See the module: that part of a connection. It does nothing before `last`. On the loop, but for `may_begin`.
+
+    lacking: see `Connection.lacking`.
+    """
+
+    def __init__(self, port: Port, reader: FrameReader, writer: FrameWriter) -> None:
+        self.lacking: tuple[int, bytes] | None = None
+        self._port = port
+        self._reader = reader
+        self._writer = writer
+        self._full = False  # nothing is written until something has come
+        # It goes on, and the opener has not spoken yet; an ACK is due all that time, so writers ask here.
+        self._awaiting = False
+        self._untold = False  # it was halted, and `on_suspended` was not called for that
+        self._ack: Sequence[Buffer] = ()  # the last one that was queued
+
+    def last(self, limit: int) -> None:
+        """From now on what is sent is kept until it is acknowledged, and the connection outlives its socket.
+
+        To be called behind the last frame of the handshake, at both ends. limit: bytes that are kept at most.
+        ConnectionError if something of the handshake is still on its way.
+        """
+        self._writer.flush()
+        if self._writer.queue:
+            raise ConnectionError("the other side takes nothing")
+        self._port.session = session = Session(limit)
+        self._writer.queue.keep(session)
+
+    @property
+    def must_hear(self) -> bool:
+        """Whether nothing is written until something has been read."""
+        session = self._port.session
+        # What is written on in the next turn needs no more: all frames of this turn may have come together.
+        return self._full and session is not None and (self._awaiting or session.size >= session.limit)
+
+    # --- acknowledging ------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Acknowledge what has come, if nothing has said so yet. To be called once in a while."""
+        session = self._port.session
+        if session is not None and session.fresh:
+            session.due, session.said_at = True, self._port.bytes_received
+            self._acknowledge()
+
+    def counted(self, frames: list[Frame], session: Session) -> list[Frame]:
+        """See `port.Owner`, as of `may_begin`."""
+        frames = session.arrived(frames, self._port.bytes_received, self._writer.queue.begun_frames)
+        if session.due:
+            self._port.loop.call_soon(self._acknowledge)
+        self._awaiting = False
+        if self._full and session.size < session.limit:
+            self._port.loop.call_soon(self._empty)
+        return frames
+
+    def _acknowledge(self) -> None:
+        session = self._port.session
+        if session is None or not session.due or self._port.closed or session.suspended or self._awaiting:
+            return
+        if not self._writer.lock.acquire(False):  # whoever writes may have looked for it already
+            self._port.loop.call_soon(self._acknowledge)
+            return
+        try:
+            if not self._writer.queue.frames and self._writer.queue.between:
+                self._prepend_ack(session, SocketTurn(self._writer.give_writing_back, None))
+        finally:
+            self._writer.lock.release()
+        if self._full:
+            self._empty()
+        else:
+            self._writer.flush()
+
+    def _prepend_ack(self, session: Session, turn: SocketTurn) -> None:
+        ack = session.ack()
+        self._ack = ack if turn else self._ack  # no call: the loop may have queued another one in that
+        self._writer.queue.prepend(ack, turn)
+        session.told(ack)
+
+    def may_begin(self, session: Session, turn: SocketTurn) -> bool:
+        """As above."""
+        if not self._writer.queue.between:
+            return True
+        frames = self._writer.queue.frames
+        if not self._awaiting:
+            if session.due:
+                self._prepend_ack(session, turn)
+                return True
+            if frames and frames[0] is self._ack:  # else two that are full would wait for ever
+                return True
+        # And no call: the turn may end in one.
+        self._full = self._writer.blocked = True if turn else False  # noqa: SIM210
+        # The loop may just have taken an acknowledgement, or the word of the opener, and not have seen this yet.
+        if session.size < session.limit and not self._awaiting:
+            self._full = self._writer.blocked = False
+            return True
+        if session.unsettled:  # else nothing might ever come
+            self._port.call_on_loop(self._settle, session)
+        return False
+
+    def _settle(self, session: Session) -> None:
+        session.settle()
+        if session.size < session.limit:
+            self._empty()
+
+    def _empty(self) -> None:
+        """Write on, if that waited for an acknowledgement."""
+        if self._full and not self._port.closed and not self._suspended and not self._awaiting:
+            self._full = self._writer.blocked = False
+            self._writer.flush()
+
+    # --- the end of a socket ------------------------------------------------------------------------------------------
+
+    @property
+    def _suspended(self) -> bool:
+        session = self._port.session
+        return session is not None and session.suspended
+
+    def halt(self) -> None:
+        """The other end has a new socket for it: nothing that comes over the old one counts.
+
+        `go_on` follows, and whoever mends it need not hear of this; or `stay`, if that cannot be.
+        """
+        session = self._port.session
+        if session is not None and not session.suspended:
+            self.suspend(session)
+            self._untold = True
+
+    def stay(self, cause: OSError) -> None:
+        """It does not go on after `halt`: it is mended or ends as any other that is suspended."""
+        untold, self._untold = self._untold, False
+        if untold and self._suspended and self._port.on_suspended is not None:
+            self._port.on_suspended(cause)
+
+    def suspend(self, session: Session) -> None:
+        """Its socket is of no use: let go of it, and wait for another one."""
+        session.enter(SessionEvent.BROKEN)
+        self._writer.blocked, self._full = True, False
+        with self._reader.reading, self._writer.lock:  # as in `_finish`
+            self._writer.blocked = True  # a writer may have been interrupted
+            self._reader.forget_socket()
+            self._port.fd = -1
+            self._port.sock.close()
+            self._reader.unread.clear()  # it comes again
+            self._reader.left = False
+            if self._reader.epoll is not None:
+                self._reader.epoll.close()
+                self._reader.epoll, self._reader.sharing = None, False
+
+    # --- a new socket -------------------------------------------------------------------------------------------------
+
+    def go_on(self, other: Resumption, received: int, *, opener: bool) -> None:
+        """Go on over the socket of another connection, whose handshake has just proved that it is of this session.
+
+        The other connection is spent; `resumed` follows. received: how many frames of ours the other end has. The
+        opener speaks first, and the acceptor waits for that: what came right behind its WELCOME might be read together
+        with that, by the limits for strangers. Raises ProtocolError if that number cannot be, ConnectionError if the
+        handshake is not written as a whole; this one stays suspended then, and the other one is as it was.
+        """
+        port, reader, writer = self._port, self._reader, self._writer
+        session, theirs = port.session, other._port
+        assert session is not None, "only a lasting connection goes on"
+        self.halt()  # this end may not have noticed yet that the old socket is of no use
+        other._writer.flush()
+        if other._writer.queue:
+            raise ConnectionError("the other side takes nothing")
+        with reader.reading, writer.lock:
+            writer.queue.go_on(other._writer.queue, received)
+            self.lacking = writer.queue.first()
+            unfinished, place = reader.decoder.unfinished, reader.decoder.place
+            if unfinished is not None and port.on_cut is not None:
+                port.on_cut(*unfinished)
+            other._reader.forget_socket()
+            port.sock, port.fd, port.tls = theirs.sock, theirs.fd, theirs.tls
+            port.bytes_sent += theirs.bytes_sent
+            port.bytes_received += theirs.bytes_received
+            reader.go_on(other._reader)
+            reader.decoder.place = place
+            theirs.closed, theirs.fd = True, -1
+            theirs.forget_callbacks()
+            self._awaiting = self._full = writer.blocked = not opener
+            session.due = True
+        self._untold = False
+
+    def resumed(self) -> None:
+        """It has a socket again: read on, and acknowledge what has come."""
+        if not self._port.paused:
+            self._port.loop.add_reader(self._port.fd, self._reader.readable)
+        if self._port.on_resumed is not None:
+            self._port.on_resumed()
+        self._acknowledge()
