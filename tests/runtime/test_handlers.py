@@ -659,6 +659,12 @@ class Gate:
         return xs
 
 
+@pytest.fixture(autouse=True)
+def _forget_sizes() -> None:
+    sizes.clear()
+    gates.clear()
+
+
 async def made_gate() -> Gate:
     """The one that a call has made on a worker of this process."""
     await until(lambda: gates)

@@ -377,12 +377,14 @@ class ThreadPool:
             self._waking = True
             thread = daemon(self._work, announced, name=name)
             thread.start()
-        except RuntimeError as error:
+        except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
             with self._lock:
                 self._starting.discard(announced)
                 self._ended.notify_all()
             self._waking = False
-            raise _NotStarted(*error.args) from error
+            if isinstance(error, RuntimeError):
+                raise _NotStarted(*error.args) from error
+            raise
         return True
 
     def _take_back(self, job: _Job, reason: _NotStarted) -> None:
