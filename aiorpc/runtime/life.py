@@ -46,7 +46,6 @@ from .engine.steps import Steps
 from .engine.tasks import begin, until_done
 from .group.group import ShutdownReport
 from .group.listening import Listeners
-from .meeting.agreeing import LeaderLeft
 from .meeting.patience import Patience
 from .meeting.rendezvous import Rendezvous
 from .node import Meeting, Node, Plan, registry
@@ -129,27 +128,21 @@ class Life:
         deadline = time.monotonic() + limit if limit else float("inf")
         seconds = limit
         while True:
+            node = await self._meet(seconds)
+            if node.rendezvous.returned is None:
+                node.group.start()
+                break
             try:
-                node = await self._meet(seconds)
-            except LeaderLeft as error:
+                await node.group.newcomers.come(seconds)
+                break
+            except BaseException as error:
+                leader = node.rendezvous.returned.admission.by
+                lost = isinstance(error, RendezvousError) and node.group.is_gone(leader)
+                self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
+                await self.drop()  # without a word: else others would think that its place is given up
                 if not self._goes_on or self._shutdown is not None:
                     raise
-                why: BaseException | None = error
-            else:
-                if node.rendezvous.returned is None:
-                    node.group.start()
-                    break
-                try:
-                    await node.group.newcomers.come(seconds)
-                    break
-                except BaseException as error:
-                    leader = node.rendezvous.returned.admission.by
-                    lost = isinstance(error, RendezvousError) and node.group.is_gone(leader)
-                    self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
-                    await self.drop()  # without a word: whoever has heard of it shall not think its place is given up
-                    if not self._goes_on or self._shutdown is not None:
-                        raise
-                    why = error.__cause__
+                why = error.__cause__
             name = self.lifetime.name
             logger.info("worker %s lost the leader before it was a member, and begins anew: %s", name, why)
             self._reset()
@@ -168,7 +161,6 @@ class Life:
                 node = await self._make(steps, waiting)
         except BaseException as error:
             steps.stop.set()
-            self._goes_on = isinstance(error, LeaderLeft) and waiting.left() > 0 and self._shutdown is None
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if isinstance(error, TimeoutError) and bound.expired():
                 # A step that hangs, as a look-up of a name may, says nothing itself.
@@ -257,7 +249,7 @@ class Life:
         _check_tls(record, records)
         if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
             listeners.close_tcp()
-        secret = await steps.run(lambda: rendezvous.agree_secret(record, records, directory))
+        secret = await steps.run(lambda: rendezvous.agree_secret(record, directory))
         logger.debug("worker %s: has what its members know each other by", plan.name)
         meeting = Meeting(rendezvous, listeners, record, records, secret, credentials)
         node = Node(meeting, plan, self.lifetime, steps, stack)
@@ -501,17 +493,10 @@ class _RendezvousEnd:
                 self._plan.init_method,
                 patience,
             )
-            self._remove_secret()
         except Overloaded as error:  # there is no thread to say it in
             logger.warning(
                 "worker %s left without a word to the store of %s: %s", self._plan.name, self._plan.init_method, error
             )
-            self._remove_secret()
-
-    def _remove_secret(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.rendezvous is not None:
-                self.rendezvous.remove_secret()
 
     def _leave_beside(self) -> None:
         """Leave in a thread that goes on by itself if that takes long: whoever found the loop closed has other work.

@@ -9,7 +9,6 @@ it, through the `Home` that its room declares, and not before the worker is runn
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import socket
@@ -384,8 +383,6 @@ class Node:
             self.engine.lifetime.enter(WorkerEvent.EXITED)
         self.engine.lifetime.fail(getattr(sys, "last_type", None))  # of the main program, if that has ended by an error
         self.listeners.unlink()
-        with contextlib.suppress(OSError):
-            self.rendezvous.remove_secret()
         for peer in self.peers.all():
             peer.goodbye()
         for service in list(self.services):

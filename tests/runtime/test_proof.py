@@ -59,7 +59,7 @@ def meet(
             host = ELSEWHERE if rank else ""
             records = opened.join(lambda number: make_record(f"w{rank}", number, host=host))
             own_record = next(record for record in records if record.name == f"w{rank}")
-            return opened.agree_secret(own_record, records, own)
+            return opened.agree_secret(own_record, own)
 
     if size is not None:
         return together(*(lambda rank=rank: worker(rank) for rank in range(2)))

@@ -535,26 +535,6 @@ async def test_a_leader_that_cannot_read_who_wants_to_come_says_so_once(
         await here.come_back(2)
 
 
-async def test_a_newcomer_whose_leader_leaves_before_it_has_the_secret_begins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The file with the secret goes with that leader: the next one lets it in, and `init` does not wait in vain."""
-    async with place() as (workers, here):
-        a, b, c = workers
-        await lose(c, a, b)
-        loop, agree_secret = asyncio.get_running_loop(), Rendezvous.agree_secret
-
-        def agree_late(rendezvous: Rendezvous, *args: Any) -> bytes:
-            if not a.closed:
-                asyncio.run_coroutine_threadsafe(a.shutdown(graceful=False), loop).result(LONG)
-            return agree_secret(rendezvous, *args)
-
-        monkeypatch.setattr(Rendezvous, "agree_secret", agree_late)
-        new = await here.come_back(2)
-        assert new._node.engine.id == SIZE + 1 and b._node.group.leads
-        assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
-
-
 async def test_who_listens_to_a_newcomer_that_begins_anew_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its listeners are those of the worker, and not of one try."""
     async with place() as (workers, here):

@@ -126,9 +126,6 @@ class Newcomers:
                 arriving = self._arriving.get(newcomer.id)
                 if arriving is not None and not arriving.done():
                     arriving.set_result(roster)
-                if not self._table.places.promised:
-                    with contextlib.suppress(OSError):
-                        self._home.rendezvous.remove_secret()
 
     def _reply(self, newcomer: WorkerRecord, say: Callable[[], None]) -> None:
         self._answered.add(newcomer.incarnation)

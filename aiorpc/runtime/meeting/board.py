@@ -222,5 +222,13 @@ class Board:
             self._watch.close()
 
 
+def from_hex(text: str) -> bytes:
+    """The bytes of a text; none if it is no such text."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
 def _mark_of(maker: WorkerRecord) -> str:
     return f"{maker.incarnation} {maker.describe()}"

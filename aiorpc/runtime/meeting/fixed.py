@@ -176,10 +176,10 @@ class FixedWorld:
         """The members found at `join`."""
         return self._members
 
-    def wait_until_known(self, ranks: int, seconds: float) -> None:
+    def wait_until_known(self, ranks: int, seconds: float, counter: str = "done") -> None:
         """What the store's host does before it goes: let so many ranks learn the verdict, within so many seconds."""
         for _ in Patience(seconds).tries():
-            if self.board.number(self._key("done")) >= ranks:
+            if self.board.number(self._key(counter)) >= ranks:
                 return
 
     def _key(self, name: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...devices import DeviceClaims, check_device_maps
@@ -116,7 +115,7 @@ class FreeWorld:
                     )
                 if other.id == record.id:
                     raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
-            members = [*alive, self.proof.member(record, claims, self.generation, trusted=True)]
+            members = [*alive, self.proof.member(record, claims, self.generation)]
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
@@ -226,15 +225,6 @@ class FreeWorld:
                 )
 
     abandon = say_farewell  # it is in the list as soon as it has joined, and others may have found it there
-
-    def trust(self, record: WorkerRecord, patience: Patience) -> None:
-        """Note that this member holds the group's secret."""
-
-        def mark(members: list[Member], _: IdSet) -> list[Member]:
-            same = record.incarnation
-            return [replace(m, trusted=m.trusted or m.record.incarnation == same) for m in members]
-
-        self._change(mark, patience)
 
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,15 @@ from ...errors import RendezvousError, StoreGone
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ..engine.host import host_identity, main_identity
-from .agreeing import Agreement
-from .board import Board
+from .agreeing import Agreement, check_alike
+from .board import Board, from_hex
 from .fixed import FixedWorld
 from .free import FreeWorld
-from .held import HeldSecret, from_hex
 from .meeting_place import MeetingPlace, check_ranks, is_loopback, local_address, parse
 from .membership import SET_IT, Member, Proof
 from .patience import LAST_PAUSE, Patience
 from .returning import NewcomersInStore, PlacesInStore, Return, come_back
-from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
+from .secret import CERTIFIED, SALT_SIZE, Secret, fingerprint, given_secret, make_key
 from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
 
 __all__ = ["Rendezvous", "host_identity", "main_identity"]
@@ -79,10 +78,11 @@ class Rendezvous:
         self._board = board
         self._own_secret = own_secret
         self._proof = proof
+        self._salted = ""  # the salt of the store, if the secret was made with it
         self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
-        self._held: HeldSecret | None = None
+        self._agreement: Agreement | None = None  # of members that have agreed on a secret themselves
         self.returned: Return | None = None
         self._made: WorkerRecord | None = None
         self._written: dict[str, str] = {}  # by `swap`, to be written again if the store is replaced
@@ -223,7 +223,13 @@ class Rendezvous:
     @property
     def newcomers(self) -> NewcomersInStore:
         """Who wants the places of lost members, as a member of a group of fixed size sees it."""
-        return NewcomersInStore(self._places(self.generation), self.record, self._held, self._check_there)
+        serve = self._serve_far if self._agreement is not None else None
+        return NewcomersInStore(self._places(self.generation), self.record, serve, self._check_there)
+
+    def _serve_far(self, joining: WorkerRecord) -> None:
+        assert self._agreement is not None, "else it has its own"
+        member = self._proof.member(joining, DeviceClaims(), self.generation)
+        self._agreement.serve(self._board, f"{self.generation}/secret", [member])
 
     def _check_there(self) -> None:
         if self.is_client and not listens(self._place):  # torch logs every failed operation
@@ -307,31 +313,23 @@ class Rendezvous:
     def close(self) -> None:
         """Let go of the store, and end the server if this process hosts it. Idempotent.
 
-        The host first waits up to 2 s for ranks that have not yet read that the group is complete; whoever made the
-        group's secret as long for those that have not read it.
+        The host first waits up to 2 s for ranks that have not yet read that the group is complete, and its secret.
         """
         try:
             with contextlib.suppress(StoreGone):
-                if self._held is not None:
-                    self._agreement().await_readers(self._held)
                 if self.hosts_store:
                     self._await_ranks()
                 if self._ends_store and self._made is not None:
                     self._announce_end(self._made)
         finally:  # also where a stranger has written into the store what nobody can read
             self._board.close()
-            self.remove_secret()
             if self._ends_store and self._made is not None and listens(self._place):
                 self._take_back_end(self._made)
 
-    def remove_secret(self) -> None:
-        """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
-        if self._held is not None:
-            self._held.remove()
-
     def _await_ranks(self) -> None:
         if isinstance(self._world, FixedWorld) and self._world.members():
-            self._world.wait_until_known(self._world.world_size, 2.0)
+            read = "done" if self._agreement is None else "secret/read"
+            self._world.wait_until_known(self._world.world_size, 2.0, read)
 
     def _take_back_end(self, maker: WorkerRecord) -> None:
         """The store lives on: torch uses it as well, for a process group that was made later."""
@@ -349,31 +347,32 @@ class Rendezvous:
         if self._board.number("generation") > self.generation:
             time.sleep(3 * LAST_PAUSE)
 
-    def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
+    def agree_secret(self, record: WorkerRecord, directory: str | Path) -> bytes:
         """The 32 bytes by which the group's members know each other.
 
         Made of AIORPC_SECRET if it is set (on all, or RendezvousError). Else, where certificates say who is a member,
-        they are the same everywhere, and no secret. Else the first member makes them and leaves them in a 0600 file in
-        a directory like `directory`, private to this user. If there are members on other hosts that is a
-        RendezvousError, unless `require_secret` is False: then they get the secret through the store, and whoever
-        reaches that may join. RendezvousError, too, where somebody else was at what the store says of it, and where
-        members differ in what they must agree on (`Agreement.check_alike`).
+        they are the same everywhere, and no secret. Else they are derived from the key of this user in `directory`,
+        which is private to this user. If there are members on other hosts that is a RendezvousError, unless
+        `require_secret` is False: then they get the secret through the store, and whoever reaches that may join.
+        RendezvousError, too, where members have different keys, and where they differ in what they must agree on
+        (`check_alike`).
         """
-        agreement = self._agreement()
-        agreement.check_alike()
+        members = self._world.members()
+        alive = self._world.alive(members) if isinstance(self._world, FreeWorld) else members
+        check_alike(alive)
         if self._key is not None:
             return self._key[1]
         if self._proof.certificates:
             return CERTIFIED
-        agreement.check_allowed(record, records)
-        held = HeldSecret(record, Path(directory))
-        admission = self.returned.admission if self.returned is not None else None
-        try:
-            value = agreement.reach(held, records, admission, self._patience)
-        except BaseException:
-            held.remove()
-            raise
-        self._held = held
+        agreement = Agreement(record, self._place, self._proof, Path(directory), confined=self.confined)
+        agreement.check_allowed(alive)
+        key = f"{self.generation}/secret"
+        forms = not self.dynamic and self.returned is None
+        value = agreement.reach(self._board, key, from_hex(self._salt()), alive, self._patience, forms=forms)
+        if forms:
+            self._board.count(f"{key}/read", at_most=True)
+        self._agreement = agreement
+        self._written["secret"] = fingerprint(value)
         return value
 
     @property
@@ -403,8 +402,7 @@ class Rendezvous:
         patience = Patience(_RETURN_TIME, self._patience.stop)
         board = reach_tcp(self._place, patience, self._grace)
         try:
-            key = self._key
-            ours = key is None or board.swap("salt", "", key[0]) == key[0]
+            ours = not self._salted or board.swap("salt", "", self._salted) == self._salted
             world = FreeWorld(board, self.rank, proof=before.proof)
             if not ours or not world.resume(before, record, patience, self._written):
                 raise RendezvousError(
@@ -420,21 +418,18 @@ class Rendezvous:
         return True
 
     def serve_newcomers(self, absence: float = 0.0, *, parted: bool = False) -> None:
-        """See who is there, and hand the secret to newcomers who cannot read the file.
+        """See who is there, and have joining members find the secret. It does not wait.
 
-        A member of a free group calls this now and then. It does not wait. Only one member acts: the one that offers
-        the secret or, after that has left, the oldest one that has it. Where others have struck this worker off the
-        list for `absence` seconds, it enters that again, see `FreeWorld.stay`. StoreGone if the store has gone.
+        A member of a free group calls this now and then. Where others have struck this worker off the list for
+        `absence` seconds, it enters that again, see `FreeWorld.stay`. StoreGone if the store has gone. OSError if the
+        key of this user has gone, and cannot be written.
         """
-        world, held = self._world, self._held
+        world = self._world
         if isinstance(world, FreeWorld):
             members = world.members()  # also where there is nothing to hand out: see `meet_again`
             world.stay(self.record, absence, parted=parted)
-            if held is not None:
-                self._agreement().serve(held, world, world.alive(members))
-
-    def _agreement(self) -> Agreement:
-        return Agreement(self._board, self._place, self._world, self._proof, confined=self.confined)
+            if self._agreement is not None:
+                self._agreement.serve(self._board, f"{self.generation}/secret", world.alive(members))
 
     def _whole_proof(self) -> Proof:
         return replace(self._proof, key=self._key[1] if self._key is not None else None)
@@ -446,17 +441,22 @@ class Rendezvous:
         assert self.rank is not None, "checked with the arguments"
         return FixedWorld(self._board, self.rank, self.world_size, proof=proof, hosts_store=self.hosts_store)
 
+    def _salt(self) -> str:
+        """The salt of this group: the first worker leaves it in the store."""
+        salt = self._board.swap("salt", "", secrets.token_hex(SALT_SIZE))
+        if len(from_hex(salt)) != SALT_SIZE:
+            raise self._board.rubbish("salt", "no salt")
+        self._salted = salt
+        return salt
+
     def _make_key(self) -> None:
         """Make the key of our own secret, if we have one, with the salt of the store, and the world anew with it."""
         if self._own_secret is None:
             return
-        salt = self._board.swap("salt", "", secrets.token_hex(SALT_SIZE))
-        if self._key is not None and self._key[0] == salt:
-            return
-        if len(from_hex(salt)) != SALT_SIZE:
-            raise self._board.rubbish("salt", "no salt")
-        self._key = salt, make_key(self._own_secret, from_hex(salt))
-        self._world = self._make_world()
+        salt = self._salt()
+        if self._key is None or self._key[0] != salt:
+            self._key = salt, make_key(self._own_secret, from_hex(salt))
+            self._world = self._make_world()
 
     def _check_open(self) -> None:
         """StoreGone if the previous group's host is about to end the store, or has ended it."""

@@ -20,7 +20,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...devices import DeviceClaims
@@ -30,7 +30,6 @@ from ...protocol.leaving import Roster
 from ..engine.host import host_identity, provably_dead, sees
 from .board import Board
 from .fixed import CLOSED, has_formed
-from .held import HeldSecret
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
@@ -45,7 +44,7 @@ class Answer:
     """What the leader says to a newcomer: why it is refused, or where to go. by: the incarnation of that leader.
 
     members: the ids of the members that live. lost: those of the lost, with the causes. left: of those who have left.
-    secret: as an offer of the group's secret; empty where the newcomer has its own. seal: as that of a `Member`.
+    seal: as that of a `Member`.
     """
 
     by: str
@@ -53,7 +52,6 @@ class Answer:
     members: tuple[int, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()
     left: tuple[int, ...] = ()
-    secret: dict[str, str] = field(default_factory=dict)
     seal: str = ""
 
     def sealed(self, key: bytes | None, generation: int, newcomer: str) -> Answer:
@@ -71,29 +69,27 @@ class Answer:
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
         lost = [[*each] for each in self.lost]
-        return [self.by, self.refused, [*self.members], lost, [*self.left], self.secret, self.seal]
+        return [self.by, self.refused, [*self.members], lost, [*self.left], self.seal]
 
     @classmethod
     def from_json(cls, value: Any) -> Answer:
         """The answer; ValueError, TypeError or LookupError if something else stands there."""
-        by, refused, members, lost, left, secret, seal = value
+        by, refused, members, lost, left, seal = value
         ids = (*members, *(member for member, _ in lost), *left)
         if not all(type(each) is int for each in ids) or not seal.isascii():
             raise ValueError("no answer to a newcomer")
         causes = tuple((member, "" + cause) for member, cause in lost)
-        offer = {"" + name: "" + secret[name] for name in secret}
-        return cls("" + by, "" + refused, tuple(members), causes, tuple(left), offer, "" + seal)
+        return cls("" + by, "" + refused, tuple(members), causes, tuple(left), "" + seal)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """That a newcomer may come: who says so, who is in the group, and an offer of its secret."""
+    """That a newcomer may come: who says so, and who is in the group."""
 
     by: WorkerRecord
     members: tuple[Member, ...]
     lost: tuple[tuple[WorkerRecord, str], ...]
     left: tuple[WorkerRecord, ...]
-    secret: dict[str, str] = field(repr=False)
 
     @property
     def roster(self) -> Roster:
@@ -226,7 +222,7 @@ class PlacesInStore:
             left = tuple(known[member].record for member in answer.left)
         except (StopIteration, KeyError):
             raise self.board.rubbish(self._key("answer"), "an answer with the number of nobody") from None
-        return Admission(by, members, lost, left, answer.secret)
+        return Admission(by, members, lost, left)
 
     def named(self, incarnation: str) -> str:
         """The member of that incarnation, for people."""
@@ -272,16 +268,20 @@ class PlacesInStore:
 class NewcomersInStore:
     """Who wants vacant places, as one member of the group sees and answers them in the store.
 
-    record: of this member. held: the secret that the members have made, if they have. check_there: raises StoreGone if
-    the store is not there any more.
+    record: of this member. serve: has a joining member find the secret that the members have agreed on; None if it has
+    its own. check_there: raises StoreGone if the store is not there any more.
     """
 
     def __init__(
-        self, places: PlacesInStore, record: WorkerRecord, held: HeldSecret | None, check_there: Callable[[], None]
+        self,
+        places: PlacesInStore,
+        record: WorkerRecord,
+        serve: Callable[[WorkerRecord], None] | None,
+        check_there: Callable[[], None],
     ) -> None:
         self._places = places
         self._record = record
-        self._held = held
+        self._serve = serve
         self._check_there = check_there
 
     def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
@@ -291,21 +291,19 @@ class NewcomersInStore:
 
     def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
         """As the leader, let a newcomer know that it may come, who is in the group, and where it finds the secret."""
-        far = newcomer.host != self._record.host
-        offer: dict[str, str] = {}
-        if self._held is not None:
-            if far and self._places.proof.require_secret is not False:
+        if self._serve is not None:
+            if newcomer.host != self._record.host and self._places.proof.require_secret is not False:
                 self.turn_away(
                     newcomer,
                     "it is on another host than the leader, or of another user, and AIORPC_SECRET is not set: "
                     f"{SET_IT}",
                 )
                 return
-            offer = self._held.offer(far)
+            self._serve(newcomer)
         members = tuple(member.id for member in roster.members)
         lost = tuple((member.id, cause) for member, cause in roster.lost)
         left = tuple(member.id for member in roster.left)
-        self._places.reply(newcomer, Answer(self._record.incarnation, "", members, lost, left, offer))
+        self._places.reply(newcomer, Answer(self._record.incarnation, "", members, lost, left))
 
     def turn_away(self, newcomer: WorkerRecord, reason: str) -> None:
         """As the leader, let a newcomer know that it cannot come, and why."""
