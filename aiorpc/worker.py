@@ -98,7 +98,7 @@ class Worker:
         self.options: RpcBackendOptions = (options or RpcBackendOptions()).copy()
         self.init_method: str = init_method or self.options.init_method
         self._hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
-        self._news = Events()
+        self._events = Events()
         self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
         self._life = Life(
@@ -113,7 +113,7 @@ class Worker:
                 accelerator=driver,
                 claims=claims_of(self.options, driver),
                 hooks=hooks or Hooks(),
-                news=self._news,
+                events=self._events,
                 objects=self._objects,
                 role=self.role,
             )
@@ -351,7 +351,7 @@ class Worker:
         says when older ones are dropped. From any thread, and iterated on any loop. `aclose`, or dropping it, ends it
         early.
         """
-        return self._news.listen()
+        return self._events.listen()
 
     def statistics(self) -> Statistics:
         """What this worker has done and is doing, as numbers. Any thread.

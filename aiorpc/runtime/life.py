@@ -117,7 +117,7 @@ class Life:
                     await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if self._closing is not None:  # it was cancelled while it was taken down
                 await until_done(self._closing)
-            self._plan.news.end()
+            self._plan.events.end()
             self._plan.objects.close()
             if isinstance(error, asyncio.CancelledError) and was_shut_down:
                 raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
@@ -373,7 +373,7 @@ class Life:
 
     async def _take_down(self) -> None:
         if not self._goes_on:
-            self._plan.news.end()
+            self._plan.events.end()
             self._plan.objects.close()
         await self._stack.aclose()
         # It is CLOSED already if the interpreter exits or this is a forked child.
@@ -429,7 +429,7 @@ class Life:
                     self.lifetime.enter(WorkerEvent.LEFT)
                 logger.warning("%s", self.lifetime.why_closed())
             self._goes_on = False
-            self._plan.news.end()
+            self._plan.events.end()
             self._plan.objects.close()
             if node is not None:
                 node.leave_without_loop(self.lifetime.why_closed())

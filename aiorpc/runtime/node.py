@@ -84,7 +84,7 @@ class Plan:
     accelerator: Accelerator | None
     claims: DeviceClaims
     hooks: Hooks
-    news: Events
+    events: Events
     objects: Objects
     role: str = ""
 
@@ -122,7 +122,7 @@ class Node:
         """
         options, hooks = plan.options, plan.hooks
         self.worker: Any = plan.worker
-        self.news: Events = plan.news
+        self.events: Events = plan.events
         self.rendezvous: Rendezvous = meeting.rendezvous
         self.listeners: Listeners = meeting.listeners
         self.read_error: Callable[[str, BaseException], BaseException] = hooks.read_error

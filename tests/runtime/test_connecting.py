@@ -143,7 +143,7 @@ async def test_goodbye_right_behind_the_handshake_is_one() -> None:
     leave_once_connected()
     events = a.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: a._node.news.listeners)
+    await until(lambda: a._node.events.listeners)
     with pytest.raises(PeerLeft, match="w1"):
         await answer(a.call("w1", abs, -3))
     assert await answer(heard) == WorkerLeft(b.info)

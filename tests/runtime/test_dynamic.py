@@ -209,7 +209,7 @@ async def test_a_newcomer_has_no_other_role_than_it_connected_with(
     def tell(group: Group, to: WorkerRecord, function: Any, *args: Any) -> None:
         if function is handlers.attend and group._engine.name == "liar":
             lie = replace(group._engine.record, role="learner").to_wire()
-            said.append(group._home.peers.of(to).call(function, (pack(lie),), None, LIMIT, system=True))
+            said.append(group._context.peers.of(to).call(function, (pack(lie),), None, LIMIT, system=True))
         honest(group, to, function, *args)
 
     monkeypatch.setattr(Group, "_tell", tell)

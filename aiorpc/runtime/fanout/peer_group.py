@@ -43,7 +43,7 @@ class Home(SendingHome, Protocol):
     """What a group of peers needs of the worker whose calls are made through it."""
 
     peers: Peers
-    news: Events
+    events: Events
     references: References
     retries: Retries
     group: Group

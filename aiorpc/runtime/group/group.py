@@ -33,13 +33,12 @@ from ..calls.functions import system
 from ..engine.host import how_ended, is_gone, provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
-from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
-from . import departure, hearsay, newcomers
 from .departure import Departure
-from .events import Events, WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
+from .events import WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
 from .hearsay import Hearsay
+from .interface import MembershipContext
 from .newcomers import Newcomers, roster_to_wire
 from .versions import VersionNotes
 
@@ -66,14 +65,11 @@ class ShutdownReport:
     references: tuple[LeakedReference, ...] = ()
 
 
-class Home(departure.Home, hearsay.Home, newcomers.Home, Protocol):
-    """What the group needs of the worker."""
+class GroupContext(MembershipContext, Protocol):
+    """What the group itself needs of the worker besides."""
 
-    links: Links
     gradients: Gradients
     references: References
-    services: set[Service]
-    news: Events
 
 
 class Group:
@@ -82,19 +78,19 @@ class Group:
     members, lost: by id; they are the table's.
     """
 
-    def __init__(self, home: Home, records: list[WorkerRecord]) -> None:
-        self._home = home
-        self._engine = home.engine
-        newcomer = home.rendezvous.returned is not None
-        self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic, newcomer=newcomer)
-        self._versions = VersionNotes(home.engine.record)
+    def __init__(self, context: GroupContext, records: list[WorkerRecord]) -> None:
+        self._context = context
+        self._engine = context.engine
+        newcomer = context.rendezvous.returned is not None
+        self._table = GroupTable(context.engine.id, records, free=context.rendezvous.dynamic, newcomer=newcomer)
+        self._versions = VersionNotes(context.engine.record)
         self._versions.tell(records)
-        self._hearsay = Hearsay(home, self.is_gone, vouch)
+        self._hearsay = Hearsay(context, self.is_gone, vouch)
         self.departure: Departure = Departure(
-            home, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
+            context, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
         )
         self.newcomers: Newcomers = Newcomers(
-            home,
+            context,
             self._table,
             carry_out=self._carry_out,
             lose=self.on_lost,
@@ -105,7 +101,7 @@ class Group:
         self.members: dict[int, WorkerRecord] = self._table.members
         self.lost: dict[int, WorkerInfo] = self._table.lost
         self._failed: dict[int, str] = {}  # after which errors members leave, as they say, until that is carried out
-        self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
+        self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
         self._ended: dict[str, str] = {}  # how processes of members have ended that are not lost yet, by incarnation
 
     @property
@@ -144,7 +140,7 @@ class Group:
 
         What it says later must not differ: a certificate, for one, was compared with the role that it gave then.
         """
-        return any(service.record == record for service in self._home.services)
+        return any(service.record == record for service in self._context.services)
 
     def may_not_know_this(self, record: WorkerRecord) -> bool:
         """Whether that member may refuse this worker because it has not heard of it yet: of a newcomer, but for the
@@ -202,14 +198,14 @@ class Group:
             case leaving.ReportLost(to, member, cause):
                 self._tell(to, report_lost, pack(member.to_wire()), cause)
             case leaving.Joined(member):
-                self._home.references.admit(member.id)
-                self._home.peers.add(member)
-                self._home.news.publish(WorkerJoined(member.info))
+                self._context.references.admit(member.id)
+                self._context.peers.add(member)
+                self._context.events.publish(WorkerJoined(member.info))
             case leaving.Replaced(member, before):
                 logger.info("worker %s: %s has taken the place of %s", self._engine.name, member.describe(), before.pid)
-                self._home.references.admit(member.id)
-                self._home.peers.add(member)
-                self._home.news.publish(WorkerReplaced(member.info))
+                self._context.references.admit(member.id)
+                self._context.peers.add(member)
+                self._context.events.publish(WorkerReplaced(member.info))
             case leaving.Admit() | leaving.Refuse() | leaving.Announce() | leaving.Welcome():
                 self.newcomers.do(output)
             case leaving.Lost(member, cause, error):
@@ -224,7 +220,7 @@ class Group:
     def _tell(self, record: WorkerRecord, function: Function, *args: object) -> None:
         try:
             # Without a limit: a member that is stopped for long has to hear it when it goes on. Nobody says it twice.
-            call = self._home.peers.of(record).call(function, args, None, 0.0, system=True)
+            call = self._context.peers.of(record).call(function, args, None, 0.0, system=True)
         except RpcError:
             return
         call._when_settled(lambda future: future._mark_seen())
@@ -242,20 +238,20 @@ class Group:
         if self.is_gone(record):
             return  # the rendezvous may list it a little longer
         self.departure.heard.add(record.id)
-        self._home.peers.add(record)
+        self._context.peers.add(record)
         self._versions.tell([record])
         self._carry_out(self._table.join(record))
 
     def on_process_exit(self, record: WorkerRecord) -> None:
         """The process of a member has ended."""
-        self._home.links.memory.collect()
+        self._context.links.memory.collect()
         self._ended[record.incarnation] = how_ended(record.pid)  # now: its parent may collect it
         # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
         self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, self.cause_of(record, "its process ended"))
 
     def _on_exit(self, record: WorkerRecord, cause: str) -> None:
-        links = [each.link for each in self._home.services if each.record.incarnation == record.incarnation]
-        called = self._home.peers.of(record).link
+        links = [each.link for each in self._context.services if each.record.incarnation == record.incarnation]
+        called = self._context.peers.of(record).link
         links += [] if called is None else [called]
         if links and all(link.connection.local for link in links):
             self.on_lost(record, cause)  # else a goodbye would have come; over TCP the line may be down
@@ -301,14 +297,14 @@ class Group:
         return f"its process (pid {record.pid}) {ended}" if ended else cause
 
     def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
-        home, engine = self._home, self._engine
+        context, engine = self._context, self._engine
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.of(engine.name).warning("worker %s was lost: %s", record.describe(), cause)
         self._end_calls(record, failure(record, cause, error))
         self._forget(record)
-        if home.rendezvous.dynamic:
-            engine.tasks.spawn(self._strike_off(home.rendezvous, record))
-        home.news.publish(WorkerLost(record.info, cause))
+        if context.rendezvous.dynamic:
+            engine.tasks.spawn(self._strike_off(context.rendezvous, record))
+        context.events.publish(WorkerLost(record.info, cause))
 
     def on_goodbye(self, record: WorkerRecord, sure: bool = True, failed: str = "") -> None:
         """A member leaves in good order. sure: it was it for sure that has said so. failed: as of `farewell`."""
@@ -337,7 +333,7 @@ class Group:
 
     async def _ask_store(self, record: WorkerRecord) -> None:
         try:
-            if await self._engine.steps.run(lambda: self._home.rendezvous.has_left(record)):
+            if await self._engine.steps.run(lambda: self._context.rendezvous.has_left(record)):
                 self._on_left(record)
         except RendezvousError as error:
             logger.debug("worker %s cannot see whether %s has left: %s", self._engine.name, record.describe(), error)
@@ -373,7 +369,7 @@ class Group:
     # --- what becomes of a member that is gone ------------------------------------------------------------------------
 
     def _part(self, record: WorkerRecord) -> None:
-        peer = self._home.peers.of(record)
+        peer = self._context.peers.of(record)
         new = self._table.returning is not Returning.MEMBER
         failed = self._failed.pop(record.id, "")
         error = peer.parting = farewell(record, failed, ", before this worker came" if new else "")
@@ -382,26 +378,26 @@ class Group:
         else:
             self._end_calls(record, error)
         self._forget(record)
-        self._home.news.publish(WorkerLeft(record.info))
+        self._context.events.publish(WorkerLeft(record.info))
 
     def _end_calls(self, record: WorkerRecord, error: RpcError) -> None:
-        self._home.peers.of(record).fail(error)
-        self._home.peers.on_gone(record)
+        self._context.peers.of(record).fail(error)
+        self._context.peers.on_gone(record)
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
         self._ended.pop(record.incarnation, None)
         self.departure.forget(record)
-        for service in list(self._home.services):
+        for service in list(self._context.services):
             if service.record.incarnation == record.incarnation:
                 service.connection.abort()
-        self._home.references.on_gone(record.id, record.id in self.lost)
-        self._home.gradients.on_gone(record.id)
+        self._context.references.on_gone(record.id, record.id in self.lost)
+        self._context.gradients.on_gone(record.id)
 
     def _forget_for_good(self, record: WorkerRecord) -> None:
         self.departure.heard.discard(record.id)
-        self._home.peers.forget(record)
-        self._home.references.forget(record.id)
+        self._context.peers.forget(record)
+        self._context.references.forget(record.id)
         self._remove_socket(record)
 
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:

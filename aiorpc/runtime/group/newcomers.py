@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -22,24 +21,14 @@ from ...protocol import leaving
 from ...protocol.identity import RecordFields, WorkerRecord
 from ...protocol.leaving import GroupTable, Outputs, Roster
 from ...protocol.states import Returning
-from ..caller.peers import Peers
 from ..calls.declared import pack
-from ..engine.engine import Engine
-from ..meeting.rendezvous import Rendezvous
 from ..meeting.returning import Admission
+from .interface import MembershipContext
 
 NewcomerOutput = leaving.Admit | leaving.Refuse | leaving.Announce | leaving.Welcome
 
 # Seconds between two looks at whether this worker knows by now what the leader knows already.
 _PAUSE = 0.01
-
-
-class Home(Protocol):
-    """What newcomers need of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    peers: Peers
 
 
 class Newcomers:
@@ -51,7 +40,7 @@ class Newcomers:
 
     def __init__(
         self,
-        home: Home,
+        context: MembershipContext,
         table: GroupTable,
         *,
         carry_out: Callable[[Outputs], None],
@@ -60,8 +49,8 @@ class Newcomers:
         has_left: Callable[[WorkerRecord], Coro[bool]],
         verbs: tuple[Function, Function],
     ) -> None:
-        self._home = home
-        self._engine = home.engine
+        self._context = context
+        self._engine = context.engine
         self._table = table
         self._carry_out = carry_out
         self._lose = lose
@@ -80,12 +69,12 @@ class Newcomers:
 
     def look(self) -> None:
         """Look at the store for newcomers, as long as this worker leads and a place is vacant."""
-        if not self._looking and self._table.admits and (not self._blind or self._home.rendezvous.is_client):
+        if not self._looking and self._table.admits and (not self._blind or self._context.rendezvous.is_client):
             self._looking = True
             self._engine.tasks.spawn(self._look())
 
     async def _look(self) -> None:
-        in_store, bounds = self._home.rendezvous.newcomers, self._engine.bounds
+        in_store, bounds = self._context.rendezvous.newcomers, self._engine.bounds
         try:
             while self._table.admits and not self._engine.closed:
                 look = partial(in_store.applicants, self._table.places.vacant())
@@ -98,7 +87,7 @@ class Newcomers:
                     if not self._blind:
                         logger.info("worker %s can let nobody in: %s", self._engine.name, error)
                     self._blind = True
-                    if not self._home.rendezvous.is_client:  # for good, and torch logs every look at it
+                    if not self._context.rendezvous.is_client:  # for good, and torch logs every look at it
                         return
                 except RendezvousError as error:
                     if str(error) != self._trouble:  # it looks several times a second, for as long as a place is vacant
@@ -113,11 +102,11 @@ class Newcomers:
         match output:
             case leaving.Admit(newcomer, roster):
                 logger.info("worker %s lets %s in", self._engine.name, newcomer.describe())
-                self._reply(newcomer, lambda: self._home.rendezvous.newcomers.admit(newcomer, roster))
+                self._reply(newcomer, lambda: self._context.rendezvous.newcomers.admit(newcomer, roster))
             case leaving.Refuse(newcomer, reason):
                 arriving = self._arriving.get(newcomer.id)
                 if arriving is None:
-                    self._reply(newcomer, lambda: self._home.rendezvous.newcomers.turn_away(newcomer, reason))
+                    self._reply(newcomer, lambda: self._context.rendezvous.newcomers.turn_away(newcomer, reason))
                 elif not arriving.done():
                     arriving.set_exception(RpcUsageError(reason))
             case leaving.Announce(to, newcomer):
@@ -151,7 +140,7 @@ class Newcomers:
     async def _tell(self, to: WorkerRecord, newcomer: WorkerRecord) -> None:
         try:
             # Without a limit: a member that is stopped has to know before anybody can call it.
-            await self._home.peers.of(to).call(self._introduce, (pack(newcomer.to_wire()),), None, 0.0, system=True)
+            await self._context.peers.of(to).call(self._introduce, (pack(newcomer.to_wire()),), None, 0.0, system=True)
         except RpcUsageError as error:
             self._lose(newcomer, f"{to.describe()} does not take it for a member: {error}")
         except RpcError:
@@ -215,7 +204,7 @@ class Newcomers:
 
     async def come(self, seconds: float) -> None:
         """Become a member, within so many seconds; 0 for no limit. RendezvousError if that cannot be."""
-        returned = self._home.rendezvous.returned
+        returned = self._context.rendezvous.returned
         assert returned is not None, "it is a newcomer"
         try:
             await self._come(returned.admission, seconds)
@@ -235,7 +224,7 @@ class Newcomers:
 
     async def _come(self, admission: Admission, seconds: float) -> None:
         self._carry_out(self._table.admitted(admission.roster))
-        peer, said = self._home.peers.of(admission.by), (pack(self._engine.record.to_wire()),)
+        peer, said = self._context.peers.of(admission.by), (pack(self._engine.record.to_wire()),)
         async with asyncio.timeout(seconds or None):
             answer = await peer.call(self._arrive, said, None, 0.0, system=True)
         self._carry_out(self._table.welcomed(roster_from_wire(answer)))
