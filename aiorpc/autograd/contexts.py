@@ -1,9 +1,10 @@
 """Autograd contexts: opening and leaving them, and the verbs of one.
 
-Leaving a context tells every worker that took part, with the next message to it or a little later (`Trailing`). Their
-answers are not waited for: what is asked of a worker later comes there behind what it was told. Contexts of which a
-worker has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for
-a few seconds at most. A worker that does not answer forgets the context when it learns that we are gone.
+Leaving a context tells every worker that took part, with the next message to it or a little later
+(`PiggybackedMessages`). Their answers are not waited for: what is asked of a worker later comes there behind what it
+was told. Contexts of which a worker has not dropped its share cannot pile up, as leaving one waits until those have
+answered for the one before, for a few seconds at most. A worker that does not answer forgets the context when it learns
+that we are gone.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class _Farewell:
                 raise
             finally:  # also if a signal handler raises in it: it may be queued by then
                 if trailing:
-                    self._node.gradients.trailing.add(peer)
+                    self._node.gradients.piggyback.add(peer)
             if before is not None:
                 earlier.append(before)
         return earlier

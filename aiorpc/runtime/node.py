@@ -54,7 +54,7 @@ from .group.connecting import Connector
 from .group.events import Events
 from .group.group import Group
 from .group.listening import Listeners
-from .group.mending import Mender
+from .group.resumption import SessionResumption
 from .hooks import Hooks
 from .links.accelerators import Accelerators
 from .links.link import Link
@@ -143,7 +143,7 @@ class Node:
         stack.push_async_callback(self._end_engine)
 
         self.connector: Connector = Connector(self, meeting.secret)
-        self.mender: Mender = Mender(self, self.connector.reopen)
+        self.resumption: SessionResumption = SessionResumption(self, self.connector.reopen)
         self.links: Links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
         self.memory: Memory = self.links.memory
         stack.callback(self.memory.close)
@@ -220,7 +220,7 @@ class Node:
         await self.accelerators.close(self.engine.bounds.devices)
 
     def loop_closed(self, *, wait: bool = True) -> None:
-        """The worker's loop was closed without a shutdown: take it down without the loop, see `Life.loop_closed`."""
+        """The worker's loop was closed without a shutdown: take it down without, see `Lifecycle.loop_closed`."""
         self.worker._loop_closed(wait=wait)
 
     def leave_without_loop(self, error: RpcError) -> None:

@@ -495,7 +495,7 @@ async def _in_one_more(worker: Worker) -> None:
 async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> None:
     """It is queued, and comes there before what is asked later. That alone it leaves after a pause, others show."""
     first, second = workers[0], workers[1]
-    first._node.engine.bounds = Bounds(trailing_pause=60.0)
+    first._node.engine.bounds = Bounds(piggyback_pause=60.0)
     for _ in range(3):
         async with autograd.context():
             await first.call("worker1", parts.layer, vector())
@@ -509,7 +509,7 @@ async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> No
 async def test_a_second_farewell_takes_the_first_along(workers: list[Worker]) -> None:
     """If nothing was sent in between: it waits for an answer to that one, and not in vain."""
     first, second = workers[0], workers[1]
-    first._node.engine.bounds = Bounds(trailing_pause=60.0, leave_context=LIMIT)
+    first._node.engine.bounds = Bounds(piggyback_pause=60.0, leave_context=LIMIT)
     async with asyncio.timeout(LIMIT):
         async with autograd.context():
             await first.call("worker1", parts.layer, vector())

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from tests.fuzz.trap import nothing_unpickled
@@ -23,7 +23,7 @@ from tests.fuzz.trap import nothing_unpickled
 RECORD = WorkerRecord("worker", 3, "ab" * 16, "host:1:1", "name", 17, "main", "/run/x.sock", "127.0.0.1", 1)
 SECRET = bytes(32)
 SOON = 0.001  # seconds that a worker waits for others, which never come
-BOARD = Board(HashStore(), "the place of a test")
+BOARD = KeyValueClient(HashStore(), "the place of a test")
 # What each of them is read as is in `runtime/meeting`; those of both kinds of group, and of the secret.
 KEYS = (
     *("generation", "last/0", "1/world", "1/slot/0", "1/slot/1", "1/end/0", "1/verdict", "1/done"),
@@ -83,7 +83,7 @@ def live(how: int, value: bytes, folder: Path) -> None:
         if how & _LATE:
             spoil()
         opened.agree_secret(mine, folder)
-        opened.serve_newcomers()
+        opened.serve_joining()
         opened.members()
         opened.leave(mine)
     finally:

@@ -1773,7 +1773,7 @@ async def scripts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]
         rpc.init("first", store=store, options=options) as first,
         rpc.init("twin", store=store, options=options) as twin,
     ):
-        monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: "file:another")
+        monkeypatch.setattr("aiorpc.runtime.lifecycle.main_identity", lambda: "file:another")
         async with rpc.init("other", store=store, options=options) as other:
             yield [first, twin, other]
 
@@ -1855,7 +1855,7 @@ async def test_in_a_group_of_fixed_size_it_depends_on_its_members(
 ) -> None:
     """Where all of them run the same main module nobody needs what it defines by value."""
     mains = iter(["one script", other])
-    monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: next(mains))
+    monkeypatch.setattr("aiorpc.runtime.lifecycle.main_identity", lambda: next(mains))
     monkeypatch.setattr(main_function, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "main_function", main_function, raising=False)
     async with cluster(2) as workers:

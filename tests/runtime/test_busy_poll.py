@@ -178,7 +178,7 @@ async def test_an_interruption_does_not_end_it(wakes: Wakes, loop_errors: list[B
     """A signal handler raises in the midst of a look: the next message begins anew."""
 
     def interrupted() -> bool:
-        raise TimeoutError("an alarm")
+        raise TimeoutError("an wakeup")
 
     original, wakes.poll._yields = wakes.poll._yields, interrupted
     wakes.poll.heard()
@@ -189,7 +189,7 @@ async def test_an_interruption_does_not_end_it(wakes: Wakes, loop_errors: list[B
     for _ in range(3):
         await asyncio.sleep(0)
     assert (wakes.awake, wakes.failures) == (True, 0)
-    assert [str(error) for error in loop_errors] == ["an alarm"]
+    assert [str(error) for error in loop_errors] == ["an wakeup"]
 
 
 async def test_no_context_of_callers_is_kept(wakes: Wakes) -> None:

@@ -12,16 +12,16 @@ import pytest
 
 from aiorpc.runtime.engine import busy_poll
 from aiorpc.runtime.engine import pool as pool_module
-from aiorpc.runtime.engine.alarm import Alarm
 from aiorpc.runtime.engine.pool import ThreadPool
+from aiorpc.runtime.engine.wakeup import WakeUp
 from tests.runtime.pools import LIMIT_S, Gate, Source, standing
 from tests.runtime.waiting import wait_until
 
 
 def attached(pool: ThreadPool) -> set[tuple[int, int]]:
     """Which threads would be told of which sources, by their ids."""
-    alarms = [wake for wake in pool._wakes if isinstance(wake, Alarm)]
-    return {(id(alarm), id(alarm.watched())) for alarm in alarms}
+    wakeups = [wake for wake in pool._wakes if isinstance(wake, WakeUp)]
+    return {(id(wakeup), id(wakeup.watched())) for wakeup in wakeups}
 
 
 def test_a_thread_brings_its_next_job_itself(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
@@ -358,7 +358,7 @@ def test_no_thread_stands_by_where_descriptors_are_few(
 ) -> None:
     """It sleeps like any other, and that is not tried again."""
     tried: list[int] = []
-    monkeypatch.setattr(Alarm, "make", lambda: tried.append(1))
+    monkeypatch.setattr(WakeUp, "make", lambda: tried.append(1))
     pool = pools(2)
     source = sources(pool)
     for number in range(1, 4):

@@ -150,11 +150,11 @@ def test_another_group_at_the_place_is_not_mixed_with() -> None:
     with closing(opened()) as old, closing(opened()) as second:
         assert found(old, "a") == ["a"] and found(second, "b") == ["a", "b"]
         for each in (old, second):
-            each.serve_newcomers()
+            each.serve_joining()
         mine = old.members()[0]
         del store
         with pytest.raises(StoreGone, match="the process that served it has ended"):
-            old.serve_newcomers()
+            old.serve_joining()
         assert not old.meet_again(mine)
         store, _ = serve("127.0.0.1", port)
         with closing(opened()) as other:
@@ -175,7 +175,7 @@ def one_of_two_is_back() -> Iterator[tuple[Callable[[], Rendezvous], Rendezvous,
     opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
     with closing(opened()) as first, closing(opened()) as unseen:
         assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
-        unseen.serve_newcomers()  # and the first one does not look again
+        unseen.serve_joining()  # and the first one does not look again
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)
@@ -217,7 +217,7 @@ def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest
             assert each.swap(key, "before", each.record.name) == each.record.name
         assert first.swap("released", "a", "nobody's", lasting=False) == "nobody's"
         assert first.swap("y", "", "late") == "b"
-        first.serve_newcomers()
+        first.serve_joining()
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)

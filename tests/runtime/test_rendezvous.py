@@ -31,7 +31,7 @@ from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting import stores
-from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.patience import Patience
@@ -231,19 +231,19 @@ def test_different_world_sizes_are_an_error_on_every_rank(group: Group) -> None:
 def test_one_that_has_not_agreed_to_the_world_size_is_no_member(here: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its place, and has not looked yet at the size that the first one gave: nobody takes it for a member."""
     looks: list[tuple[str, ...]] = []
-    has, swap = Board.has, Board.swap
+    has, swap = KeyValueClient.has, KeyValueClient.swap
 
-    def count(board: Board, *keys: str) -> bool:
+    def count(kv: KeyValueClient, *keys: str) -> bool:
         looks.append(keys)
-        return has(board, *keys)
+        return has(kv, *keys)
 
-    def hold_up(board: Board, key: str, expected: str, desired: str) -> str:
+    def hold_up(kv: KeyValueClient, key: str, expected: str, desired: str) -> str:
         if key == "1/world" and json.loads(desired)[0] == 3:
             wait_until(lambda: looks.count(("1/slot/0", "1/slot/1")) > 2, "rank 0 has looked for rank 1")
-        return swap(board, key, expected, desired)
+        return swap(kv, key, expected, desired)
 
-    monkeypatch.setattr(Board, "has", count)
-    monkeypatch.setattr(Board, "swap", hold_up)
+    monkeypatch.setattr(KeyValueClient, "has", count)
+    monkeypatch.setattr(KeyValueClient, "swap", hold_up)
 
     def join_early() -> list[WorkerRecord]:
         assert here.store is not None
@@ -334,8 +334,8 @@ def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(f
     worker.leave(worker.join(lambda number: make_record("a", number))[0])
     worker.close()
     place = MeetingPlace(0, 1, host="127.0.0.1", port=port)
-    with closing(stores.reach_tcp(place, Patience(PATIENCE), 0.0)) as board:
-        board.check_open()
+    with closing(stores.reach_tcp(place, Patience(PATIENCE), 0.0)) as kv:
+        kv.check_open()
     again = opened()
     again.leave(again.join(lambda number: make_record("a", number))[0])
     again.close()
@@ -344,13 +344,13 @@ def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(f
 
 def test_the_end_of_a_store_is_announced_by_name() -> None:
     """What others say is not taken back by this one."""
-    board, maker = Board(HashStore(), "here"), make_record("a", 0)
-    board.announce_end(maker)
-    board.take_back_end(make_record("b", 1))
+    kv, maker = KeyValueClient(HashStore(), "here"), make_record("a", 0)
+    kv.announce_end(maker)
+    kv.take_back_end(make_record("b", 1))
     with pytest.raises(StoreGone, match=r"the store at here is being closed by a \(rank 0"):
-        board.check_open()
-    board.take_back_end(maker)
-    board.check_open()
+        kv.check_open()
+    kv.take_back_end(maker)
+    kv.check_open()
 
 
 def leave_a_failure(group: Group, ago: float, host: str = ELSEWHERE) -> None:
@@ -482,7 +482,7 @@ def test_rank_0_hosts_as_soon_as_the_store_of_an_ending_job_has_gone() -> None:
 def test_rank_0_that_came_to_a_store_that_is_being_closed_hosts_the_next_one() -> None:
     """Nobody else would: the other ranks wait for it."""
     old, port = stores.serve("127.0.0.1", 0)
-    Board(old, "old").announce_end(make_record("old", 0))
+    KeyValueClient(old, "old").announce_end(make_record("old", 0))
     with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
         results: list[Any] = [opened.hosts_store]
         joining = threading.Thread(target=lambda: results.extend(opened.join(lambda number: make_record("w", number))))
@@ -1021,7 +1021,7 @@ def one_struck_off(here: Group) -> Sequence[Rendezvous]:
     for name in ("a", "b"):
         here.join(None, None, name)
     first, second = here.opened
-    first.serve_newcomers()
+    first.serve_joining()
     second.leave(first.record)
     return first, second
 
@@ -1032,10 +1032,10 @@ def test_a_member_that_was_taken_off_the_list_and_lives_comes_back(
     """Whoever cannot reach it strikes it off; others may reach it, and newcomers are to find it."""
     first, second = one_struck_off(here)
     assert [record.name for record in second.members()] == ["b"]
-    first.serve_newcomers(PATIENCE)  # it may be about to hear why
-    first.serve_newcomers(parted=True)  # those who are there go on without it
+    first.serve_joining(PATIENCE)  # it may be about to hear why
+    first.serve_joining(parted=True)  # those who are there go on without it
     assert [record.name for record in second.members()] == ["b"]
-    first.serve_newcomers()
+    first.serve_joining()
     assert second.members() == [second.record, first.record]
     assert "worker a was struck off the list of its group by a member that cannot reach it; it lives" in caplog.text
     assert {record.name for record in here.join(None, None, "c")} == {"a", "b", "c"}
@@ -1049,13 +1049,13 @@ def test_members_that_have_taken_each_other_off_the_list_do_not_leave_it_empty(h
         here.join(None, None, name)
     first, second = here.opened
     for each in here.opened:
-        each.serve_newcomers(parted=True)
+        each.serve_joining(parted=True)
     records = first.record, second.record
     first.leave(records[1])
     second.leave(records[0])
     assert first.members() == []
     for each in here.opened:
-        each.serve_newcomers(parted=True)
+        each.serve_joining(parted=True)
     assert second.members() == [first.record]
     with pytest.raises(RendezvousError, match=f"rank {records[1].id} belonged to a worker that has left this group"):
         here.join(records[1].id, None, "c")
@@ -1073,7 +1073,7 @@ def test_a_member_that_leaves_or_was_replaced_does_not_come_back(
         here.join(None, None, "a")
     before = second.members()
     for _ in range(2):
-        first.serve_newcomers()
+        first.serve_joining()
     assert second.members() == before and first.record not in before
     assert caplog.text.count("stands there now, and newcomers find that") == (0 if leaves else 1)
 
@@ -1227,7 +1227,7 @@ def served(group: Group, folder: Path, name: str, host: str = "") -> bytes:
 
     def serve() -> None:
         while not over.wait(0.01):
-            first.serve_newcomers()
+            first.serve_joining()
 
     serving = threading.Thread(target=serve)
     serving.start()
@@ -1245,7 +1245,7 @@ def test_a_far_joining_member_is_not_given_the_secret(here: Group, tmp_path: Pat
     here.require_secret = False
     with pytest.raises(RendezvousError, match=r"far .* have require_secret=False, a .* have not"):
         served(here, tmp_path / "far", "far", host=ELSEWHERE)
-    here.opened[0].serve_newcomers()
+    here.opened[0].serve_joining()
     assert here.store is not None and not here.store.check(["aiorpc/1/secret/value"])
 
 
@@ -1288,7 +1288,7 @@ def test_a_key_that_was_tidied_up_is_written_again(here: Group, tmp_path: Path) 
     """By the members that have it, so that those who come later have the same."""
     value = free(here, tmp_path, "a")
     (tmp_path / USER_KEY).unlink()
-    here.opened[0].serve_newcomers()
+    here.opened[0].serve_joining()
     assert free(here, tmp_path, "b") == value
 
 
@@ -1626,13 +1626,13 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 def test_an_error_of_a_store_does_not_keep_its_connection() -> None:
     """Whoever keeps the error, as a call that has ended with it, keeps the frames that it came through."""
-    board = Board(HashStore(), "here")
+    kv = KeyValueClient(HashStore(), "here")
 
     def fail(store: Store) -> None:
         raise RuntimeError("Broken pipe")
 
     with pytest.raises(StoreGone, match="here no longer answers: Broken pipe") as caught:
-        board._call(fail)
+        kv._call(fail)
     error: BaseException | None = caught.value
     frames = 0
     while error is not None:

@@ -90,7 +90,7 @@ def join(store: Store, size: int | None, folder: Path, spoil: Callable[[], None]
     if not said[0]:
         spoil()
         said.append(outcome(lambda: opened.agree_secret(made, folder)))
-        said.append(outcome(opened.serve_newcomers))
+        said.append(outcome(opened.serve_joining))
         said.append(outcome(opened.members))
         said.append(outcome(lambda: opened.find("w9", 2.0)))
         said.append(outcome(lambda: opened.leave(made)))

@@ -43,8 +43,8 @@ from ...protocol.codec import Past
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
 from .kept import KeptForOthers, PeerForContexts
+from .piggyback import PiggybackedMessages
 from .reach import Reach, ReceivedTensor, SentName
-from .trailing import Trailing
 
 Tensor = torch.Tensor
 _infer_type = torch._C._jit_try_infer_type
@@ -425,7 +425,7 @@ class Gradients:
         # The last call by which a worker was told of a context's end, unanswered.
         self.farewells: dict[int, Future[bytes]] = {}
         self.doubted: set[int] = set()  # contexts of which others say that they have ended, until their openers do
-        self.trailing: Trailing = Trailing(engine)
+        self.piggyback: PiggybackedMessages = PiggybackedMessages(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
@@ -658,5 +658,5 @@ class Gradients:
 
     def close(self) -> None:
         """The worker closes: drop all contexts. On the loop."""
-        self.trailing.close()
+        self.piggyback.close()
         self._contexts.clear()

@@ -24,7 +24,7 @@ from ..callee.service import Service
 from ..engine.host import most_descriptors
 from .connecting import ConnectionContext, lasts, make_connection, objection_to, seals, trust
 from .listening import Listeners
-from .mending import Line
+from .resumption import Line
 
 # So many refusals, and ends of connections of members, are logged in so many seconds; all refusals are counted
 # (`Statistics.connections_refused`).
@@ -155,7 +155,7 @@ class Acceptor:
         """Of the connections that a member has opened, the oldest one that it seems to know nothing of.
 
         The last word of its handshake was lost with its socket, as whoever has a connection says something over it at
-        once. It waits for an opener that does not come back to it (`Mender`), and opens another one.
+        once. It waits for an opener that does not come back to it (`SessionResumption`), and opens another one.
         """
         known = [each for each in self.context.services if each.record.incarnation == record.incarnation]
         for each in sorted(known, key=lambda each: each.link.number):
@@ -174,7 +174,7 @@ class Acceptor:
             unused = self._unused(record)
             if unused is None:  # several were in their handshake at once
                 raise PeerRefused(self._too_many(record))
-            self.context.mender.replace(unused)
+            self.context.resumption.replace(unused)
 
     def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
         """What the first connection of that link has left for its second one; None if there is no such link.
@@ -335,7 +335,7 @@ class _Accepting:
             if self.handshake.lasting:
                 self.connection.last(self._context.engine.options.max_unacknowledged_bytes)
                 line = Line(self.connection, record, self.handshake.link, pipe=self.handshake.pipe, opener=False)
-                self._context.mender.watch(line)
+                self._context.resumption.watch(line)
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
@@ -367,7 +367,7 @@ class _Accepting:
         former = link.second.attached
         link.second.attach(self.connection)
         if former is not None and former is not link.second.attached:
-            self._context.mender.replace(former)
+            self._context.resumption.replace(former)
 
     def _too_slow(self, patience: float) -> None:
         self.connection.abort(TimeoutError(f"it did not prove itself within {patience:g} s"))

@@ -36,7 +36,7 @@ from ..engine.host import provably_dead
 from ..links.link import Link
 from .group import Group, failure
 from .interface import MembershipContext
-from .mending import Line, Mender
+from .resumption import Line, SessionResumption
 
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
@@ -55,7 +55,7 @@ LACKING_EVERY = 60.0  # seconds between two warnings of that
 class ConnectionContext(callee.Home, MembershipContext, Protocol):
     """What connecting and accepting need of the worker."""
 
-    mender: Mender
+    resumption: SessionResumption
     group: Group
 
 
@@ -269,7 +269,7 @@ class Connector:
 
     def _watch(self, record: WorkerRecord, number: int, peer: Peer | None, connection: LastingConnection) -> None:
         line = Line(connection, record, number, pipe=peer is None, opener=True, peer=peer)
-        self._context.mender.watch(line)
+        self._context.resumption.watch(line)
 
     async def reach(self, record: WorkerRecord) -> socket.socket:
         """A TCP socket that leads to a worker. Raises OSError and RpcError."""

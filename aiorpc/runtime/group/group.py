@@ -37,9 +37,9 @@ from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
 from .departure import Departure
 from .events import WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
-from .hearsay import Hearsay
+from .indirect_probe import IndirectProbe
 from .interface import MembershipContext
-from .newcomers import Newcomers, roster_to_wire
+from .joining import JoiningMembers, roster_to_wire
 from .versions import VersionNotes
 
 # Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
@@ -81,20 +81,20 @@ class Group:
     def __init__(self, context: GroupContext, records: list[WorkerRecord]) -> None:
         self._context = context
         self._engine = context.engine
-        newcomer = context.rendezvous.returned is not None
-        self._table = GroupTable(context.engine.id, records, free=context.rendezvous.dynamic, newcomer=newcomer)
+        joiner = context.rendezvous.returned is not None
+        self._table = GroupTable(context.engine.id, records, free=context.rendezvous.dynamic, joiner=joiner)
         self._versions = VersionNotes(context.engine.record)
         self._versions.tell(records)
-        self._hearsay = Hearsay(context, self.is_gone, vouch)
+        self._indirect_probe = IndirectProbe(context, self.is_gone, vouch)
         self.departure: Departure = Departure(
             context, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
         )
-        self.newcomers: Newcomers = Newcomers(
+        self.joining: JoiningMembers = JoiningMembers(
             context,
             self._table,
             carry_out=self._carry_out,
             lose=self.on_lost,
-            is_together=self._hearsay.is_together,
+            is_together=self._indirect_probe.is_together,
             has_left=self.look_for_farewell,
             verbs=(arrive, introduce),
         )
@@ -143,8 +143,8 @@ class Group:
         return any(service.record == record for service in self._context.services)
 
     def may_not_know_this(self, record: WorkerRecord) -> bool:
-        """Whether that member may refuse this worker because it has not heard of it yet: of a newcomer, but for the
-        leader, members hear one after the other."""
+        """Whether that member may refuse this worker because it has not heard of it yet: of a joining member, but for
+        the leader, members hear one after the other."""
         return self._table.returning is not Returning.MEMBER and record.id != self._table.leader
 
     def live(self) -> list[WorkerRecord]:
@@ -178,7 +178,7 @@ class Group:
         until = time.monotonic() + timeout if timeout else float("inf")
         complete = await self.departure.leave(timeout)
         if complete and not self._table.free:
-            await self._hearsay.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
+            await self._indirect_probe.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
         return complete
 
     # --- what the table decides ---------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Group:
             case leaving.Attend(to):
                 self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.Follow(to):
-                # A newcomer may have given up, and its process live on.
+                # A joining member may have given up, and its process live on.
                 if not self.watch(to) or to.id != to.rank:
                     self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.ReportLost(to, member, cause):
@@ -207,7 +207,7 @@ class Group:
                 self._context.peers.add(member)
                 self._context.events.publish(WorkerReplaced(member.info))
             case leaving.Admit() | leaving.Refuse() | leaving.Announce() | leaving.Welcome():
-                self.newcomers.do(output)
+                self.joining.do(output)
             case leaving.Lost(member, cause, error):
                 self._mourn(member, cause, error)
             case leaving.Left(member):
@@ -274,7 +274,7 @@ class Group:
         """
         if not self._engine.closed:
             self._carry_out(self._table.lose(record, self.cause_of(record, cause), error))
-            self.newcomers.look()
+            self.joining.look()
 
     async def await_end(self, record: WorkerRecord) -> None:
         """Wait a moment for the end of a process of this host that has broken a connection.
@@ -312,14 +312,14 @@ class Group:
         if sure:
             left()
         else:
-            self._hearsay.look_into(record, self._engine.record, left, "has said goodbye")
+            self._indirect_probe.look_into(record, self._engine.record, left, "has said goodbye")
 
     def _on_left(self, record: WorkerRecord, failed: str = "") -> None:
         if not self._engine.closed:
             if failed:
                 self._failed[record.id] = failed
             self._carry_out(self._table.depart(record))
-            self.newcomers.look()  # this worker may lead now
+            self.joining.look()  # this worker may lead now
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
         """Whether a member that cannot be reached has left: no goodbye can come where there is no connection.
@@ -348,7 +348,7 @@ class Group:
             self._lose_unless_left(service.record, cause)
         else:
             believed = partial(self.on_lost, service.record, cause)
-            self._hearsay.look_into(service.record, self._engine.record, believed, "has broken a connection")
+            self._indirect_probe.look_into(service.record, self._engine.record, believed, "has broken a connection")
 
     def on_report(self, reporter: int, record: WorkerRecord, cause: str) -> None:
         """A member says that it has lost another one.
@@ -359,7 +359,7 @@ class Group:
         if told is not None and known == record:
             other = told if told.id < record.id else self._engine.record
             believed = partial(self.on_lost, record, cause)
-            self._hearsay.look_into(record, other, believed, f"was lost, says {told.describe()}", told)
+            self._indirect_probe.look_into(record, other, believed, f"was lost, says {told.describe()}", told)
 
     def vouches(self, member: int) -> bool:
         """Whether this worker stays for now, and has not parted with that member."""
@@ -449,18 +449,18 @@ def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
 
 @system
 async def arrive(record: RecordFields) -> bytes:
-    """Handler, on the leader: a newcomer is there. It is answered when all members know it, with who they are."""
+    """Handler, on the leader: a joining member is there. It is answered when all members know it, with who they are."""
     group, caller_id = _current()
-    newcomer = WorkerRecord.from_wire(record)
-    _check_own(group, newcomer, caller_id)
-    return roster_to_wire(await group.newcomers.arrive(newcomer))
+    joiner = WorkerRecord.from_wire(record)
+    _check_own(group, joiner, caller_id)
+    return roster_to_wire(await group.joining.arrive(joiner))
 
 
 @system
 async def introduce(record: RecordFields) -> None:
-    """Handler: the leader says that a newcomer has the place of a lost member. It is answered when that is known."""
+    """Handler: the leader says that a joining member has the place of a lost one. It is answered when that is known."""
     group, caller_id = _current()
-    await group.newcomers.introduce(caller_id, WorkerRecord.from_wire(record))
+    await group.joining.introduce(caller_id, WorkerRecord.from_wire(record))
 
 
 @system
@@ -468,7 +468,7 @@ async def report_lost(record: RecordFields, cause: str) -> None:
     """Handler: the leader has seen a member die, and tells it."""
     group, caller_id = _current()
     lost = WorkerRecord.from_wire(record)
-    await group.newcomers.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
+    await group.joining.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
     group.on_report(caller_id, lost, legible(str(cause)[:CAUSE_LIMIT]))  # its own words, and they go to the log
 
 

@@ -20,8 +20,8 @@ from ...protocol.handshake import shown
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
+from ..engine.coalesced import CoalescedCallback
 from ..engine.engine import Engine
-from ..engine.soon import Soon
 from .distribution import Distribution
 from .messages import LINK, MESSAGES, Attach, Pipe
 
@@ -80,7 +80,7 @@ class SecondConnection:
         self._link = link
         self._asked = False
         #: There are chunks to send. From any thread.
-        self.wake: Soon = Soon(link.engine.call_on_loop, self._pump)
+        self.wake: CoalescedCallback = CoalescedCallback(link.engine.call_on_loop, self._pump)
 
     def _pump(self) -> None:
         """Hand chunks to the second connection, as many as it can take now and no more."""

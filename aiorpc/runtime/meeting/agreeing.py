@@ -16,7 +16,7 @@ from pathlib import Path
 from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
 from ..engine.host import sees
-from .board import Board, from_hex
+from .key_value import KeyValueClient, from_hex
 from .meeting_place import MeetingPlace, is_local, is_loopback
 from .membership import SET_IT, Member, Proof
 from .patience import Patience
@@ -104,7 +104,7 @@ class Agreement:
         )
 
     def reach(
-        self, board: Board, key: str, salt: bytes, members: Sequence[Member], patience: Patience, *, forms: bool
+        self, kv: KeyValueClient, key: str, salt: bytes, members: Sequence[Member], patience: Patience, *, forms: bool
     ) -> Secret:
         """The secret of the group that has that key and salt in its store.
 
@@ -116,18 +116,18 @@ class Agreement:
         first = members[0].record if members else self._record  # a stranger may have emptied the list
         beside = first.host == self._record.host
         if len(members) <= 1:
-            board.put(key, fingerprint(own))  # of those who were here before nobody is left
+            kv.put(key, fingerprint(own))  # of those who were here before nobody is left
         elif beside:
-            board.swap(key, "", fingerprint(own))
+            kv.swap(key, "", fingerprint(own))
         may_take = self._may_publish(members) and not (beside and forms)
         limit = patience if may_take else Patience(min(patience.left(), _SETTLING), patience.stop)
         for _ in limit.tries():
-            print_ = board.get(key)
+            print_ = kv.get(key)
             if print_ == fingerprint(own):
                 self.value = own
-                self._publish(board, key, members)
+                self._publish(kv, key, members)
                 return own
-            value = from_hex(board.get(f"{key}/value") or "") if may_take else b""
+            value = from_hex(kv.get(f"{key}/value") or "") if may_take else b""
             if len(value) == _SECRET_BYTES and fingerprint(value) == print_:
                 self.value = Secret(value)
                 return self.value
@@ -139,14 +139,14 @@ class Agreement:
             f"AIORPC_SECRET. Or somebody who is no member has written into the store, {ADVICE}"
         )
 
-    def serve(self, board: Board, key: str, members: Sequence[Member]) -> None:
+    def serve(self, kv: KeyValueClient, key: str, members: Sequence[Member]) -> None:
         """Have those who come find the secret: by the user's file, or in the store if it may stand there. OSError."""
         keep_user_key(self._directory, self._user_key)
-        self._publish(board, key, members)
+        self._publish(kv, key, members)
 
-    def _publish(self, board: Board, key: str, members: Sequence[Member]) -> None:
+    def _publish(self, kv: KeyValueClient, key: str, members: Sequence[Member]) -> None:
         if self._may_publish(members):
-            board.swap(f"{key}/value", "", self.value.hex())
+            kv.swap(f"{key}/value", "", self.value.hex())
 
     def _may_publish(self, members: Sequence[Member]) -> bool:
         far = any(member.record.host != self._record.host for member in members)

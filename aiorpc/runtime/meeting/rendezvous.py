@@ -26,13 +26,13 @@ from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ..engine.host import host_identity, main_identity
 from .agreeing import Agreement, check_alike
-from .board import Board, from_hex
 from .fixed import FixedWorld
 from .free import FreeWorld
+from .key_value import KeyValueClient, from_hex
 from .meeting_place import MeetingPlace, check_ranks, is_loopback, local_address, parse
 from .membership import SET_IT, Member, Proof
 from .patience import LAST_PAUSE, Patience
-from .returning import NewcomersInStore, PlacesInStore, Return, come_back
+from .returning import JoiningInStore, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, fingerprint, given_secret, make_key
 from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
 
@@ -59,7 +59,7 @@ class Rendezvous:
     def __init__(
         self,
         place: MeetingPlace,
-        board: Board,
+        kv: KeyValueClient,
         hosts_store: bool,
         patience: Patience,
         own_secret: Secret | None,
@@ -75,7 +75,7 @@ class Rendezvous:
         self._patience = patience
         self._founding = founding
         self._grace = grace
-        self._board = board
+        self._kv = kv
         self._own_secret = own_secret
         self._proof = proof
         self._salted = ""  # the salt of the store, if the secret was made with it
@@ -129,11 +129,11 @@ class Rendezvous:
         if require_secret and own_secret is None and place.world_size is None:  # else those who wait are told as well
             raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
         if store is not None:
-            return make(place, Board(store, str(place)), False)
+            return make(place, KeyValueClient(store, str(place)), False)
         if place.path:
             return make(place, open_file(place), False)
         hosting = open_tcp(place, patience, grace)
-        rendezvous = make(place, hosting.board, hosting.hosted)
+        rendezvous = make(place, hosting.kv, hosting.hosted)
         rendezvous._reached(hosting)
         return rendezvous
 
@@ -196,7 +196,7 @@ class Rendezvous:
 
     def _come_back(self, world: FixedWorld, record: WorkerRecord, claims: DeviceClaims) -> list[Member]:
         """Take the place of a lost member, if a group that has lost it runs here: the members, or nobody."""
-        places = self._places(self._board.number("generation"))
+        places = self._places(self._kv.number("generation"))
         returned = come_back(places, record, claims, self._patience)
         if returned is None:
             return []
@@ -212,7 +212,7 @@ class Rendezvous:
 
     def _places(self, generation: int) -> PlacesInStore:
         assert self.world_size is not None, "a free group has no places"
-        return PlacesInStore(self._board, generation, self.world_size, self._whole_proof())
+        return PlacesInStore(self._kv, generation, self.world_size, self._whole_proof())
 
     @property
     def record(self) -> WorkerRecord:
@@ -221,15 +221,15 @@ class Rendezvous:
         return self._made
 
     @property
-    def newcomers(self) -> NewcomersInStore:
+    def joining(self) -> JoiningInStore:
         """Who wants the places of lost members, as a member of a group of fixed size sees it."""
         serve = self._serve_far if self._agreement is not None else None
-        return NewcomersInStore(self._places(self.generation), self.record, serve, self._check_there)
+        return JoiningInStore(self._places(self.generation), self.record, serve, self._check_there)
 
     def _serve_far(self, joining: WorkerRecord) -> None:
         assert self._agreement is not None, "else it has its own"
         member = self._proof.member(joining, DeviceClaims(), self.generation)
-        self._agreement.serve(self._board, f"{self.generation}/secret", [member])
+        self._agreement.serve(self._kv, f"{self.generation}/secret", [member])
 
     def _check_there(self) -> None:
         if self.is_client and not listens(self._place):  # torch logs every failed operation
@@ -251,7 +251,7 @@ class Rendezvous:
         What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`); neither
         that nor what it had set before if not `lasting`. RendezvousError if the store cannot be asked.
         """
-        held = self._board.swap(f"{self.generation}/{key}", expected, desired)
+        held = self._kv.swap(f"{self.generation}/{key}", expected, desired)
         if not lasting:
             self._written.pop(key, None)
         elif held == desired:
@@ -260,11 +260,11 @@ class Rendezvous:
 
     def look_up(self, key: str) -> str | None:
         """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
-        return self._board.get(f"{self.generation}/{key}")
+        return self._kv.get(f"{self.generation}/{key}")
 
     def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
         """What `shape` makes of the JSON under such a key; RendezvousError for what no worker has written there."""
-        return self._board.load(f"{self.generation}/{key}", text, shape)
+        return self._kv.load(f"{self.generation}/{key}", text, shape)
 
     def find(self, name: str, patience: float) -> WorkerRecord | None:
         """The member of that name, or None. RendezvousError if the store does not answer for so many seconds.
@@ -297,8 +297,8 @@ class Rendezvous:
     def abandon(self) -> None:
         """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member.
 
-        Of a newcomer that was let in just then the claim is taken back: else nobody could have the place while its
-        process lives.
+        Of a joining member that was let in just then the claim is taken back: else nobody could have the place while
+        its process lives.
         """
         if self._made is not None:
             self._tell(self._world.abandon if self.returned is None else self._world.leave, self._made)
@@ -322,7 +322,7 @@ class Rendezvous:
                 if self._ends_store and self._made is not None:
                     self._announce_end(self._made)
         finally:  # also where a stranger has written into the store what nobody can read
-            self._board.close()
+            self._kv.close()
             if self._ends_store and self._made is not None and listens(self._place):
                 self._take_back_end(self._made)
 
@@ -334,17 +334,17 @@ class Rendezvous:
     def _take_back_end(self, maker: WorkerRecord) -> None:
         """The store lives on: torch uses it as well, for a process group that was made later."""
         with contextlib.suppress(RendezvousError):
-            board = reach_tcp(self._place, Patience(_RETURN_TIME), 0.0)
+            kv = reach_tcp(self._place, Patience(_RETURN_TIME), 0.0)
             try:
-                board.take_back_end(maker)
+                kv.take_back_end(maker)
             finally:
-                board.close()
+                kv.close()
 
     def _announce_end(self, maker: WorkerRecord) -> None:
-        self._board.announce_end(maker)
+        self._kv.announce_end(maker)
         # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
         time.sleep(_TURN_AWAY)
-        if self._board.number("generation") > self.generation:
+        if self._kv.number("generation") > self.generation:
             time.sleep(3 * LAST_PAUSE)
 
     def agree_secret(self, record: WorkerRecord, directory: str | Path) -> bytes:
@@ -368,9 +368,9 @@ class Rendezvous:
         agreement.check_allowed(alive)
         key = f"{self.generation}/secret"
         forms = not self.dynamic and self.returned is None
-        value = agreement.reach(self._board, key, from_hex(self._salt()), alive, self._patience, forms=forms)
+        value = agreement.reach(self._kv, key, from_hex(self._salt()), alive, self._patience, forms=forms)
         if forms:
-            self._board.count(f"{key}/read", at_most=True)
+            self._kv.count(f"{key}/read", at_most=True)
         self._agreement = agreement
         self._written["secret"] = fingerprint(value)
         return value
@@ -386,7 +386,8 @@ class Rendezvous:
         return self.dynamic and self.is_client
 
     def meet_again(self, record: WorkerRecord) -> bool:
-        """After StoreGone, in a free group: meet newcomers at the store that is there now; False if there is none.
+        """After StoreGone, in a free group: meet joining members at the store that is there now; False if there is
+        none.
 
         It may be the same as before, which was not reached for a while: then what stands there stays as it is.
 
@@ -400,10 +401,10 @@ class Rendezvous:
             if before.founded():
                 return True
         patience = Patience(_RETURN_TIME, self._patience.stop)
-        board = reach_tcp(self._place, patience, self._grace)
+        kv = reach_tcp(self._place, patience, self._grace)
         try:
-            ours = not self._salted or board.swap("salt", "", self._salted) == self._salted
-            world = FreeWorld(board, self.rank, proof=before.proof)
+            ours = not self._salted or kv.swap("salt", "", self._salted) == self._salted
+            world = FreeWorld(kv, self.rank, proof=before.proof)
             if not ours or not world.resume(before, record, patience, self._written):
                 raise RendezvousError(
                     f"others have begun a group of their own at {self._place}, while {record.describe()} was not heard "
@@ -411,13 +412,13 @@ class Rendezvous:
                     "bring it into the new group, or end the new one"
                 )
         except BaseException:
-            board.close()
+            kv.close()
             raise
-        self._board.close()
-        self._board, self._world = board, world
+        self._kv.close()
+        self._kv, self._world = kv, world
         return True
 
-    def serve_newcomers(self, absence: float = 0.0, *, parted: bool = False) -> None:
+    def serve_joining(self, absence: float = 0.0, *, parted: bool = False) -> None:
         """See who is there, and have joining members find the secret. It does not wait.
 
         A member of a free group calls this now and then. Where others have struck this worker off the list for
@@ -429,7 +430,7 @@ class Rendezvous:
             members = world.members()  # also where there is nothing to hand out: see `meet_again`
             world.stay(self.record, absence, parted=parted)
             if self._agreement is not None:
-                self._agreement.serve(self._board, f"{self.generation}/secret", world.alive(members))
+                self._agreement.serve(self._kv, f"{self.generation}/secret", world.alive(members))
 
     def _whole_proof(self) -> Proof:
         return replace(self._proof, key=self._key[1] if self._key is not None else None)
@@ -437,15 +438,15 @@ class Rendezvous:
     def _make_world(self) -> FixedWorld | FreeWorld:
         proof = self._whole_proof()
         if self.world_size is None:
-            return FreeWorld(self._board, self.rank, proof=proof)
+            return FreeWorld(self._kv, self.rank, proof=proof)
         assert self.rank is not None, "checked with the arguments"
-        return FixedWorld(self._board, self.rank, self.world_size, proof=proof, hosts_store=self.hosts_store)
+        return FixedWorld(self._kv, self.rank, self.world_size, proof=proof, hosts_store=self.hosts_store)
 
     def _salt(self) -> str:
         """The salt of this group: the first worker leaves it in the store."""
-        salt = self._board.swap("salt", "", secrets.token_hex(SALT_SIZE))
+        salt = self._kv.swap("salt", "", secrets.token_hex(SALT_SIZE))
         if len(from_hex(salt)) != SALT_SIZE:
-            raise self._board.rubbish("salt", "no salt")
+            raise self._kv.rubbish("salt", "no salt")
         self._salted = salt
         return salt
 
@@ -460,7 +461,7 @@ class Rendezvous:
 
     def _check_open(self) -> None:
         """StoreGone if the previous group's host is about to end the store, or has ended it."""
-        self._board.check_open()
+        self._kv.check_open()
 
     def _await_elders(self) -> None:
         """Wait for members of a group that has lost its store: they come back to whatever store is at the place."""
@@ -473,7 +474,7 @@ class Rendezvous:
 
     def _reconnect(self) -> None:
         """The store is being closed. It is gone soon, unless torch uses it as well: then that is taken back."""
-        self._board.close()
+        self._kv.close()
         limit = time.monotonic() + min(_CLOSING_TIME, self._patience.attempt())
         # Its end closes this connection; a look at the port alone would take the next store for this one.
         with contextlib.suppress(OSError), socket.create_connection((self._place.host, self._place.port), 1.0) as probe:
@@ -484,15 +485,15 @@ class Rendezvous:
                         break
                 hosting = open_tcp(self._place, self._patience, self._grace)
                 with contextlib.suppress(StoreGone):
-                    if not hosting.board.closing():
+                    if not hosting.kv.closing():
                         self._use(hosting)
                         return
-                hosting.board.close()
+                hosting.kv.close()
         # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
         self._use(open_tcp(self._place, self._patience, self._grace))
 
     def _use(self, hosting: Hosting) -> None:
-        self._board, self.hosts_store = hosting.board, hosting.hosted
+        self._kv, self.hosts_store = hosting.kv, hosting.hosted
         self._reached(hosting)
         self._world = self._make_world()
 
@@ -501,4 +502,4 @@ class Rendezvous:
         self._patience.trouble = ""
         self._ends_store = hosting.ends
         if self.hosts_store:  # shared with a process group of torch it may say that an earlier worker was leaving
-            self._board.reopen()
+            self._kv.reopen()

@@ -56,9 +56,9 @@ from ...protocol.references import ReferenceTable
 from ...sites import describe_site
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
+from ..engine.coalesced import CoalescedCallback
 from ..engine.engine import Engine
 from ..engine.looking import Looking
-from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
 from .rref import HomeForRRef, PeerForRRef, PeersForReferences, RRef
 
@@ -180,7 +180,7 @@ class References:
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._died: deque[_Watched] = deque()
         self._pausing = False  # whether `flush` will be called, after a pause
-        self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
+        self._flush_soon = CoalescedCallback(self.engine.call_on_loop, self._flush_dropped)
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
         self._last_woken = 0.0
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`

@@ -83,7 +83,7 @@ class Line:
     answered: float = field(default=0.0, init=False)
 
 
-class Mender:
+class SessionResumption:
     """See the module. On the loop.
 
     reopen: has a line go on over a socket that leads to its worker, or asks at its acceptor whether that is there

@@ -20,7 +20,7 @@ class Flushed(Protocol):
         """Send what is queued. On the loop."""
 
 
-class Trailing:
+class PiggybackedMessages:
     """See the module. `add` from any thread, the rest on the loop."""
 
     def __init__(self, engine: Engine) -> None:
@@ -35,7 +35,7 @@ class Trailing:
         self._looking.ask()
 
     def _pause(self) -> float:
-        return self._engine.bounds.trailing_pause
+        return self._engine.bounds.piggyback_pause
 
     def _look(self) -> float | None:
         if not self._peers:

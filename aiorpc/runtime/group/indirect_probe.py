@@ -21,7 +21,7 @@ _STOOD_STILL = 1.5
 _TRIES = 3
 
 
-class Hearsay:
+class IndirectProbe:
     """See the module. On the loop.
 
     is_gone: whether a member has left or was lost. vouch: the handler that is called on others.

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.gradients.trailing import Trailing
+from aiorpc.runtime.gradients.piggyback import PiggybackedMessages
 from tests.runtime.test_deadlines import FakeLoop
 
-PAUSE = Bounds().trailing_pause
+PAUSE = Bounds().piggyback_pause
 
 
 class Waiting:
@@ -20,7 +20,7 @@ class Waiting:
         self.posts = 0
         self.flushed: list[float] = []
         engine: Any = SimpleNamespace(loop=self.loop, bounds=Bounds(), call_on_loop=self._post)
-        self.trailing = Trailing(engine)
+        self.piggyback = PiggybackedMessages(engine)
 
     def _post(self, function: Any) -> None:
         self.posts += 1
@@ -30,7 +30,7 @@ class Waiting:
         self.flushed.append(self.loop.now)
 
     def add(self) -> None:
-        self.trailing.add(self)
+        self.piggyback.add(self)
 
 
 def test_a_lone_message_leaves_after_a_pause() -> None:
@@ -64,6 +64,6 @@ def test_what_is_closed_looks_no_more() -> None:
     waiting = Waiting()
     waiting.add()
     waiting.loop.advance(0.0)
-    waiting.trailing.close()
+    waiting.piggyback.close()
     assert not waiting.loop.waiting
-    waiting.trailing.close()
+    waiting.piggyback.close()

@@ -4,8 +4,8 @@ Its states are the table `protocol.states.WORKER`. Everything that joining makes
 stack takes it down again, whether joining has failed halfway or the worker leaves after a long life: there is no other
 place where a worker is taken down.
 
-A newcomer that loses the leader before it is a member begins anew, under another id: as whatever knows the first one
-must take it for dead, all its parts are made anew, and so is its `Lifetime`.
+A joining member that loses the leader before it is a member begins anew, under another id: as whatever knows the first
+one must take it for dead, all its parts are made anew, and so is its `Lifetime`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GIVING_UP = 1.0
 _LEAST = 0.1
 
 
-class Life:
+class Lifecycle:
     """The life of one worker. On its loop, except where a method says otherwise.
 
     node: its parts, from when it has joined; None before. loop: where it joins and runs; None before it was started.
@@ -133,7 +133,7 @@ class Life:
                 node.group.start()
                 break
             try:
-                await node.group.newcomers.come(seconds)
+                await node.group.joining.come(seconds)
                 break
             except BaseException as error:
                 leader = node.rendezvous.returned.admission.by
@@ -152,7 +152,7 @@ class Life:
         return node
 
     async def _meet(self, patience: float) -> Node:
-        """Meet the others, within so many seconds; a newcomer is no member yet."""
+        """Meet the others, within so many seconds; a joining member is no member yet."""
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
         plan, waiting = self._plan, Patience(patience, steps.stop)
         bound = asyncio.timeout(patience + Bounds().overtime if patience else None)
@@ -570,7 +570,7 @@ def _watch_loop(node: Node) -> asyncio.Task[None]:
 
 
 async def _serve_rendezvous(node: Node) -> None:
-    """In a free group: hand the secret to newcomers, and find a store again that has gone, until the worker ends."""
+    """In a free group: look after joining members, and find a store again that has gone, until the worker ends."""
     engine, rendezvous = node.engine, node.rendezvous
     bounds, name = engine.bounds, engine.name
     gone = occupied = False
@@ -579,12 +579,12 @@ async def _serve_rendezvous(node: Node) -> None:
         await asyncio.sleep(pause)
         try:
             if not gone:
-                look = partial(rendezvous.serve_newcomers, bounds.absence, parted=node.group.parted)
+                look = partial(rendezvous.serve_joining, bounds.absence, parted=node.group.parted)
                 await engine.steps.run(look)
                 continue
             pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
-                logger.info("worker %s has found a store again: newcomers find it there", name)
+                logger.info("worker %s has found a store again: joining members find it there", name)
                 gone = occupied = False
                 pause = bounds.serving_pause
         except asyncio.CancelledError:  # the worker ends, which waits for steps that are under way
@@ -592,7 +592,7 @@ async def _serve_rendezvous(node: Node) -> None:
             raise
         except StoreGone as error:
             if not gone:
-                logger.warning("worker %s: %s. Members that know each other go on; newcomers find nobody", name, error)
+                logger.warning("worker %s: %s. Members that know each other go on; others find nobody", name, error)
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE

@@ -30,7 +30,7 @@ _CAN_WRITE = (
 T = TypeVar("T")
 
 
-class Board:
+class KeyValueClient:
     """A torch store, its keys under one prefix, whose every failure is a RendezvousError.
 
     Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None. watch: looked at

@@ -16,11 +16,11 @@ from aiorpc.protocol.frames import Kind, encode_frame
 from aiorpc.protocol.states import PeerState
 from aiorpc.runtime.caller import addressee as addressee_module
 from aiorpc.runtime.caller.waiting import WaitingFrame
+from aiorpc.runtime.engine import coalesced as soon_module
 from aiorpc.runtime.engine import deadlines as deadlines_module
 from aiorpc.runtime.engine import engine as engine_module
-from aiorpc.runtime.engine import soon as soon_module
+from aiorpc.runtime.engine.coalesced import CoalescedCallback
 from aiorpc.runtime.engine.deadlines import Deadlines
-from aiorpc.runtime.engine.soon import Soon
 from tests.runtime.test_deadlines import FakeLoop
 from tests.runtime.waiting import until
 from tests.transport.ends import interrupted
@@ -52,7 +52,7 @@ def test_many_ask_and_it_runs_once() -> None:
         if len(ran) == 1:
             soon()
 
-    soon = Soon(loop.post, work)
+    soon = CoalescedCallback(loop.post, work)
     for _ in range(3):
         soon()
     assert len(loop.jobs) == 1
@@ -67,7 +67,7 @@ def test_nobody_who_asked_is_forgotten_when_interrupted() -> None:
     places = []
     for at in range(MOST):
         loop, ran = Loop(), list[int]()
-        soon = Soon(loop.post, partial(ran.append, 1))
+        soon = CoalescedCallback(loop.post, partial(ran.append, 1))
         where = interrupted(soon, at, soon_module.__file__, __file__)
         asked = soon.asked
         soon()  # the next one who asks

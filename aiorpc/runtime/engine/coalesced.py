@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Soon:
+class CoalescedCallback:
     """Has a function run in one of the loop's next turns: once for all who ask until then. Any thread.
 
     post: has a function run on the loop, like `Engine.call_on_loop`. asked: whether it is going to run.
