@@ -327,27 +327,6 @@ def test_who_claims_a_place_again_has_the_claim_that_it_had() -> None:
     assert places.claim(record, DeviceClaims()) == places.claim(record, DeviceClaims())
 
 
-@pytest.mark.parametrize(("size", "most"), [(None, 12), (1, 30)])
-def test_joining_takes_few_turns_to_the_store_and_back(way: Way, size: int | None, most: int) -> None:
-    """A store that is far away costs each of them."""
-    with closing(way.open(size)) as group:
-        group.join(partial(make_record, "a"))
-        assert 0 < way.line.turns <= most
-
-
-def test_a_connection_that_is_not_found_is_not_needed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no /proc. Another connection is looked at then, which breaks as that does."""
-
-    def absent(path: str) -> list[str]:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "listdir", absent)
-    with closing(way.reach()) as kv:
-        for turn in range(2):
-            assert kv.swap(f"key{turn}", "", "mine") == "mine"
-            way.line.reset()
-
-
 def test_each_client_is_known_by_its_own_connection() -> None:
     """Though others in this process ask the same server all the while, and some come and go."""
     server, port = serve("127.0.0.1", 0)

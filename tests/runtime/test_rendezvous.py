@@ -1622,24 +1622,3 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-def test_an_error_of_a_store_does_not_keep_its_connection() -> None:
-    """Whoever keeps the error, as a call that has ended with it, keeps the frames that it came through."""
-    kv = KeyValueClient(HashStore(), "here")
-
-    def fail(store: Store) -> None:
-        raise RuntimeError("Broken pipe")
-
-    with pytest.raises(StoreGone, match="here no longer answers: Broken pipe") as caught:
-        kv._call(fail)
-    error: BaseException | None = caught.value
-    frames = 0
-    while error is not None:
-        traceback = error.__traceback__
-        while traceback is not None:
-            frames += 1
-            assert not [name for name, value in traceback.tb_frame.f_locals.items() if isinstance(value, Store)]
-            traceback = traceback.tb_next
-        error = error.__cause__
-    assert frames
