@@ -22,7 +22,7 @@ import pytest
 import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RendezvousError, StoreGone
-from aiorpc.runtime import life
+from aiorpc.runtime import lifecycle
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.meeting import rendezvous
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
@@ -47,7 +47,7 @@ def found(group: Rendezvous, name: str) -> list[str]:
 @pytest.fixture
 def quick_founding(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets how long whoever finds nobody waits for members of an earlier store."""
-    return lambda seconds: monkeypatch.setattr(life, "Bounds", partial(Bounds, founding=seconds))
+    return lambda seconds: monkeypatch.setattr(lifecycle, "Bounds", partial(Bounds, founding=seconds))
 
 
 async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Callable[[float], None]) -> None:
@@ -304,8 +304,8 @@ def test_a_file_that_was_replaced_is_no_meeting_place(tmp_path: Path) -> None:
 
 async def test_joining_ends_though_the_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation of the store that does not return is not waited for: the time of joining is that of the option."""
-    monkeypatch.setattr(life, "Bounds", partial(Bounds, overtime=0.1))
-    monkeypatch.setattr(life, "_GIVING_UP", 0.1)
+    monkeypatch.setattr(lifecycle, "Bounds", partial(Bounds, overtime=0.1))
+    monkeypatch.setattr(lifecycle, "_GIVING_UP", 0.1)
     store = WatchedStore()
     store.look = stuck = Stuck()
     start = time.monotonic()
