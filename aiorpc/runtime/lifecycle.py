@@ -47,7 +47,7 @@ from .engine.tasks import begin, until_done
 from .group.group import ShutdownReport
 from .group.listening import Listeners
 from .meeting.patience import Patience
-from .meeting.rendezvous import Rendezvous
+from .meeting.rendezvous import MeetingOptions, Rendezvous
 from .node import Meeting, Node, Plan, registry
 from .references.references import LeakedReference
 
@@ -207,12 +207,14 @@ class Lifecycle:
                 world_size=plan.world_size,
                 timeout=patience,
                 store=plan.store,
-                require_secret=plan.options.require_secret,
-                secret_file=plan.options.secret_file,
-                certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
-                safe=plan.options.serialization == "safe",
-                founding=Bounds().founding,
-                grace=plan.options.reconnect_grace,
+                options=MeetingOptions(
+                    require_secret=plan.options.require_secret,
+                    secret_file=plan.options.secret_file,
+                    certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
+                    safe=plan.options.serialization == "safe",
+                    founding=Bounds().founding,
+                    grace=plan.options.reconnect_grace,
+                ),
             )
         )
         if unusable is not None and rendezvous.dynamic:

@@ -28,7 +28,7 @@ from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Proof
 from aiorpc.runtime.meeting.patience import Patience
-from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.runtime.meeting.stores import reach_tcp, serve
 from tests.limits import busy
@@ -56,7 +56,7 @@ class Way:
         """A worker's view of the store, so reached."""
         method = f"tcp://127.0.0.1:{port or self.line.port}"
         rank = None if size is None else 0
-        return Rendezvous.open(method, rank=rank, world_size=size, timeout=LIMIT, grace=grace)
+        return Rendezvous.open(method, rank=rank, world_size=size, timeout=LIMIT, options=MeetingOptions(grace=grace))
 
 
 @pytest.fixture

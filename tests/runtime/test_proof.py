@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
-from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.secret import CERTIFIED, given_secret
 
 from .test_rendezvous import ELSEWHERE, LONG, PATIENCE, make_record, together
@@ -52,8 +52,7 @@ def meet(
             world_size=size,
             timeout=timeout,
             store=store,
-            require_secret=required,
-            certificates=certificates,
+            options=MeetingOptions(require_secret=required, certificates=certificates),
         )
         with closing(opened):
             host = ELSEWHERE if rank else ""

@@ -35,7 +35,7 @@ from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.patience import Patience
-from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous, host_identity
 from aiorpc.runtime.meeting.secret import USER_KEY, Secret, fingerprint, make_key
 from tests.limits import busy
 from tests.ports import free_port
@@ -112,7 +112,7 @@ class Group:
             world_size=size,
             timeout=timeout,
             store=self.store,
-            require_secret=self.require_secret,
+            options=MeetingOptions(require_secret=self.require_secret),
         )
         self.opened.append(opened)
         return opened

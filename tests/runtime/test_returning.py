@@ -28,7 +28,7 @@ from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.group.joining import JoiningMembers
 from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.membership import Member, Proof
-from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
@@ -363,7 +363,12 @@ def test_after_a_reboot_of_all_hosts_the_next_generation_forms() -> None:
 
         def join(rank: int, host: str) -> int:
             opened = Rendezvous.open(
-                "env://", rank=rank, world_size=2, timeout=PATIENCE, store=store, require_secret=False
+                "env://",
+                rank=rank,
+                world_size=2,
+                timeout=PATIENCE,
+                store=store,
+                options=MeetingOptions(require_secret=False),
             )
             with contextlib.closing(opened):
                 opened.join(lambda number: on_host(number, host, ports[rank]))

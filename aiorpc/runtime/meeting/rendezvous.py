@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +47,25 @@ _PROBE_TIME = 0.3  # seconds for the end of a store that is being closed, before
 _RETURN_TIME = 5.0
 
 
+@dataclass(frozen=True)
+class MeetingOptions:
+    """What a worker demands of its group, and for how long it waits.
+
+    require_secret: whether nobody joins without AIORPC_SECRET; None: only where members or store are on another host.
+    secret_file: where the secret stands, in place of AIORPC_SECRET. certificates: without a secret they say who is a
+    member. safe: whether this worker reads no pickles. founding: seconds for which the first worker of a free group at
+    ``tcp://`` waits for members of an earlier store. grace: seconds for which a store is tried to which a connection
+    has broken, and that cannot be reached.
+    """
+
+    require_secret: bool | None = None
+    secret_file: str | os.PathLike[str] | None = None
+    certificates: bool = False
+    safe: bool = False
+    founding: float = 0.0
+    grace: float = 0.0
+
+
 class Rendezvous:
     """One worker's view of the meeting place. Made by `open`; its methods may be called from any thread.
 
@@ -63,9 +82,7 @@ class Rendezvous:
         hosts_store: bool,
         patience: Patience,
         own_secret: Secret | None,
-        proof: Proof,
-        founding: float,
-        grace: float,
+        options: MeetingOptions,
     ) -> None:
         self.rank: int | None = place.rank
         self.world_size: int | None = place.world_size
@@ -73,11 +90,12 @@ class Rendezvous:
         self._ends_store = False
         self._place = place
         self._patience = patience
-        self._founding = founding
-        self._grace = grace
+        self._founding = options.founding
+        self._grace = options.grace
         self._kv = kv
         self._own_secret = own_secret
-        self._proof = proof
+        certificates = options.certificates and own_secret is None
+        self._proof = Proof(None, options.require_secret, certificates, options.safe)
         self._salted = ""  # the salt of the store, if the secret was made with it
         self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
         self._world = self._make_world()
@@ -97,42 +115,33 @@ class Rendezvous:
         timeout: float | Patience,
         stop: threading.Event | None = None,
         store: Store | None = None,
-        require_secret: bool | None = None,
-        secret_file: str | os.PathLike[str] | None = None,
-        certificates: bool = False,
-        safe: bool = False,
-        founding: float = 0.0,
-        grace: float = 0.0,
+        options: MeetingOptions = MeetingOptions(),  # it is frozen
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
         timeout: seconds for this, `join` and `agree_secret` together, 0 means no limit; or what counts them and has its
-        own `stop`, which then says as well what is waited for. require_secret: whether nobody joins without
-        AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the secret stands, in
-        place of AIORPC_SECRET. certificates: without a secret they say who is a member. safe: whether this worker reads
-        no pickles.
-        founding: seconds that whoever finds nobody in a free group at ``tcp://`` waits for members of an earlier store.
-        grace: seconds for which a store is tried to which a connection has broken, and that cannot be reached.
+        own `stop`, which then says as well what is waited for.
         RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
         RpcUsageError: the arguments make no sense.
         """
         patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
-        own_secret = given_secret(secret_file)
-        proof = Proof(None, require_secret, certificates and own_secret is None, safe)
-        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding, grace=grace)
+        own_secret = given_secret(options.secret_file)
+        make = partial(cls, patience=patience, own_secret=own_secret, options=options)
         if store is not None:
             check_ranks(rank, world_size)
             place = MeetingPlace(rank, world_size)
         else:
             place = parse(init_method, rank, world_size, os.environ)
         patience.place = str(place)
-        if require_secret and own_secret is None and place.world_size is None:  # else those who wait are told as well
+        if (
+            options.require_secret and own_secret is None and place.world_size is None
+        ):  # else those who wait are told as well
             raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
         if store is not None:
             return make(place, KeyValueClient(store, str(place)), False)
         if place.path:
             return make(place, open_file(place), False)
-        hosting = open_tcp(place, patience, grace)
+        hosting = open_tcp(place, patience, options.grace)
         rendezvous = make(place, hosting.kv, hosting.hosted)
         rendezvous._reached(hosting)
         return rendezvous
