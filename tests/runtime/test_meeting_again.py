@@ -120,7 +120,7 @@ async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixtu
                     await asyncio.wait_for(a.call("b", where), LIMIT)
     assert [record.message for record in caplog.records if "has gone" in record.message] == [
         f"worker a: the store at tcp://127.0.0.1:{port} has gone: the process that served it has ended. Members that "
-        "know each other go on; newcomers find nobody"
+        "know each other go on; joining members find nobody"
     ]
 
 

@@ -1075,7 +1075,7 @@ def test_a_member_that_leaves_or_was_replaced_does_not_come_back(
     for _ in range(2):
         first.serve_joining()
     assert second.members() == before and first.record not in before
-    assert caplog.text.count("stands there now, and newcomers find that") == (0 if leaves else 1)
+    assert caplog.text.count("stands there now, and joining members find that") == (0 if leaves else 1)
 
 
 # ---- devices
