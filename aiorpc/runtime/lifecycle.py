@@ -594,7 +594,8 @@ async def _serve_rendezvous(node: Node) -> None:
             raise
         except StoreGone as error:
             if not gone:
-                logger.warning("worker %s: %s. Members that know each other go on; others find nobody", name, error)
+                said = "worker %s: %s. Members that know each other go on; joining members find nobody"
+                logger.warning(said, name, error)
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE
