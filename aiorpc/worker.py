@@ -1,7 +1,7 @@
 """A worker, as the program that makes it knows it.
 
 A `Worker` exists before it has joined; what it consists of once it has joined is its `Node` (`node`). How it gets from
-the one to the other, and how it ends, is its `Life` (`life`).
+the one to the other, and how it ends, is its `Lifecycle` (`life`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .runtime.fanout.peer_group import PeerGroup
 from .runtime.group.events import Events, Listener
 from .runtime.group.group import ShutdownReport, present
 from .runtime.hooks import Hooks
-from .runtime.life import Life
+from .runtime.lifecycle import Lifecycle
 from .runtime.links.accelerators import claims_of
 from .runtime.node import Node, Plan
 from .runtime.publication.subscription import Publication, Subscription
@@ -97,10 +97,10 @@ class Worker:
         self.options: RpcBackendOptions = (options or RpcBackendOptions()).copy()
         self.init_method: str = init_method or self.options.init_method
         self._hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
-        self._news = Events()
+        self._events = Events()
         self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
-        self._life = Life(
+        self._lifecycle = Lifecycle(
             Plan(
                 worker=self,
                 name=self.name,
@@ -112,7 +112,7 @@ class Worker:
                 accelerator=driver,
                 claims=claims_of(self.options, driver),
                 hooks=hooks or Hooks(),
-                news=self._news,
+                events=self._events,
                 objects=self._objects,
                 role=self.role,
             )
@@ -125,15 +125,15 @@ class Worker:
     @property
     def _node(self) -> Node:
         """The parts of the running worker. WorkerClosed if it has not joined."""
-        node = self._life.node
+        node = self._lifecycle.node
         if node is None:
-            raise self._life.lifetime.why_closed()
+            raise self._lifecycle.lifetime.why_closed()
         return node
 
     @property
     def state(self) -> WorkerState:
         """Where the worker stands in its life, from `WorkerState.NEW` to `WorkerState.CLOSED`."""
-        return self._life.lifetime.state
+        return self._lifecycle.lifetime.state
 
     @property
     def id(self) -> int:
@@ -153,12 +153,12 @@ class Worker:
     @property
     def closed(self) -> bool:
         """Whether the worker makes no calls: it has shut down, or has not joined yet."""
-        return self._life.lifetime.closed
+        return self._lifecycle.lifetime.closed
 
     @property
     def leaving(self) -> bool:
         """Whether the worker is shutting down and still serves, until its group is done."""
-        return self._life.lifetime.leaving
+        return self._lifecycle.lifetime.leaving
 
     @property
     def dynamic(self) -> bool:
@@ -189,16 +189,16 @@ class Worker:
         was started before; WorkerClosed if it is shut down before it has joined.
         """
         if not self.options.dedicated_loop:
-            self._life.begin()
-            await self._life.join()
+            self._lifecycle.begin()
+            await self._lifecycle.join()
             return self
         own = LoopThread(self.name)
         own.on_end = self._loop_ended
         try:
             own.start()
-            self._life.begin()
+            self._lifecycle.begin()
             self._own_loop = own
-            await own.run_async(self._life.join())
+            await own.run_async(self._lifecycle.join())
         except BaseException:
             if self.state is WorkerState.RUNNING:  # it was cancelled in the moment in which it had joined
                 with contextlib.suppress(asyncio.CancelledError):
@@ -281,7 +281,7 @@ class Worker:
         """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
         if isinstance(value, rref.RRef):
             raise RpcUsageError(f"{name!r} is to be a reference: serve the value itself, at its owner")
-        return self._objects.serve(name, value, self._life.lifetime, replace=replace)
+        return self._objects.serve(name, value, self._lifecycle.lifetime, replace=replace)
 
     def queue(self, name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
         """A handle of a queue that some worker owns; this one uses it. See `aiorpc.queue`."""
@@ -340,7 +340,7 @@ class Worker:
 
     def _check_open(self) -> None:
         """Raise WorkerClosed if verbs cannot be used: not yet, or not any more. Any thread."""
-        self._life.lifetime.check_open()
+        self._lifecycle.lifetime.check_open()
 
     def events(self) -> Listener:
         """News of the group from now on, for ``async for``; ends when this worker shuts down.
@@ -350,7 +350,7 @@ class Worker:
         says when older ones are dropped. From any thread, and iterated on any loop. `aclose`, or dropping it, ends it
         early.
         """
-        return self._news.listen()
+        return self._events.listen()
 
     def statistics(self) -> Statistics:
         """What this worker has done and is doing, as numbers. Any thread.
@@ -387,7 +387,7 @@ class Worker:
 
         Raised here: RpcUsageError on another loop than the worker's.
         """
-        report = self._life.report()
+        report = self._lifecycle.report()
         own = self._own_loop
         if report is not None:
             if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which still runs
@@ -399,9 +399,9 @@ class Worker:
             finally:
                 if self.closed:  # else it was refused, or cancelled before it began, and the worker needs its loop
                     own.close()
-        if self._life.loop is not None and asyncio.get_running_loop() is not self._life.loop:
+        if self._lifecycle.loop is not None and asyncio.get_running_loop() is not self._lifecycle.loop:
             raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
-        return await self._life.shutdown(graceful, self.options.shutdown_timeout if timeout is None else timeout)
+        return await self._lifecycle.shutdown(graceful, self.options.shutdown_timeout if timeout is None else timeout)
 
     @property
     def _thread(self) -> LoopThread | None:
@@ -410,22 +410,22 @@ class Worker:
 
     async def _drop(self) -> None:
         """Let go of everything without leaving, as if the process had died: for tests. On the worker's loop."""
-        await self._life.drop()
+        await self._lifecycle.drop()
 
     def _loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
         """The loop has ended although the worker is running: close the worker at once.
 
         Returns a coroutine with what is left to do, which needs one more run of the loop.
         """
-        return self._life.loop_ended(cause)
+        return self._lifecycle.loop_ended(cause)
 
     def _loop_closed(self, *, wait: bool = True) -> None:
-        """The loop was closed although the worker is running: take it down without the loop. See `Life.loop_closed`."""
-        self._life.loop_closed(wait=wait)
+        """The loop was closed although the worker runs: take it down without. See `Lifecycle.loop_closed`."""
+        self._lifecycle.loop_closed(wait=wait)
 
     def _report(self) -> ShutdownReport | None:
         """What `shutdown` returns where it has nothing left to do; None if it has. Any thread."""
-        return self._life.report()
+        return self._lifecycle.report()
 
     # --- the user's way in and out ------------------------------------------------------------------------------------
 
@@ -446,7 +446,7 @@ class Worker:
 
     async def __aenter__(self) -> Worker:
         """Join the group, unless that was awaited before; inside the block this worker is the current one."""
-        here = self._own_loop is not None or self._life.loop is asyncio.get_running_loop()
+        here = self._own_loop is not None or self._lifecycle.loop is asyncio.get_running_loop()
         if self._token is not None or self.state is not WorkerState.RUNNING or not here:
             await self.start()
         self._token = current_node.set(self._node)
@@ -457,5 +457,5 @@ class Worker:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # a fixture may leave in another context than it entered
                 current_node.reset(self._token)
-        self._life.lifetime.fail(None if exc is None else type(exc))
+        self._lifecycle.lifetime.fail(None if exc is None else type(exc))
         await self.shutdown(graceful=exc is None)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+from aiorpc.runtime.meeting.secret import USER_KEY
+
 GRACE = 8.0  # seconds: closing is often finished by another thread or process
 POLL = 0.01  # seconds between two looks
 DEVICES = ("/dev/nvidia",)  # the driver opens these once for the life of the process
@@ -74,10 +76,12 @@ def child_processes() -> dict[int, str]:
 
 
 def private_files() -> frozenset[str]:
-    """Files, sockets and pipes under the directories in which workers of this user meet."""
+    """Files, sockets and pipes under the directories in which workers of this user meet, but for the user's key."""
     root = Path(tempfile.gettempdir())
     folders = root.glob(f"aiorpc-{os.getuid()}*") if hasattr(os, "getuid") else ()
-    return frozenset(str(path) for folder in folders for path in folder.rglob("*") if not _is_folder(path))
+    return frozenset(
+        str(path) for folder in folders for path in folder.rglob("*") if path.name != USER_KEY and not _is_folder(path)
+    )
 
 
 def leaks_since(before: Snapshot) -> dict[str, list[str]]:

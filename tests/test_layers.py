@@ -52,7 +52,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # in runtime/ itself is a room of its own.
 RUNTIME = "runtime"
 ROOMS = (
-    "life",
+    "lifecycle",
     "statistics",
     "node",
     "hooks",
@@ -272,21 +272,21 @@ def test_each_room_says_what_it_owns() -> None:
 
 # What the made-up sources may refer to.
 MADE_UP = {
-    "aiorpc/__init__.py": "from .runtime import life\n",
+    "aiorpc/__init__.py": "from .runtime import lifecycle\n",
     "aiorpc/errors.py": "",
     "aiorpc/futures.py": "from . import errors\nfrom .errors import RpcError\n",
     "aiorpc/protocol/__init__.py": "",
     "aiorpc/protocol/frames.py": "import struct\nimport torch\nfrom .. import futures\nfrom . import codec\n",
     "aiorpc/protocol/codec.py": "import torch\nx = torch.empty(1)\n",
     "aiorpc/runtime/__init__.py": "import asyncio\n",
-    "aiorpc/runtime/life.py": "import threading\nfrom ..protocol import frames\nimport aiorpc.transport.unix\n",
+    "aiorpc/runtime/lifecycle.py": "import threading\nfrom ..protocol import frames\nimport aiorpc.transport.unix\n",
     "aiorpc/runtime/engine/__init__.py": "",
     "aiorpc/runtime/engine/loops.py": "import asyncio\n",
     "aiorpc/runtime/links/__init__.py": "",
     "aiorpc/runtime/links/link.py": "from ..engine.loops import x\nfrom . import other\n",
     "aiorpc/transport/unix.py": "import socket\nfrom aiorpc.protocol.frames import Frame\n",
     "aiorpc/examples/hello.py": "import aiorpc as rpc\nfrom aiorpc import call\nimport asyncio\n",
-    "aiorpc/sync.py": "from .runtime.life import Life\n",
+    "aiorpc/sync.py": "from .runtime.lifecycle import Lifecycle\n",
 }
 
 
@@ -313,8 +313,8 @@ def test_allowed_imports_pass() -> None:
         ("protocol/codec.py", "import torch\ntorch.cuda.is_available()\n", "2: the protocol core does no I/O"),
         (
             "protocol/codec.py",
-            "from ..runtime import life\n",
-            "1: protocol imports aiorpc.runtime.life from a higher",
+            "from ..runtime import lifecycle\n",
+            "1: protocol imports aiorpc.runtime.lifecycle from a higher",
         ),
         (
             "protocol/__init__.py",
@@ -325,24 +325,24 @@ def test_allowed_imports_pass() -> None:
         ("errors.py", "from . import futures\n", "1: errors imports aiorpc.futures from a higher layer"),
         (
             "transport/unix.py",
-            "if TYPE_CHECKING:\n    import aiorpc.runtime.life\n",
+            "if TYPE_CHECKING:\n    import aiorpc.runtime.lifecycle\n",
             "2: transport imports aiorpc.runtime",
         ),
-        ("runtime/life.py", "import aiorpc\n", "1: runtime imports the package root aiorpc"),
-        ("runtime/life.py", "from .. import call\n", "1: runtime imports the package root aiorpc"),
-        ("runtime/life.py", "from aiorpc import call\n", "1: runtime imports the package root aiorpc"),
-        ("runtime/life.py", "from ..sync import rpc_sync\n", "1: runtime imports aiorpc.sync from a higher layer"),
+        ("runtime/lifecycle.py", "import aiorpc\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/lifecycle.py", "from .. import call\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/lifecycle.py", "from aiorpc import call\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/lifecycle.py", "from ..sync import rpc_sync\n", "1: runtime imports aiorpc.sync from a higher layer"),
         ("sync.py", "from .examples import hello\n", "1: sync imports aiorpc.examples.hello from a higher layer"),
         (
             "runtime/engine/pool.py",
             "from ..links.link import Link\n",
             "1: the room engine imports aiorpc.runtime.links",
         ),
-        ("runtime/engine/pool.py", "from .. import life\n", "1: the room engine imports aiorpc.runtime.life"),
+        ("runtime/engine/pool.py", "from .. import lifecycle\n", "1: the room engine imports aiorpc.runtime.lifecycle"),
         (
             "runtime/links/second.py",
-            "if TYPE_CHECKING:\n    from ..life import Life\n",
-            "2: the room links imports aiorpc.runtime.life",
+            "if TYPE_CHECKING:\n    from ..lifecycle import Lifecycle\n",
+            "2: the room links imports aiorpc.runtime.lifecycle",
         ),
         ("runtime/attic/old.py", "from ..engine import loops\n", "1: aiorpc.runtime.attic has no floor"),
         ("helpers.py", "import os\n", "1: aiorpc.helpers has no layer"),
@@ -363,8 +363,8 @@ def test_violation_is_found_at_its_line(path: str, source: str, expected: str) -
         (
             {
                 "runtime/engine/loops.py": "if TYPE_CHECKING:\n    from ..links.link import Link\n",
-                "runtime/links/link.py": "from ..life import Life\n",
-                "runtime/life.py": "def f():\n    from .engine import loops\n",
+                "runtime/links/link.py": "from ..lifecycle import Lifecycle\n",
+                "runtime/lifecycle.py": "def f():\n    from .engine import loops\n",
             },
             3,
         ),

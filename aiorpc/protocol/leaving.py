@@ -37,24 +37,25 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
 8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
-9. A newcomer in the place of a member that is gone is let in by the leader, and is a member once all living ones know
+9. A joining member in the place of a member that is gone is let in by the leader, and is a member once all living ones
+know
    it. `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`,
    `test_l9_a_newcomer_is_welcome_once_all_know_it`, `test_l9_a_newcomer_is_waited_for_as_any_member`,
    `test_l9_nobody_comes_once_the_group_is_let_go`, `test_l9_a_newcomer_whose_leader_is_lost_is_out`,
    `test_l9_who_leads_since_a_goodbye_looks_after_all_once_one_comes`
 
-How a newcomer comes (the store is where it meets the leader; all else goes over connections that are proved):
+How a joining member comes (the store is where it meets the leader; all else goes over connections that are proved):
 
-    newcomer                       store              leader                               others
+    joining member                       store              leader                               others
     claims the rank     -->        claim      <--     looks, while a place is vacant
     reads               <--        answer     <--     ADMIT: who is in the group
     ARRIVE (a call)     ------------------------->    takes it for a member
                                                       INTRODUCE (calls)         -->        take it for a member
     its `init` returns  <-------------------------    answers ARRIVE, once all have answered or are gone
 
-If the leader is lost in the midst of that, some may have heard of the newcomer and some not. So its number is void:
-it ends, as if it had died, and begins anew as another newcomer, as long as it has time. Whoever has heard of the first
-one finds it dead, the next leader at once, because a leader looks after all members that it knows.
+If the leader is lost in the midst of that, some may have heard of the joining member and some not. So its number is
+void: it ends, as if it had died, and begins anew as another joining member, as long as it has time. Whoever has heard
+of the first one finds it dead, the next leader at once, because a leader looks after all members that it knows.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who is in the group, as the leader tells a newcomer: the members that live, those that were lost, and why.
+    """Who is in the group, as the leader tells a joining member: the members that live, those that were lost, and why.
 
     left: those that have left before it came.
     """
@@ -150,23 +151,23 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Say in the store that this newcomer may take the place that it claims, and who is in the group."""
+    """Say in the store that this joining member may take the place that it claims, and who is in the group."""
 
-    newcomer: WorkerRecord
+    joiner: WorkerRecord
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Say in the store, or as the answer to its ARRIVE, that this newcomer cannot have the place, and why."""
+    """Say in the store, or as the answer to its ARRIVE, that this joining member cannot have the place, and why."""
 
-    newcomer: WorkerRecord
+    joiner: WorkerRecord
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A newcomer has the place of a member that is gone: from now on calls by name and rank go to it."""
+    """A joining member has the place of a member that is gone: from now on calls by name and rank go to it."""
 
     member: WorkerRecord
     before: WorkerRecord
@@ -174,17 +175,17 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell `to` of that newcomer, as a call. The event `introduced` follows, or the loss of `to`."""
+    """Tell `to` of that joining member, as a call. The event `introduced` follows, or the loss of `to`."""
 
     to: WorkerRecord
-    newcomer: WorkerRecord
+    joiner: WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """All members know that newcomer: answer its ARRIVE with who is in the group by now."""
+    """All members know that joining member: answer its ARRIVE with who is in the group by now."""
 
-    newcomer: WorkerRecord
+    joiner: WorkerRecord
     roster: Roster
 
 
@@ -280,11 +281,11 @@ class GroupTable:
     """One worker's view of its group.
 
     worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
-    leave at any time. newcomer: this worker takes the place of one that is gone, and is not known to the others yet.
+    leave at any time. joiner: this worker takes the place of one that is gone, and is not known to the others yet.
     Ids of workers are never used twice.
     """
 
-    def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool, newcomer: bool = False) -> None:
+    def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool, joiner: bool = False) -> None:
         self.worker_id = worker_id
         self.free = free
         self.members: dict[int, WorkerRecord] = {record.id: record for record in members}
@@ -295,8 +296,8 @@ class GroupTable:
         self.leaving: Leaving = Leaving.WORKING
         self.rounds: Rounds = Rounds.GATHERING
         self.places: Places = Places(self.members.values())
-        self.returning: Returning = RETURNING.initial if newcomer else Returning.MEMBER
-        self._introducing: dict[int, set[int]] = {}  # by newcomer: the members that have not answered yet
+        self.returning: Returning = RETURNING.initial if joiner else Returning.MEMBER
+        self._introducing: dict[int, set[int]] = {}  # by joining member: the members that have not answered yet
         self._middle = self.leader  # of the star, when we last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
         self._hosts_store = False
@@ -395,7 +396,7 @@ class GroupTable:
         """Forget what this worker, as the leader, has from a member that is gone: its ENTER, and that it is told."""
         self._answered.discard(member)
         self._introducing.pop(member, None)
-        welcome = [each for newcomer in list(self._introducing) for each in self.introduced(member, newcomer)]
+        welcome = [each for joiner in list(self._introducing) for each in self.introduced(member, joiner)]
         if member not in self._waiting:
             return welcome
         del self._waiting[member]
@@ -407,22 +408,23 @@ class GroupTable:
             return self._finish(Step.ALONE)
         return self._begin_rounds()
 
-    # -- newcomers in vacant places, as the leader --------------------------------------------------------------------
+    # -- joining members in vacant places, as the leader
+    # --------------------------------------------------------------------
 
     @property
     def admits(self) -> bool:
-        """Whether this worker is to look for newcomers: it leads a group that goes on, and a place is vacant."""
+        """Whether this worker is to look for joining members: it leads a group that goes on, and a place is vacant."""
         return not self.free and self.leads and not self._is_over() and bool(self.places.vacant())
 
-    def apply(self, newcomer: WorkerRecord) -> Outputs:
+    def apply(self, joiner: WorkerRecord) -> Outputs:
         """A claim for a place stands in the store. Nothing follows where this worker cannot decide that, or not now."""
-        if self.free or not self.leads or self._is_over() or newcomer.id in self.members:
+        if self.free or not self.leads or self._is_over() or joiner.id in self.members:
             return []
-        objection = self.places.objection(newcomer)
+        objection = self.places.objection(joiner)
         if objection:
-            return [Refuse(newcomer, objection)]
-        self.places.promise(newcomer)
-        return [Admit(newcomer, self._roster())]
+            return [Refuse(joiner, objection)]
+        self.places.promise(joiner)
+        return [Admit(joiner, self._roster())]
 
     def _roster(self) -> Roster:
         left = [each for each in self.members.values() if each.id in self.gone and each.id not in self.lost]
@@ -432,62 +434,63 @@ class GroupTable:
         """Whether an unknown worker may be a member: this one has admitted it, or is new itself and knows not all."""
         return self.returning is not Returning.MEMBER or self.places.promised.get(stranger.rank) == stranger
 
-    def arrive(self, newcomer: WorkerRecord) -> Outputs:
-        """A newcomer has proved itself, and wants to be a member."""
+    def arrive(self, joiner: WorkerRecord) -> Outputs:
+        """A joining member has proved itself, and wants to be a member."""
         if self._is_over():
-            return [Refuse(newcomer, "all members are leaving just now; it can be in the group that they form next")]
-        if self.places.promised.get(newcomer.rank) != newcomer:
-            return [Refuse(newcomer, "it was not admitted, or another one was")]
+            return [Refuse(joiner, "all members are leaving just now; it can be in the group that they form next")]
+        if self.places.promised.get(joiner.rank) != joiner:
+            return [Refuse(joiner, "it was not admitted, or another one was")]
         # Who leads since the one before has left has looked after nobody so far: the group goes on, as this one comes.
         outputs: Outputs = self._take_over() if self._middle != self.worker_id else []
         others = self._others()
-        outputs.append(Replaced(newcomer, self.places.take(newcomer)))
-        self.members[newcomer.id] = newcomer
-        self._introducing[newcomer.id] = {each.id for each in others}
-        outputs += [Announce(each, newcomer) for each in others]
-        return outputs if others else [*outputs, *self._welcome(newcomer.id)]
+        outputs.append(Replaced(joiner, self.places.take(joiner)))
+        self.members[joiner.id] = joiner
+        self._introducing[joiner.id] = {each.id for each in others}
+        outputs += [Announce(each, joiner) for each in others]
+        return outputs if others else [*outputs, *self._welcome(joiner.id)]
 
-    def introduced(self, member: int, newcomer: int) -> Outputs:
-        """A member knows that newcomer, or is gone."""
-        waited_for = self._introducing.get(newcomer, set())
+    def introduced(self, member: int, joiner: int) -> Outputs:
+        """A member knows that joining member, or is gone."""
+        waited_for = self._introducing.get(joiner, set())
         if member not in waited_for:
             return []
         waited_for.discard(member)
-        return [] if waited_for else self._welcome(newcomer)
+        return [] if waited_for else self._welcome(joiner)
 
-    def _welcome(self, newcomer: int) -> Outputs:
-        del self._introducing[newcomer]
-        return [Welcome(self.members[newcomer], self._roster())]
+    def _welcome(self, joiner: int) -> Outputs:
+        del self._introducing[joiner]
+        return [Welcome(self.members[joiner], self._roster())]
 
     def _is_over(self) -> bool:
         """Whether this worker has let the others go, or goes itself."""
         return bool(self._answered) or self.leaving is Leaving.LEFT
 
-    # -- newcomers, as another member, and as the newcomer ------------------------------------------------------------
+    # -- joining members, as another member, and as the joining member
+    # ------------------------------------------------------------
 
-    def introduce(self, newcomer: WorkerRecord) -> Outputs:
-        """The leader says that a newcomer has the place of one that is gone here, too."""
-        if newcomer.id in self.members:
+    def introduce(self, joiner: WorkerRecord) -> Outputs:
+        """The leader says that a joining member has the place of one that is gone here, too."""
+        if joiner.id in self.members:
             return []
-        before = self.places.introduce(newcomer)
-        self.members[newcomer.id] = newcomer
-        return [Replaced(newcomer, before), *(self._take_over() if self._middle != self.leader else [])]
+        before = self.places.introduce(joiner)
+        self.members[joiner.id] = joiner
+        return [Replaced(joiner, before), *(self._take_over() if self._middle != self.leader else [])]
 
-    def in_the_way(self, newcomer: WorkerRecord) -> WorkerRecord | None:
-        """The member that is in the place of that newcomer, and not known to be gone."""
-        holder = self.places.holders.get(newcomer.rank)
-        taken = holder is not None and holder.id < newcomer.id and self.places.state(newcomer.rank) is PlaceState.HELD
+    def in_the_way(self, joiner: WorkerRecord) -> WorkerRecord | None:
+        """The member that is in the place of that joining member, and not known to be gone."""
+        holder = self.places.holders.get(joiner.rank)
+        taken = holder is not None and holder.id < joiner.id and self.places.state(joiner.rank) is PlaceState.HELD
         return holder if taken else None
 
     def admitted(self, roster: Roster) -> Outputs:
-        """This worker is a newcomer, and the leader has admitted it, with that roster."""
+        """This worker is a joining member, and the leader has admitted it, with that roster."""
         outputs = self._learn(roster)
         self._return(ReturnEvent.ADMITTED)
         self._middle = self.leader
         return outputs
 
     def _learn(self, roster: Roster) -> Outputs:
-        """What the leader says of the others: newcomers like this one may have come, and members may be gone."""
+        """What the leader says of the others: joining members like this one may have come, and members may be gone."""
         outputs: Outputs = []
         for record in (*roster.members, *(lost for lost, _ in roster.lost), *roster.left):
             if record.id not in self.members:
@@ -600,7 +603,7 @@ class GroupTable:
         that has not answered does not count as idle: its process may be stopped, or a handler holds the interpreter.
         """
         if not self._have_all_entered():
-            self._turn(Turn.NEWCOMER)
+            self._turn(Turn.JOINING)
             return []
         previous, self._previous = self._previous, self._found(answers)
         busy = [member for member, activity in self._previous.items() if activity is None or not activity.idle]

@@ -36,7 +36,7 @@ class Places:
             self._next(record.rank, PlaceEvent.GONE)
 
     def objection(self, record: WorkerRecord) -> str:
-        """Why that newcomer cannot have the place of its rank; "" if it can."""
+        """Why that joining member cannot have the place of its rank; "" if it can."""
         holder = self.holders.get(record.rank)
         if holder is None:
             return f"the group has no rank {record.rank}"
@@ -49,12 +49,12 @@ class Places:
         return ""
 
     def promise(self, record: WorkerRecord) -> None:
-        """The leader admits a newcomer, to which there is no objection."""
+        """The leader admits a joining member, to which there is no objection."""
         self._next(record.rank, PlaceEvent.ADMIT)
         self.promised[record.rank] = record
 
     def take(self, record: WorkerRecord) -> WorkerRecord:
-        """A newcomer that was promised its place has arrived; the record of the member before."""
+        """A joining member that was promised its place has arrived; the record of the member before."""
         self._next(record.rank, PlaceEvent.ARRIVED)
         del self.promised[record.rank]
         return self._hold(record)

@@ -246,7 +246,7 @@ class Queue(QueueHandle[T]):
             ) from None
         self._own = Client(node, self.name, self.owner)
         self._node = node
-        self._news = node.news.listen()
+        self._news = node.events.listen()
         node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._news)))
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ it, through the `Home` that its room declares, and not before the worker is runn
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import socket
@@ -55,7 +54,7 @@ from .group.connecting import Connector
 from .group.events import Events
 from .group.group import Group
 from .group.listening import Listeners
-from .group.mending import Mender
+from .group.resumption import SessionResumption
 from .hooks import Hooks
 from .links.accelerators import Accelerators
 from .links.link import Link
@@ -85,7 +84,7 @@ class Plan:
     accelerator: Accelerator | None
     claims: DeviceClaims
     hooks: Hooks
-    news: Events
+    events: Events
     objects: Objects
     role: str = ""
 
@@ -123,7 +122,7 @@ class Node:
         """
         options, hooks = plan.options, plan.hooks
         self.worker: Any = plan.worker
-        self.news: Events = plan.news
+        self.events: Events = plan.events
         self.rendezvous: Rendezvous = meeting.rendezvous
         self.listeners: Listeners = meeting.listeners
         self.read_error: Callable[[str, BaseException], BaseException] = hooks.read_error
@@ -144,7 +143,7 @@ class Node:
         stack.push_async_callback(self._end_engine)
 
         self.connector: Connector = Connector(self, meeting.secret)
-        self.mender: Mender = Mender(self, self.connector.reopen)
+        self.resumption: SessionResumption = SessionResumption(self, self.connector.reopen)
         self.links: Links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
         self.memory: Memory = self.links.memory
         stack.callback(self.memory.close)
@@ -222,7 +221,7 @@ class Node:
         await self.accelerators.close(self.engine.bounds.devices)
 
     def loop_closed(self, *, wait: bool = True) -> None:
-        """The worker's loop was closed without a shutdown: take it down without the loop, see `Life.loop_closed`."""
+        """The worker's loop was closed without a shutdown: take it down without, see `Lifecycle.loop_closed`."""
         self.worker._loop_closed(wait=wait)
 
     def leave_without_loop(self, error: RpcError) -> None:
@@ -385,8 +384,6 @@ class Node:
             self.engine.lifetime.enter(WorkerEvent.EXITED)
         self.engine.lifetime.fail(getattr(sys, "last_type", None))  # of the main program, if that has ended by an error
         self.listeners.unlink()
-        with contextlib.suppress(OSError):
-            self.rendezvous.remove_secret()
         for peer in self.peers.all():
             peer.goodbye()
         for service in list(self.services):

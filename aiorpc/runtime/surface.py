@@ -44,8 +44,8 @@ _TORCH = "aiorpc.compat.torch.rpc"
 #: All of them, by module.
 HANDLERS: Sequence[OwnHandler] = (
     OwnHandler(f"{_GROUP}:attend", EVERY_MEMBER, "itself, as it has shown itself when it connected"),
-    OwnHandler(f"{_GROUP}:arrive", "a newcomer that this worker has let in", "itself"),
-    OwnHandler(f"{_GROUP}:introduce", THE_LEADER, "a newcomer, once the member before it is gone"),
+    OwnHandler(f"{_GROUP}:arrive", "a joining member that this worker has let in", "itself"),
+    OwnHandler(f"{_GROUP}:introduce", THE_LEADER, "a joining member, once the member before it is gone"),
     OwnHandler(f"{_GROUP}:report_lost", EVERY_MEMBER, "another member, which is asked before it is believed"),
     OwnHandler(f"{_GROUP}:vouch", EVERY_MEMBER, "any member: whether this worker has parted with it"),
     OwnHandler(f"{_GROUP}:present", EVERY_MEMBER, "nobody"),

@@ -24,8 +24,6 @@ from ..threads import run_in_thread
 from ..undoing import on_error
 
 BACKLOG = 1024
-# A secret in a file stands beside the socket of the worker that made it, under the same name.
-SECRET_SUFFIX = ".secret"
 # A broken network between hosts is noticed after this many seconds of unanswered data or probes.
 TCP_TIMEOUT = 20
 # Seconds for each address of a name but the last, which has all the time that is left; and until the next one is tried.
@@ -58,12 +56,6 @@ def private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
 
 
-def is_beside(directory: Path, other: Path) -> bool:
-    """Whether the other one is, as it is spelled, that directory or another private one of this user beside it."""
-    ours = other.parent == directory.parent and other.name.startswith(f"aiorpc-{os.getuid()}")
-    return other == directory or (ours and _is_private(other))
-
-
 def _is_private(path: Path) -> bool:
     try:
         info = path.lstat()
@@ -73,48 +65,19 @@ def _is_private(path: Path) -> bool:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what dead workers left behind: sockets that nobody listens on any more, and secrets of the dead."""
+    """Remove the sockets that dead workers left behind: nobody listens on them any more."""
     for path in directory.glob("*.sock"):
         remove_if_stale(path)
-    for path in directory.glob(f"*{SECRET_SUFFIX}"):
-        if not path.with_suffix(".sock").exists():
-            _remove_if_unlocked(path)
-
-
-def _remove_if_unlocked(path: Path) -> None:
-    """Remove a secret without a socket if no process holds it any more; see `write_secret`."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-        finally:
-            os.close(descriptor)
-
-
-def write_secret(path: Path, content: bytes) -> int:
-    """Write a file for this user alone, which is there as a whole at once. Returns a descriptor that keeps it.
-
-    The lock on it says that its worker lives, also where there is no socket beside it; it ends with the process.
-    """
-    unready = path.with_suffix(".unready")
-    descriptor = os.open(unready, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with on_error(unready.unlink, True), on_error(os.close, descriptor):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        os.write(descriptor, content)
-        unready.rename(path)
-    return descriptor
 
 
 def remove_if_stale(path: Path) -> None:
-    """Remove one socket, and the secret beside it, if nobody listens on it any more. Does not wait."""
+    """Remove one socket if nobody listens on it any more. Does not wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
-            path.with_suffix(SECRET_SUFFIX).unlink(missing_ok=True)
 
 
 def listen_unix(directory: Path) -> tuple[socket.socket, str]:

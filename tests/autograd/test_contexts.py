@@ -426,7 +426,7 @@ async def _in_one_more(worker: Worker) -> None:
 async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> None:
     """It is queued, and comes there before what is asked later. That alone it leaves after a pause, others show."""
     first, second = workers[0], workers[1]
-    first._node.engine.bounds = Bounds(trailing_pause=60.0)
+    first._node.engine.bounds = Bounds(piggyback_pause=60.0)
     for _ in range(3):
         async with autograd.context():
             await first.call("worker1", parts.layer, vector())

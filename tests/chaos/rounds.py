@@ -31,7 +31,7 @@ SLICE = 0.02  # seconds: how the processor is taken from a slow member, for most
 
 
 @dataclass(eq=False)
-class Life:
+class Lifecycle:
     """One process of a round. killed, left: whether it was killed, or has been told to leave while others worked.
 
     joined: whether it has.
@@ -105,7 +105,7 @@ class Round:
         self._folder = folder
         self._verdict = verdict
         self._rng = random.Random(f"{plan.seed}:{plan.number}:moments")
-        self._lives: list[Life] = []
+        self._lives: list[Lifecycle] = []
         self._network = network
         self._port = free_port() if plan.meeting == "tcp" else 0
         at = "127.0.0.1" if network is None else network.left.address
@@ -143,7 +143,7 @@ class Round:
 
     # --- members ------------------------------------------------------------------------------------------------------
 
-    def _start(self, rank: int) -> Life:
+    def _start(self, rank: int) -> Lifecycle:
         plan = self._plan
         place = Place(f"w{rank}", rank, None if plan.free else plan.size, self._meeting)
         names = [f"w{each}" for each in range(plan.size)]
@@ -155,31 +155,31 @@ class Round:
             host = (self._network.left, self._network.right)[rank % 2]
             assignment = replace(assignment, namespace=host.namespace, address=host.address)
         secret = SECRET if self._network is not None else {}  # members of one host make one themselves
-        life = Life(number, rank, self._children.start(place, live, assignment, env=secret))
+        life = Lifecycle(number, rank, self._children.start(place, live, assignment, env=secret))
         self._lives.append(life)
         if plan.free and plan.meeting == "tcp" and number == 0:  # who hosts the store is to be known
             self._await(life)
         return life
 
-    def _await(self, life: Life) -> None:
+    def _await(self, life: Lifecycle) -> None:
         """Wait until it has joined."""
         if not life.joined:
             self._hear(life)
             life.joined = True
 
-    def _welcome(self, life: Life) -> None:
+    def _welcome(self, life: Lifecycle) -> None:
         """A newcomer is given work."""
         self._await(life)
         life.child.tell(("load",))
 
-    def _living(self) -> list[Life]:
+    def _living(self) -> list[Lifecycle]:
         return [life for life in self._lives if not life.killed and not life.left]
 
-    def _at(self, rank: int) -> Life:
+    def _at(self, rank: int) -> Lifecycle:
         """The latest process in that place."""
         return next(life for life in reversed(self._lives) if life.rank == rank)
 
-    def _hear(self, life: Life) -> Any:
+    def _hear(self, life: Lifecycle) -> Any:
         return life.child.hear(END)
 
     def _ask(self, *order: Any) -> list[Any]:

@@ -137,7 +137,7 @@ def test_what_comes_early_is_bounded_for_each_member(alone: Any, say: Say, monke
         say("z", "_gather_to_leader", "mez9001", "z", large, member=2)
     assert len(api._arrivals) == 257
     monkeypatch.setattr(node.group, "has_gone", lambda member: member == 1)
-    node.news.publish(aiorpc.events.WorkerLeft(WorkerInfo("other", 1)))
+    node.events.publish(aiorpc.events.WorkerLeft(WorkerInfo("other", 1)))
     wait_until(lambda: len(api._arrivals) == 1)
 
 

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from tests.fuzz.trap import nothing_unpickled
@@ -23,11 +23,11 @@ from tests.fuzz.trap import nothing_unpickled
 RECORD = WorkerRecord("worker", 3, "ab" * 16, "host:1:1", "name", 17, "main", "/run/x.sock", "127.0.0.1", 1)
 SECRET = bytes(32)
 SOON = 0.001  # seconds that a worker waits for others, which never come
-BOARD = Board(HashStore(), "the place of a test")
+BOARD = KeyValueClient(HashStore(), "the place of a test")
 # What each of them is read as is in `runtime/meeting`; those of both kinds of group, and of the secret.
 KEYS = (
     *("generation", "last/0", "1/world", "1/slot/0", "1/slot/1", "1/end/0", "1/verdict", "1/done"),
-    *("1/ids", "1/roster", "1/secret", "1/secret/read", "1/wanted", "salt"),
+    *("1/ids", "1/roster", "1/secret", "1/secret/read", "1/secret/value", "salt"),
 )
 _LATE, _FREE = 64, 128  # in the first byte: it is written once the worker has joined; the group is free
 
@@ -43,7 +43,7 @@ def seeds_of_records() -> list[bytes]:
     member = Member(RECORD, own_secret=True)
     claims = [1, "cuda", ["cuda:0"], {"w1": {"cuda:0": "cuda:1"}}]
     texts = [json.dumps(each.to_json()) for each in (member, member.sealed(SECRET, 1), Member(RECORD))]
-    texts.append(json.dumps([RECORD.to_wire(), True, True, claims, "", None, True]))
+    texts.append(json.dumps([RECORD.to_wire(), True, claims, "", None, True]))
     odd = ("[1, 2, 3, 4, 5]", "{}", "[NaN, Infinity]", '"\\ud800"', "[" * 2000, "1" * 5000)
     return [text.encode() for text in (*texts, *odd)]
 
@@ -79,11 +79,11 @@ def live(how: int, value: bytes, folder: Path) -> None:
         "env://", rank=None if free else 0, world_size=None if free else 1, timeout=SOON, store=store
     )
     try:
-        records = opened.join(lambda number: mine)
+        opened.join(lambda number: mine)
         if how & _LATE:
             spoil()
-        opened.agree_secret(mine, records, folder)
-        opened.serve_newcomers()
+        opened.agree_secret(mine, folder)
+        opened.serve_joining()
         opened.members()
         opened.leave(mine)
     finally:
@@ -95,7 +95,6 @@ def live(how: int, value: bytes, folder: Path) -> None:
 def seeds_of_lives() -> list[bytes]:
     """What honest workers write under each key, before and after the worker has joined, in both kinds of group."""
     member = Member(replace(RECORD, host=host_identity(), pid=os.getpid())).to_json()
-    offer = {"owner": RECORD.incarnation, "host": RECORD.host, "path": "/tmp/x.secret", "value": "ab" * 32}
     texts: dict[str, list[Any]] = {
         "generation": [1, 7],
         "last/0": [1],
@@ -107,7 +106,7 @@ def seeds_of_lives() -> list[bytes]:
             {"version": 1, "members": [member], "used": [1, 2], "left": ["x"]},
             {"version": 2, "members": [], "used": [], "left": []},
         ],
-        "1/secret": [offer, {**offer, "owner": "nobody"}],
+        "1/secret": ["ab" * 8],
         "1/ids": [3],
         "1/done": [1],
     }
@@ -115,5 +114,5 @@ def seeds_of_lives() -> list[bytes]:
     for key, values in texts.items():
         for how in (0, _LATE, _FREE, _LATE | _FREE):
             made += [bytes((KEYS.index(key) | how,)) + json.dumps(value).encode() for value in values]
-    made += [bytes((KEYS.index(key),)) + RECORD.incarnation.encode() for key in ("1/end/0", "1/wanted")]
+    made += [bytes((KEYS.index(key),)) + RECORD.incarnation.encode() for key in ("1/end/0", "1/secret/value")]
     return made

@@ -67,8 +67,8 @@ def reach_a_store(place: Place, link: Link, namespace: str, server: str) -> tupl
         TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS), False)
         counts.append(asked())
         where = MeetingPlace(None, None, host="127.0.0.1", port=port)
-        with closing(reach_tcp(where, Patience(SECONDS), SECONDS)) as board:
-            board.put("key", "value")
+        with closing(reach_tcp(where, Patience(SECONDS), SECONDS)) as kv:
+            kv.put("key", "value")
         del store
         counts.append(asked())
     return counts[1] - counts[0], counts[2] - counts[1]

@@ -26,7 +26,8 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.seal import Seal, Unsealer
 from aiorpc.protocol.states import HandshakeState
-from aiorpc.runtime.meeting.secret import CERTIFIED
+from aiorpc.runtime.meeting.membership import Member
+from aiorpc.runtime.meeting.secret import CERTIFIED, fingerprint
 from aiorpc.testing import cluster
 from aiorpc.transport.certificates import Credentials
 from tests.authority import Authority
@@ -71,13 +72,18 @@ def reach(place: Place) -> Store:
     raise TimeoutError("nobody hosts the store")
 
 
-def read(store: Store, key: str) -> Any:
-    """What stands under a key, once it is there."""
+def wait_for(store: Store, key: str) -> None:
+    """Until something stands under a key."""
     deadline = time.monotonic() + PATIENCE
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise TimeoutError(key)
         time.sleep(0.002)
+
+
+def read(store: Store, key: str) -> Any:
+    """What stands under a key, once it is there."""
+    wait_for(store, key)
     return json.loads(store.get(key))
 
 
@@ -130,39 +136,38 @@ def try_until_it_runs(attempt: Callable[[], None], path: str) -> bool:
 
 
 def forge_value(place: Place, link: Link, path: str) -> bool:
-    """Body of an attacker: before the group is complete, offer a secret of one's own in the name of rank 0."""
+    """Body of an attacker: before the group is complete, offer a secret of one's own in the name of the members."""
     store = reach(place)
-    first = record_in(read(store, "1/slot/0"))
-    offer = {"owner": first.incarnation, "host": first.host, "path": "/nowhere", "value": CHOSEN.hex()}
-    store.set("1/secret", json.dumps(offer))
+    read(store, "1/slot/0")
+    store.set("1/secret", fingerprint(CHOSEN))
+    store.set("1/secret/value", CHOSEN.hex())
     link.tell("forged")
     victim = record_in(read(store, "1/slot/1"))
     return try_until_it_runs(lambda: run_code(victim, CHOSEN, path), path)
 
 
+def published(store: Store) -> bytes:
+    """The secret that stands in the store, or else one of the attacker's own."""
+    return bytes.fromhex(store.get("1/secret/value").decode()) if store.check(["1/secret/value"]) else CHOSEN
+
+
 def pretend_another_host(place: Place, link: Link, path: str) -> bool:
-    """Body of an attacker: say that a rank is on another host, so that rank 0 puts the secret into the store."""
+    """Body of an attacker: say that a rank is on another host, so that the others put the secret into the store."""
     store = reach(place)
     first = read(store, "1/slot/0")
     link.tell("forged")
     victim = read(store, "1/slot/1")
     far = replace(record_in(victim), host="elsewhere:1:1")
     store.set("1/slot/1", json.dumps([far.to_wire(), *victim[1:]]))
-
-    def attempt() -> None:
-        secret = bytes.fromhex(json.loads(store.get("1/secret"))["value"]) if store.check(["1/secret"]) else CHOSEN
-        run_code(record_in(first), secret, path)
-
-    return try_until_it_runs(attempt, path)
+    return try_until_it_runs(lambda: run_code(record_in(first), published(store), path), path)
 
 
 def forge_in_a_free_group(place: Place, link: Link, path: str) -> bool:
-    """Body of an attacker: replace the offer of a group's secret; its next member believes it."""
+    """Body of an attacker: replace what stands there of a group's secret; its next member believes it."""
     store = reach(place)
-    read(store, "1/secret")
-    owner = record_in(read(store, "1/roster")["members"][0])
-    offer = {"owner": owner.incarnation, "host": owner.host, "path": "/nowhere", "value": CHOSEN.hex()}
-    store.set("1/secret", json.dumps(offer))
+    wait_for(store, "1/secret")
+    store.set("1/secret", fingerprint(CHOSEN))
+    store.set("1/secret/value", CHOSEN.hex())
     link.tell("forged")
 
     def attempt() -> None:
@@ -174,24 +179,19 @@ def forge_in_a_free_group(place: Place, link: Link, path: str) -> bool:
 
 
 def ask_in_a_free_group(place: Place, link: Link, path: str) -> bool:
-    """Body of an attacker: enter the list as a member on another host, and ask for the secret."""
+    """Body of an attacker: enter the list as a member on another host that requires no secret."""
     store = reach(place)
-    read(store, "1/secret")
+    wait_for(store, "1/secret")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a member that does not answer yet is not lost
         roster = read(store, "1/roster")
         roster["version"] += 1
         owner = record_in(roster["members"][0])
         port = silent.getsockname()[1]
         stranger = replace(owner, name="stranger", id=7, incarnation="ab" * 16, host="elsewhere:1:1", tcp_port=port)
-        roster["members"].append([stranger.to_wire(), False, False, *roster["members"][0][3:]])
+        roster["members"].append(Member(stranger, require_secret=False).to_json())
         store.set("1/roster", json.dumps(roster))
         link.tell("forged")
-
-        def attempt() -> None:
-            store.set("1/wanted", stranger.incarnation)
-            run_code(owner, bytes.fromhex(json.loads(store.get("1/secret"))["value"]), path)
-
-        return try_until_it_runs(attempt, path)
+        return try_until_it_runs(lambda: run_code(owner, published(store), path), path)
 
 
 class Relay(threading.Thread):

@@ -199,7 +199,7 @@ def read_on_host(place: Place, link: Link, host: str, stalled: float) -> None:
 @pytest.mark.slow
 async def test_a_stopped_reader_that_fetches_for_its_host_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others of its host get the next version by another one, and it goes on when it runs again."""
-    monkeypatch.setattr("aiorpc.runtime.life.host_identity", lambda: "here")
+    monkeypatch.setattr("aiorpc.runtime.lifecycle.host_identity", lambda: "here")
     with processes() as children, meeting_file() as init_method:
         options = rpc.RpcBackendOptions(require_secret=False, address="127.0.0.1")
         async with rpc.init("w0", init_method=init_method, options=options) as worker:

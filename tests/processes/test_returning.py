@@ -164,15 +164,15 @@ async def test_the_leader_is_killed_while_it_lets_a_new_one_in(
     """This process has heard of the new one, and is the next leader: the new one's `init` goes on all the same."""
     async with group(1, ("w0", "w2"), transports=transports) as (worker, children):
         await kill(worker, children["w2"])
-        newcomers = worker._node.group.newcomers
-        introduce = newcomers.introduce
+        joining = worker._node.group.joining
+        introduce = joining.introduce
 
         async def kill_the_leader(leader: int, newcomer: Any) -> None:
             await introduce(leader, newcomer)
             children["w0"].kill()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(newcomers, "introduce", kill_the_leader)
+        monkeypatch.setattr(joining, "introduce", kill_the_leader)
         new = children.start(children["w2"].place, serve, {"transports": transports})
         await until(lambda: worker._node.group.leads)
         monkeypatch.undo()

@@ -286,7 +286,7 @@ async def test_a_peer_killed_at_any_moment_of_a_transfer() -> None:
 
 
 #: What pools and the arena take when they need it, up to a limit, and keep: threads, with the two descriptors that each
-#: waits at once it has stood by for a connection (`runtime/engine/alarm.py`), and segments.
+#: waits at once it has stood by for a connection (`runtime/engine/wakeup.py`), and segments.
 KEPT = ("thread", "memfd", "eventfd", "eventpoll")
 
 

@@ -871,7 +871,7 @@ class Actions:
 
 
 @dataclass
-class Life:
+class Lifecycle:
     """A kind of walk. deaths: at most. work, leave: weights of actions before and after most users are done.
 
     jobs: calls that are under way when they are. steps: of that second part. unlucky: see `World`.
@@ -888,19 +888,19 @@ class Life:
 
 TROUBLE = {"kill": 1, "stall": 1, "poll_unheard": 2, "give_up": 1}
 LIVES = [
-    Life(
+    Lifecycle(
         deaths=2,
         work={"move": 30, "start_job": 8, "finish_job": 4, "leave": 2, "quit": 1, **TROUBLE},
         leave={"move": 30, "start_job": 6, "finish_job": 8, **TROUBLE},
     ),
     # Few connections besides the star, so that a death is seen by few.
-    Life(
+    Lifecycle(
         deaths=4,
         work={"move": 12, "start_job": 2, "finish_job": 1, "leave": 1, "quit": 1, **TROUBLE, "kill": 2},
         leave={"move": 12, **TROUBLE},
     ),
     # One call that hops from worker to worker while the leader asks them one after the other, each when it is idle.
-    Life(
+    Lifecycle(
         deaths=0,
         work={"move": 1},
         leave={"move": 30, "pass_on": 10},

@@ -35,12 +35,12 @@ from aiorpc.protocol.states import PlaceState, Returning, Rounds
 from .test_leaving import IDLE, Actions, Node, Request, Violation, W, World, act, answers, lead, make, require
 
 
-def newcomer(rank: int, number: int) -> WorkerRecord:
+def joiner(rank: int, number: int) -> WorkerRecord:
     """A worker in the place of W[rank]."""
     return replace(W[rank], id=number, rank=rank, incarnation=f"{number:x}", pid=100 + number)
 
 
-N2 = newcomer(2, 3)
+N2 = joiner(2, 3)
 LOST2 = Roster((W[0], W[1]), ((W[2], "why"),))
 
 
@@ -53,7 +53,7 @@ def with_vacancy(worker: int = 0) -> GroupTable:
 def coming(number: int = 3, rank: int = 2, size: int = 3) -> GroupTable:
     """The table of a newcomer."""
     members = [record for record in W[:size] if record.id != rank]
-    return GroupTable(number, [*members, newcomer(rank, number)], free=False, newcomer=True)
+    return GroupTable(number, [*members, joiner(rank, number)], free=False, joiner=True)
 
 
 # -- each by itself ----------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_l9_the_leader_admits_whom_a_lost_member_leaves_room() -> None:
     assert with_vacancy(1).apply(N2) == []
     table = with_vacancy()
     assert table.apply(N2) == [Admit(N2, LOST2)] and table.expects(N2)
-    other = newcomer(2, 4)
+    other = joiner(2, 4)
     assert table.apply(other) == [Admit(other, LOST2)] and not table.expects(N2)
     assert table.arrive(N2) == [Refuse(N2, "it was not admitted, or another one was")]
 
@@ -72,9 +72,9 @@ def test_l9_the_leader_admits_whom_a_lost_member_leaves_room() -> None:
 @pytest.mark.parametrize(
     ("who", "reason"),
     [
-        (newcomer(1, 3), "w1 (rank 1, pid 2 on here) lives, and has that place"),
+        (joiner(1, 3), "w1 (rank 1, pid 2 on here) lives, and has that place"),
         (replace(N2, name="x"), "rank 2 is the place of 'w2', and not of 'x'"),
-        (newcomer(2, 2), "it has the number 2, which is no new one"),
+        (joiner(2, 2), "it has the number 2, which is no new one"),
         (replace(N2, rank=7), "the group has no rank 7"),
     ],
 )
@@ -95,14 +95,14 @@ def test_l9_who_has_left_leaves_room_as_well() -> None:
     for _ in range(2):
         table.polled(answers(table, IDLE, IDLE), overdue=False)
     table.depart(W[1])
-    assert not table.admits and table.apply(newcomer(1, 2)) == []
+    assert not table.admits and table.apply(joiner(1, 2)) == []
 
 
 def test_l9_who_leads_since_a_goodbye_looks_after_all_once_one_comes() -> None:
     """L9: so far all might have been about to leave; and the others make themselves known to it."""
     table = make(1)
     table.depart(W[0])
-    late = newcomer(0, 3)
+    late = joiner(0, 3)
     assert table.apply(late) == [Admit(late, Roster((W[1], W[2]), (), (W[0],)))]
     assert table.arrive(late) == [Follow(W[2]), Replaced(late, W[0]), Announce(W[2], late)]
     other = make(2)
@@ -114,7 +114,7 @@ def test_l9_a_newcomer_is_welcome_once_all_know_it() -> None:
     """L9: all are told, and whoever is gone meanwhile is waited for no longer."""
     table = make(0, 4)
     table.lose(W[2], "why")
-    late = newcomer(2, 4)
+    late = joiner(2, 4)
     table.apply(late)
     assert table.arrive(late) == [Replaced(late, W[2]), Announce(W[1], late), Announce(W[3], late)]
     assert table.introduced(1, 4) == [] and table.introduced(1, 4) == []
@@ -124,7 +124,7 @@ def test_l9_a_newcomer_is_welcome_once_all_know_it() -> None:
     assert table.introduced(3, 4) == []
     alone = make(0, 2)
     alone.lose(W[1], "why")
-    late = newcomer(1, 2)
+    late = joiner(1, 2)
     alone.apply(late)
     assert alone.arrive(late)[-1] == Welcome(late, Roster((W[0], late), ((W[1], "why"),)))
 
@@ -134,7 +134,7 @@ def test_l9_a_newcomer_is_told_who_has_left() -> None:
     table = make(0, 4)
     table.lose(W[2], "why")
     table.depart(W[1])
-    late = newcomer(2, 4)
+    late = joiner(2, 4)
     roster = Roster((W[0], W[3]), ((W[2], "why"),), (W[1],))
     assert table.apply(late) == [Admit(late, roster)]
     new = coming(4, size=2)
@@ -180,7 +180,7 @@ def test_l9_nobody_comes_once_the_group_is_let_go() -> None:
     table.apply(N2)
     assert table.polled(answers_of(0, 1), overdue=False) == [Poll((W[0], W[1]), first=False)]
     assert table.polled(answers_of(0, 1), overdue=False) == [AnswerEnters((1, 0))]
-    assert table.apply(newcomer(2, 4)) == []
+    assert table.apply(joiner(2, 4)) == []
     (refusal,) = table.arrive(N2)
     assert isinstance(refusal, Refuse) and "all members are leaving just now" in refusal.reason
 
@@ -197,7 +197,7 @@ def test_l9_a_newcomer_whose_leader_is_lost_is_out() -> None:
     assert Follow(N2) in heard.lose(W[0], "too")
     assert heard.apply(N2) == []
     assert Lost(N2, "its connection broke", None) in heard.lose(N2, "its connection broke")
-    again = newcomer(2, 4)
+    again = joiner(2, 4)
     assert heard.apply(again) == [Admit(again, heard._roster())]
 
 
@@ -205,7 +205,7 @@ def test_l9_a_newcomer_whose_leader_has_changed_at_the_end_makes_itself_known() 
     """L9: all know it by then."""
     table = coming()
     table.admitted(LOST2)
-    other = newcomer(0, 4)
+    other = joiner(0, 4)
     roster = Roster((W[1], N2, other), ((W[2], "why"), (W[0], "too")))
     assert table.welcomed(roster) == [Joined(other), Lost(W[0], "too", None), Attend(W[1])]
     assert table.places.holders[0] == other and table.leave() == [SendEnter(W[1])]
@@ -251,9 +251,9 @@ class Returns(World):
         if lives[-1] not in self.dead | self.quitters:
             return
         number = len(self.nodes)
-        record = newcomer(rank, number)
+        record = joiner(rank, number)
         self.records.append(record)
-        self.nodes.append(Node(self.make_table(number, [record], free=False, newcomer=True), started=True))
+        self.nodes.append(Node(self.make_table(number, [record], free=False, joiner=True), started=True))
         self.alive.add(number)
         self.coming.add(number)
         self.claims[rank] = number
@@ -300,28 +300,28 @@ class Returns(World):
             self.kill(number)
 
     def _do_Admit(self, worker: int, output: Admit) -> None:
-        self.replies[output.newcomer.id] = (worker, output.roster)
+        self.replies[output.joiner.id] = (worker, output.roster)
 
     def _do_Refuse(self, worker: int, output: Refuse) -> None:
-        request = self.arrivals.pop((worker, output.newcomer.id), None)
+        request = self.arrivals.pop((worker, output.joiner.id), None)
         if request is not None:
-            self.send(worker, output.newcomer.id, "turned", request)
+            self.send(worker, output.joiner.id, "turned", request)
 
     def _do_Replaced(self, worker: int, output: Replaced) -> None:
         require(output.before.id in self.dead | self.quitters, "L9: takes the place of one that lives", worker, output)
         require(output.member.rank == output.before.rank, "L9: another place", worker, output)
 
     def _do_Announce(self, worker: int, output: Announce) -> None:
-        self.send(worker, output.to.id, "introduce", output.newcomer)
+        self.send(worker, output.to.id, "introduce", output.joiner)
 
     def _do_Welcome(self, worker: int, output: Welcome) -> None:
-        request = self.arrivals.pop((worker, output.newcomer.id), None)
+        request = self.arrivals.pop((worker, output.joiner.id), None)
         if request is None or request.over:
             return
         members = self.alive - self.coming
-        unaware = [each for each in members if output.newcomer.id not in self.nodes[each].table.members]
+        unaware = [each for each in members if output.joiner.id not in self.nodes[each].table.members]
         require(not unaware, "L9: welcome, and not known to all", worker, unaware)
-        self.send(worker, output.newcomer.id, "welcome", (request, output.roster))
+        self.send(worker, output.joiner.id, "welcome", (request, output.roster))
 
     def _do_Joined(self, worker: int, output: Joined) -> None:
         require(worker in self.coming, "a group of fixed size has new members", worker, output)
@@ -384,7 +384,7 @@ class Returns(World):
 
 
 class ReturnsActions(Actions):
-    """Newcomers, too."""
+    """JoiningMembers, too."""
 
     world: Returns
 

@@ -837,7 +837,7 @@ async def test_what_others_have_finished_is_not_lost_with_who_got_it(free: list[
     await put_all(queue, [4, 5, 6, 7])
     await works.get_many(3)
     join = queue.join()
-    async with contextlib.aclosing(free[0]._node.news.listen()) as news:
+    async with contextlib.aclosing(free[0]._node.events.listen()) as news:
         await free[1].shutdown()
         await anext(news)
     await works.task_done(2)
@@ -1531,7 +1531,7 @@ async def scripts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]
         rpc.init("first", store=store, options=options) as first,
         rpc.init("twin", store=store, options=options) as twin,
     ):
-        monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: "file:another")
+        monkeypatch.setattr("aiorpc.runtime.lifecycle.main_identity", lambda: "file:another")
         async with rpc.init("other", store=store, options=options) as other:
             yield [first, twin, other]
 

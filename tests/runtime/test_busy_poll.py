@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from aiorpc import RpcBackendOptions
 from aiorpc.runtime.engine import busy_poll
-from aiorpc.runtime.engine.busy_poll import LEAST_TAKEN, MOST_SKIPPED, STREAK, BackOff, LoopPoll, give_way
+from aiorpc.runtime.engine.busy_poll import LEAST_TAKEN, MOST_SKIPPED, STREAK, BackOff, LoopPoll
 from aiorpc.testing import cluster
 
 from .waiting import LIMIT, until
@@ -48,20 +47,6 @@ def test_failures_make_it_rare_and_successes_bring_it_back() -> None:
     assert skips(back_off) == MOST_SKIPPED
 
 
-def test_one_failure_among_twenty_makes_it_no_less_often() -> None:
-    """A training step has a pause now and then that is longer than a moment."""
-    back_off = BackOff()
-    looked, tried = 0, 2000
-    for _ in range(tried):
-        if back_off.worth():
-            looked += 1
-            if looked % 20:
-                back_off.succeeded()
-            else:
-                back_off.failed()
-    assert looked > 0.9 * tried
-
-
 def test_a_core_that_is_wanted_costs_more() -> None:
     """The first failure of that kind already, and as many as others from then on."""
     back_off = BackOff()
@@ -95,17 +80,6 @@ async def wakes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wakes]:
     yield made
     made.wanted = True
     await until(lambda: not made.awake)
-
-
-@pytest.fixture
-async def loop_errors() -> AsyncIterator[list[BaseException]]:
-    """What callbacks of the loop have raised, in place of a line in the log."""
-    loop = asyncio.get_running_loop()
-    found: list[BaseException] = []
-    before = loop.get_exception_handler()
-    loop.set_exception_handler(lambda _, context: found.append(context["exception"]))
-    yield found
-    loop.set_exception_handler(before)
 
 
 async def test_a_loop_stays_awake_after_a_message(wakes: Wakes) -> None:
@@ -147,49 +121,6 @@ async def test_a_message_begins_the_moment_anew(wakes: Wakes) -> None:
         await asyncio.sleep(0)
     assert wakes.awake and wakes.failures == 0
     assert wakes.poll._waited < 1.0
-
-
-async def test_what_the_loop_runs_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that computes for long between two messages has not waited for the second one."""
-    monkeypatch.setattr(busy_poll, "_TAKEN", LONG)
-    wakes = Wakes(0.01)
-    wakes.poll.heard()
-    for _ in range(3):
-        asyncio.get_running_loop().call_soon(time.sleep, 0.02)  # as a program that computes
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert wakes.awake
-    assert wakes.poll._waited < 0.01
-    wakes.wanted = True
-    await until(lambda: not wakes.awake)
-
-
-async def test_a_core_that_others_want_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If somebody ran when it was offered, the loop sleeps, and that is a failure."""
-    monkeypatch.setattr(os, "sched_yield", lambda: time.sleep(0.001))
-    assert give_way(time.monotonic()) is None
-    wakes = Wakes()
-    wakes.poll.heard()
-    await until(lambda: not wakes.awake)
-    assert wakes.failures == LEAST_TAKEN
-
-
-async def test_an_interruption_does_not_end_it(wakes: Wakes, loop_errors: list[BaseException]) -> None:
-    """A signal handler raises in the midst of a look: the next message begins anew."""
-
-    def interrupted() -> bool:
-        raise TimeoutError("an alarm")
-
-    original, wakes.poll._yields = wakes.poll._yields, interrupted
-    wakes.poll.heard()
-    await until(lambda: loop_errors)
-    wakes.poll._yields = original
-    assert (wakes.awake, wakes.failures) == (False, 0)
-    wakes.poll.heard()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert (wakes.awake, wakes.failures) == (True, 0)
-    assert [str(error) for error in loop_errors] == ["an alarm"]
 
 
 async def test_no_context_of_callers_is_kept(wakes: Wakes) -> None:

@@ -57,7 +57,7 @@ def soon() -> float:
 
 
 @dataclass(eq=False)
-class Life:
+class Lifecycle:
     """One worker, from its joining to its end.
 
     came, ended: when it had joined, and when nothing of it was left. way: how it goes, "" until then. stop: it begins
@@ -87,8 +87,8 @@ class Put:
     """
 
     item: tuple[int, int]
-    producer: Life
-    owner: Life | None
+    producer: Lifecycle
+    owner: Lifecycle | None
     large: bool
     done: bool = False
 
@@ -101,11 +101,11 @@ class World:
     owner of the queue. wrong: whatever should not be. log: who came and went, and when.
     """
 
-    lives: list[Life] = field(default_factory=list)
+    lives: list[Lifecycle] = field(default_factory=list)
     ran: Counter[tuple[int, int]] = field(default_factory=Counter)
     puts: dict[tuple[int, int], Put] = field(default_factory=dict)
     got: Counter[tuple[int, int]] = field(default_factory=Counter)
-    wasted: Counter[Life] = field(default_factory=Counter)
+    wasted: Counter[Lifecycle] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     log: list[str] = field(default_factory=list)
@@ -118,10 +118,10 @@ class World:
     def note(self, text: str) -> None:
         self.log.append(f"{time.monotonic() - self.began:7.3f} {text}")
 
-    def living(self) -> list[Life]:
+    def living(self) -> list[Lifecycle]:
         return [life for life in self.lives if life.came < NEVER and not life.way]
 
-    def here(self, name: str) -> Life | None:
+    def here(self, name: str) -> Lifecycle | None:
         return next((life for life in self.living() if life.name == name), None)
 
     def was_away(self, name: str, since: float) -> bool:
@@ -136,7 +136,7 @@ class World:
 WORLD = [World()]
 
 
-def me() -> Life:
+def me() -> Lifecycle:
     """The worker that this runs on."""
     worker = rpc.current()
     return next(life for life in WORLD[0].lives if life.worker is worker)
@@ -208,7 +208,7 @@ class Ledger:
 class Deed(Doing):
     """What one step needs, see `Doing`. life: who does it. fourth: one more worker. began: when. step: its name."""
 
-    life: Life
+    life: Lifecycle
     fourth: str
     began: float
     step: str
@@ -587,7 +587,7 @@ STEPS: tuple[Callable[[Any], Awaitable[None]], ...] = (
 # --- one worker -------------------------------------------------------------------------------------------------------
 
 
-async def work(life: Life, chance: random.Random) -> None:
+async def work(life: Lifecycle, chance: random.Random) -> None:
     """One thing after the other, until it is to stop."""
     while not life.stop.is_set() and not life.way:
         step = chance.choice(STEPS)
@@ -609,7 +609,7 @@ async def work(life: Life, chance: random.Random) -> None:
         await asyncio.sleep(chance.uniform(0, 0.01))
 
 
-async def publish_now_and_then(life: Life, chance: random.Random) -> None:
+async def publish_now_and_then(life: Lifecycle, chance: random.Random) -> None:
     world, number = WORLD[0], 0
     while not life.stop.is_set() and not life.way:
         number += 1
@@ -631,13 +631,13 @@ async def publish_now_and_then(life: Life, chance: random.Random) -> None:
         await wait_a_little(life, chance.uniform(0, 0.1))
 
 
-def had_the_name(life: Life) -> bool:
+def had_the_name(life: Lifecycle) -> bool:
     """Whether another one had its name, and may be taken for one that is there still."""
     others = [each for each in WORLD[0].lives if each.name == life.name and each is not life]
     return any(each.ended > life.came - soon() for each in others)
 
 
-async def read_all_the_time(life: Life) -> None:
+async def read_all_the_time(life: Lifecycle) -> None:
     world, newest = WORLD[0], 0
     while not life.stop.is_set() and not life.way:
         newest -= 1  # who begins anew reads the newest one once more
@@ -658,12 +658,12 @@ async def read_all_the_time(life: Life) -> None:
         await asyncio.sleep(0)
 
 
-async def wait_a_little(life: Life, seconds: float) -> None:
+async def wait_a_little(life: Lifecycle, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(life.stop.wait(), seconds)
 
 
-async def has_joined(life: Life, store: Store, chance: random.Random, gone: asyncio.Future[str]) -> bool:
+async def has_joined(life: Lifecycle, store: Store, chance: random.Random, gone: asyncio.Future[str]) -> bool:
     """Whether it did, before it was to go."""
     world, began = WORLD[0], time.monotonic()
     while True:
@@ -696,7 +696,7 @@ async def has_joined(life: Life, store: Store, chance: random.Random, gone: asyn
         life.worker = rpc.init(life.name, store=store, role=life.role, options=life.worker.options)
 
 
-async def live(life: Life, group: Group, chance: random.Random) -> None:
+async def live(life: Lifecycle, group: Group, chance: random.Random) -> None:
     """Join, do all that, and leave in the way that the group says."""
     world, gone = WORLD[0], group.gone[life]
     try:
@@ -719,7 +719,7 @@ def delay_some(faults: Faults, chance: random.Random) -> None:
         faults.delay(0.04, kind, when=lambda message: chance.random() < 0.1)
 
 
-async def work_until(life: Life, gone: asyncio.Future[str], chance: random.Random) -> None:
+async def work_until(life: Lifecycle, gone: asyncio.Future[str], chance: random.Random) -> None:
     """As the current worker: do all that until it is to go, and go."""
     world, worker = WORLD[0], life.worker
     life.id = worker.id
@@ -773,13 +773,13 @@ class Group:
             slow = random.Random(seed)
             self.store.look = lambda *_: time.sleep(slow.random() ** 2 * 0.03)  # in a thread
         self.slow = self.chance.random() < 0.4
-        self.gone: dict[Life, asyncio.Future[str]] = {}
+        self.gone: dict[Lifecycle, asyncio.Future[str]] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def come(self, name: str, *, wait: bool = True) -> Life:
+    async def come(self, name: str, *, wait: bool = True) -> Lifecycle:
         world, role = WORLD[0], self.chance.choice(ROLES)
         worker = rpc.init(name, store=self.store, role=role, options=self.options)
-        life = Life(len(world.lives), name, role, worker)
+        life = Lifecycle(len(world.lives), name, role, worker)
         world.lives.append(life)
         world.note(f"{life} comes")
         self.gone[life] = asyncio.get_running_loop().create_future()
@@ -788,7 +788,7 @@ class Group:
             await until(lambda: life.came < NEVER or life.ended < NEVER, PATIENCE)
         return life
 
-    def go(self, life: Life, way: str) -> None:
+    def go(self, life: Lifecycle, way: str) -> None:
         if not self.gone[life].done():
             self.gone[life].set_result(way)
 
@@ -863,7 +863,7 @@ async def run(seed: int, changes: int = 10, **options: Any) -> None:
     assert not any(isinstance(each, BaseException) for each in outcomes), outcomes
 
 
-def left_of(life: Life) -> dict[str, Any]:
+def left_of(life: Lifecycle) -> dict[str, Any]:
     """But for memory that was lent to workers which are gone: the process that they were in, this one, lives."""
     found = what_is_left(life.worker)
     retired = [lender for _, lender in life.worker._node.memory._retired]
@@ -876,7 +876,7 @@ def ids_of(worker: rpc.Worker) -> set[int]:
     return {info.id for info in worker.worker_infos()}
 
 
-async def drain(life: Life) -> None:
+async def drain(life: Lifecycle) -> None:
     """What was put into its queue is there or was handed out, but for what consumers and producers took along."""
     world, queue = WORLD[0], life.queue
     assert queue is not None

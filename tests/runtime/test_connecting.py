@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import select
 import socket
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,26 +20,18 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import PeerLeft, PeerLost, RemoteError, RpcBackendOptions, RpcError, RpcTimeout, Worker
-from aiorpc.channels.arena import Block
+from aiorpc import PeerLeft, PeerLost, RemoteError, RpcBackendOptions, RpcTimeout, Worker
 from aiorpc.errors import SerializationError
 from aiorpc.events import WorkerLeft
-from aiorpc.protocol.frames import MAX_SEGMENTS
-from aiorpc.protocol.packing import pack
 from aiorpc.protocol.states import PeerState
 from aiorpc.runtime.caller.peer import Peer
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.calls.failures import encode_error
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.engine.deadlines import Deadlines
-from aiorpc.runtime.group import connecting
-from aiorpc.runtime.links.distribution import Distribution
-from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
-from tests.runtime.waiting import until, until_no_references, wait_until
+from tests.runtime.waiting import until
 
 LONG = 30.0
 APART = 2048  # elements of a tensor whose bytes are a buffer, not part of the message
@@ -143,7 +132,7 @@ async def test_goodbye_right_behind_the_handshake_is_one() -> None:
     leave_once_connected()
     events = a.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: a._node.news.listeners)
+    await until(lambda: a._node.events.listeners)
     with pytest.raises(PeerLeft, match="w1"):
         await answer(a.call("w1", abs, -3))
     assert await answer(heard) == WorkerLeft(b.info)
@@ -164,82 +153,6 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     assert between() == [] and trio[1]._node.peers.find("worker2").state.value == "idle"
     assert await asyncio.gather(*(trio[1].call("worker2", abs, -n) for n in range(20))) == list(range(20))
     assert between() == ["worker1"]
-
-
-async def become_ready_beside_references(trio: list[Worker]) -> None:
-    """Let worker2 be ready for worker1 while another thread has the lock of its references, as one that uses them."""
-    caller, callee = trio[1:]
-    peer, has_it = caller._node.peers.find("worker2"), threading.Event()
-
-    def hold_the_lock() -> None:
-        with caller._node.references._lock:  # nothing of users' runs under it, so that nobody else could hold it
-            has_it.set()
-            wait_until(lambda: peer.state is PeerState.READY, LONG)
-
-    holding = asyncio.ensure_future(asyncio.to_thread(hold_the_lock))
-    await until(has_it.is_set)
-    callee._node.acceptor.start()
-    await holding
-
-
-async def test_becoming_ready_waits_for_nobody_who_uses_references(trio: list[Worker]) -> None:
-    """That may be somebody who sends to that very peer; what a call took along that was given up comes back."""
-    caller = trio[1]
-    take_no_connections(trio[2])
-    token = current_node.set(caller._node)
-    reference = aiorpc.RRef(5)
-    current_node.reset(token)
-    peer = caller._node.peers.find("worker2")
-    call = caller.call("worker2", count, torch.ones(APART), reference)
-    call.cancel()
-    assert peer.state is PeerState.CONNECTING
-    await become_ready_beside_references(trio)
-    assert await answer(caller.call("worker2", count, reference)) == 1
-    del reference
-    await until_no_references(trio)
-
-
-async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The creation of a value that fails is news for the references; calls behind it go out."""
-    caller = trio[1]
-    take_no_connections(trio[2])
-    peer, prepare = caller._node.peers.find("worker2"), Distribution.prepare
-
-    def refuse(distribution: Distribution, *args: Any, **options: Any) -> Any:
-        if peer.link is not None and distribution is peer.link.distribution:
-            raise MemoryError("for the test")
-        return prepare(distribution, *args, **options)
-
-    monkeypatch.setattr(Distribution, "prepare", refuse)
-    reference = caller.remote("worker2", count, torch.ones(APART))
-    behind = caller.call("worker2", abs, -3)
-    await become_ready_beside_references(trio)
-    with pytest.raises(RpcError, match=r"could not be sent: .*for the test"):
-        await answer(reference)
-    assert await answer(behind) == 3
-
-
-async def test_connecting_is_tried_again_after_growing_pauses(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that cannot be reached for a moment is not lost; calls made meanwhile go out in their order."""
-    path = Path(pair[1]._node.engine.record.unix_path)
-    aside, pauses, sleep = path.with_suffix(".aside"), list[float](), asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 4:
-            aside.rename(path)
-        await sleep(seconds)
-
-    path.rename(aside)
-    with socket.socket(socket.AF_UNIX) as deaf:
-        deaf.bind(str(path))  # and it does not listen: whoever connects is refused
-        monkeypatch.setattr(asyncio, "sleep", note)
-        assert await answer(asyncio.gather(*(pair[0].call("worker1", abs, -n) for n in range(5)))) == list(range(5))
-    assert pauses == [connecting.FIRST_PAUSE * 2**number for number in range(4)]
 
 
 async def test_a_call_whose_time_is_up_first_says_what_is_in_the_way(pair: list[Worker]) -> None:
@@ -335,18 +248,6 @@ async def test_broken_connection_to_oneself_ends_its_calls(pair: list[Worker]) -
     assert pair[0]._node.group.lost == {}
 
 
-async def test_what_we_hold_of_a_peer_that_left_is_little(pair: list[Worker]) -> None:
-    """Peers are remembered for good; the connection, with its long buffers, is not."""
-    assert await pair[0].call("worker1", abs, -3) == 3
-    peer = pair[0]._node.peers.find("worker1")
-    connection = weakref.ref(peer.connection)
-    assert connection() is not None
-    await pair[1].shutdown(graceful=False)
-    await until(lambda: peer.state is PeerState.GONE)
-    assert peer.connection is None
-    await until(lambda: gc.collect() < 0 or connection() is None)
-
-
 # --- the limits -------------------------------------------------------------------------------------------------------
 
 
@@ -395,13 +296,6 @@ async def test_the_longest_message_may_have_tensors_beside_it(frugal: list[Worke
         else:
             high = middle
     assert low > LIMIT // 2 and frugal[0]._node.group.lost == {}
-
-
-def test_what_the_runtime_adds_to_a_message_is_bounded() -> None:
-    """By the longest error, and by as many buffers as a message may have, each with the longest way."""
-    error = encode_error(ValueError("\N{WHITE SMILING FACE}" * (1 << 18)), "w" * 128)
-    way = [SHARED, *Block(1 << 16, 1 << 40, 1 << 40, 1 << 40), 1, 1 << 20, 1 << 20]
-    assert max(len(pack(error)), MAX_SEGMENTS * len(pack(way))) < connecting.OWN_WORDS < 1 << 26
 
 
 async def test_who_has_no_descriptors_loses_nobody(

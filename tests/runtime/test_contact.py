@@ -24,11 +24,11 @@ from aiorpc.devices import DeviceClaims
 from aiorpc.errors import StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting import watch
-from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Proof
 from aiorpc.runtime.meeting.patience import Patience
-from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.runtime.meeting.stores import reach_tcp, serve
 from tests.limits import busy
@@ -47,7 +47,7 @@ class Way:
     store: Store | None
     line: Forwarder
 
-    def reach(self, grace: float = LIMIT, port: int = 0) -> Board:
+    def reach(self, grace: float = LIMIT, port: int = 0) -> KeyValueClient:
         """The store, through there or by another port."""
         place = MeetingPlace(None, None, host="127.0.0.1", port=port or self.line.port)
         return reach_tcp(place, Patience(LIMIT), grace)
@@ -56,7 +56,7 @@ class Way:
         """A worker's view of the store, so reached."""
         method = f"tcp://127.0.0.1:{port or self.line.port}"
         rank = None if size is None else 0
-        return Rendezvous.open(method, rank=rank, world_size=size, timeout=LIMIT, grace=grace)
+        return Rendezvous.open(method, rank=rank, world_size=size, timeout=LIMIT, options=MeetingOptions(grace=grace))
 
 
 @pytest.fixture
@@ -76,47 +76,47 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "ANSWER", 1)
 
 
-def get_at_last(board: Board, key: str) -> str | None:
+def get_at_last(kv: KeyValueClient, key: str) -> str | None:
     """What the store says, once it says something."""
     found: list[str | None] = []
 
     def answers() -> bool:
         with suppress(StoreGone):
-            found.append(board.get(key))
+            found.append(kv.get(key))
         return bool(found)
 
     wait_until(answers)
     return found[0]
 
 
-def put(board: Board) -> str | None:
+def put(kv: KeyValueClient) -> str | None:
     """What stands there then."""
-    board.put("new", "2")
-    return board.get("new")
+    kv.put("new", "2")
+    return kv.get("new")
 
 
-def say_closing(board: Board, closing: bool) -> bool:
+def say_closing(kv: KeyValueClient, closing: bool) -> bool:
     """Whether that is said then."""
     maker = make_record("w", 0)
-    board.announce_end(maker)
+    kv.announce_end(maker)
     if not closing:
-        board.take_back_end(maker)
-    return bool(board.closing())
+        kv.take_back_end(maker)
+    return bool(kv.closing())
 
 
-OPERATIONS: dict[str, tuple[Callable[[Board], Any], Any]] = {
-    "has": (lambda board: board.has("there"), True),
-    "has not": (lambda board: board.has("there", "nowhere"), False),
-    "get": (lambda board: board.get("there"), "1"),
-    "get nothing": (lambda board: board.get("nowhere"), None),
-    "number": (lambda board: board.number("there"), 1),
-    "get_all": (lambda board: board.get_all(["there", "there"]), ["1", "1"]),
+OPERATIONS: dict[str, tuple[Callable[[KeyValueClient], Any], Any]] = {
+    "has": (lambda kv: kv.has("there"), True),
+    "has not": (lambda kv: kv.has("there", "nowhere"), False),
+    "get": (lambda kv: kv.get("there"), "1"),
+    "get nothing": (lambda kv: kv.get("nowhere"), None),
+    "number": (lambda kv: kv.number("there"), 1),
+    "get_all": (lambda kv: kv.get_all(["there", "there"]), ["1", "1"]),
     "put": (put, "2"),
-    "swap": (lambda board: board.swap("there", "1", "2"), "2"),
-    "swap in vain": (lambda board: board.swap("there", "2", "3"), "1"),
-    "swap new": (lambda board: board.swap("new", "", "2"), "2"),
-    "announce the end": (lambda board: say_closing(board, True), True),
-    "take it back": (lambda board: say_closing(board, False), False),
+    "swap": (lambda kv: kv.swap("there", "1", "2"), "2"),
+    "swap in vain": (lambda kv: kv.swap("there", "2", "3"), "1"),
+    "swap new": (lambda kv: kv.swap("new", "", "2"), "2"),
+    "announce the end": (lambda kv: say_closing(kv, True), True),
+    "take it back": (lambda kv: say_closing(kv, False), False),
 }
 
 
@@ -127,10 +127,10 @@ def test_what_the_store_is_asked_has_its_answer_though_the_connection_breaks(
 ) -> None:
     """Before it has arrived, or when it was done and the answer was lost."""
     do, expected = OPERATIONS[operation]
-    with closing(way.reach()) as board:
-        board.put("there", "1")
+    with closing(way.reach()) as kv:
+        kv.put("there", "1")
         was_lost = way.line.lose(lost)
-        assert do(board) == expected
+        assert do(kv) == expected
         assert was_lost()
 
 
@@ -140,10 +140,10 @@ def test_what_the_store_is_asked_has_its_answer_though_the_connection_breaks(
 )
 def test_what_is_counted_though_the_connection_breaks(way: Way, lost: str, at_most: bool, held: int) -> None:
     """Ids are given to one worker alone; of those who have read something none is counted twice."""
-    with closing(way.reach()) as board:
+    with closing(way.reach()) as kv:
         way.line.lose(lost)
-        assert board.count("many", at_most=at_most) == held == board.number("many")
-        assert board.count("many", at_most=at_most) == held + 1
+        assert kv.count("many", at_most=at_most) == held == kv.number("many")
+        assert kv.count("many", at_most=at_most) == held + 1
 
 
 @pytest.mark.parametrize("size", [None, 1])
@@ -188,20 +188,20 @@ async def test_a_member_of_a_group_of_fixed_size_publishes_after_its_connection_
 @pytest.mark.usefixtures("short_answers")
 def test_a_connection_that_has_died_without_a_word_is_given_up(way: Way) -> None:
     """No answer comes over it; the next connection has one. torch would wait for ever."""
-    with closing(way.reach()) as board:
+    with closing(way.reach()) as kv:
         way.line.forget()
-        assert board.swap("key", "", "mine") == "mine"
+        assert kv.swap("key", "", "mine") == "mine"
         way.line.forget()
-        board.put("key", "yours")  # of which torch wants no answer
-        assert board.get("key") == "yours"
+        kv.put("key", "yours")  # of which torch wants no answer
+        assert kv.get("key") == "yours"
 
 
 @pytest.mark.usefixtures("short_answers")
 def test_threads_that_ask_at_once_share_the_next_connection(way: Way) -> None:
     """One that has died keeps none of them waiting for longer than another one."""
-    with closing(way.reach()) as board:
+    with closing(way.reach()) as kv:
         way.line.forget()
-        assert together(*(partial(board.swap, "key", "", "mine") for _ in range(8))) == ["mine"] * 8
+        assert together(*(partial(kv.swap, "key", "", "mine") for _ in range(8))) == ["mine"] * 8
 
 
 @pytest.mark.usefixtures("short_answers")
@@ -236,9 +236,9 @@ def test_a_store_that_has_ended_is_told_at_once_and_nobody_takes_its_place(way: 
         with pytest.raises(StoreGone, match=r"the store at tcp://.* has gone: "):
             wait_until(lambda: first.get("key") is None)
         way.store, _ = serve("127.0.0.1", port)
-        for board in (first, second):
+        for kv in (first, second):
             with pytest.raises(StoreGone, match=r"the store at tcp://.* has gone: "):
-                board.get("key")
+                kv.get("key")
         assert time.monotonic() - start < LIMIT / 2 * busy()
 
 
@@ -248,35 +248,35 @@ def test_a_member_that_others_have_struck_off_meanwhile_does_not_enter_the_list_
     with closing(way.open(grace=0.5)) as one, closing(way.open(port=way.line.to)) as other:
         one.join(partial(make_record, "a"))
         members = other.join(partial(make_record, "b"))
-        one.serve_newcomers()
+        one.serve_joining()
         way.line.silence(True)
         way.line.forget()
         with pytest.raises(StoreGone, match=r"has not been reached for \d+ s"):
-            one.serve_newcomers()
+            one.serve_joining()
         other.leave(one.record)
         way.line.silence(False)
         way.line.reset()
-        assert get_at_last(one._board, "1/roster")
+        assert get_at_last(one._kv, "1/roster")
         assert one.meet_again(one.record)
-        one.serve_newcomers(parted=True)
+        one.serve_joining(parted=True)
         assert one.members() == other.members() == members[1:]
 
 
 def test_who_lets_go_of_a_store_does_not_wait_for_it(way: Way) -> None:
     """While another thread tries to reach it; that one ends as well."""
-    board = way.reach()
+    kv = way.reach()
     way.line.silence(True)
     way.line.reset()
     outcome: list[Any] = []
-    asking = threading.Thread(target=lambda: outcome.extend(together(partial(board.get, "key"))))
+    asking = threading.Thread(target=lambda: outcome.extend(together(partial(kv.get, "key"))))
     asking.start()
-    wait_until(lambda: board._contact is not None and board._contact._client is None)
+    wait_until(lambda: kv._contact is not None and kv._contact._client is None)
     start = time.monotonic()
-    board.close()
+    kv.close()
     asking.join(LIMIT)
     assert not asking.is_alive() and time.monotonic() - start < LIMIT / 2 * busy()
     with pytest.raises(StoreGone, match="was closed by this worker"):
-        board.get("key")
+        kv.get("key")
     [error] = outcome
     assert isinstance(error, StoreGone)
 
@@ -322,30 +322,9 @@ def test_a_group_is_joined_though_the_connection_breaks(way: Way, size: int | No
 
 def test_who_claims_a_place_again_has_the_claim_that_it_had() -> None:
     """It may not have heard that it has it."""
-    places = PlacesInStore(Board(HashStore(), "here"), 1, 1, Proof())
+    places = PlacesInStore(KeyValueClient(HashStore(), "here"), 1, 1, Proof())
     record = make_record("a", 0)
     assert places.claim(record, DeviceClaims()) == places.claim(record, DeviceClaims())
-
-
-@pytest.mark.parametrize(("size", "most"), [(None, 12), (1, 30)])
-def test_joining_takes_few_turns_to_the_store_and_back(way: Way, size: int | None, most: int) -> None:
-    """A store that is far away costs each of them."""
-    with closing(way.open(size)) as group:
-        group.join(partial(make_record, "a"))
-        assert 0 < way.line.turns <= most
-
-
-def test_a_connection_that_is_not_found_is_not_needed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no /proc. Another connection is looked at then, which breaks as that does."""
-
-    def absent(path: str) -> list[str]:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "listdir", absent)
-    with closing(way.reach()) as board:
-        for turn in range(2):
-            assert board.swap(f"key{turn}", "", "mine") == "mine"
-            way.line.reset()
 
 
 def test_each_client_is_known_by_its_own_connection() -> None:
@@ -393,15 +372,15 @@ def test_a_connection_of_torch_is_looked_after(way: Way) -> None:
     """It is known by what arrives there. A default timeout of the program's makes no difference to it."""
     socket.setdefaulttimeout(5.0)
     try:
-        with closing(way.reach()) as board:
-            assert board._contact is not None and board._contact._client is not None
-            connection = board._contact._client.watch._socket
+        with closing(way.reach()) as kv:
+            assert kv._contact is not None and kv._contact._client is not None
+            connection = kv._contact._client.watch._socket
             assert connection.getpeername()[1] == way.line.port and os.get_blocking(connection.fileno())
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == watch.UNHEARD
             limit = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.calcsize("@ll"))
             assert struct.unpack("@ll", limit) == (watch.ANSWER, 0)
-            board.put("key", "mine")
-            assert board.get("key") == "mine"
+            kv.put("key", "mine")
+            assert kv.get("key") == "mine"
     finally:
         socket.setdefaulttimeout(None)

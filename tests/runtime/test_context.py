@@ -393,7 +393,7 @@ async def test_events_of_workers_that_join_and_leave() -> None:
                 heard[index].append(event)
 
         tasks = [asyncio.ensure_future(listen(index)) for index in range(2)]
-        await until(lambda: all(worker._node.news.listeners for worker in workers))
+        await until(lambda: all(worker._node.events.listeners for worker in workers))
         async with aiorpc.init("late", store=store) as late:
             info = late.info
             await until(lambda: all(heard))
@@ -409,15 +409,15 @@ async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     news = pair[0].events()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(news), 0.01)
-    listeners.append(pair[0]._node.news.listeners)
+    listeners.append(pair[0]._node.events.listeners)
     await news.aclose()
-    listeners.append(pair[0]._node.news.listeners)
+    listeners.append(pair[0]._node.events.listeners)
     assert [event async for event in news] == []
     dropped = pair[0].events()
-    listeners.append(pair[0]._node.news.listeners)
+    listeners.append(pair[0]._node.events.listeners)
     del dropped
     gc.collect()
-    listeners.append(pair[0]._node.news.listeners)
+    listeners.append(pair[0]._node.events.listeners)
     assert listeners == [1, 0, 1, 0]
 
 
@@ -432,7 +432,7 @@ async def test_events_reach_a_task_that_nobody_holds() -> None:
                 heard.append(event)
 
         asyncio.create_task(watch())  # noqa: RUF006  # nobody holds it: that is what is tried
-        await until(lambda: worker._node.news.listeners)
+        await until(lambda: worker._node.events.listeners)
         gc.collect()
         for name in ("b", "c"):
             async with aiorpc.init(name, store=store) as late:

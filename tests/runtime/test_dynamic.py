@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import os
 import threading
@@ -11,7 +10,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +30,7 @@ from aiorpc.runtime.group.group import Group
 from aiorpc.runtime.meeting.free import FreeWorld
 from aiorpc.runtime.node import Node
 from aiorpc.testing import cluster
-from aiorpc.transport import connection, sockets
+from aiorpc.transport import connection
 from tests.limits import busy
 from tests.runtime.joining import unheard_of
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
@@ -169,7 +167,7 @@ async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(store:
     """A reference to one of its values may bring its id before its name is found: calls keep deadline and end."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
         copy = HashStore()  # it meets the worker's group there, and its name is not found at the worker's store
-        for key in (ROSTER, "aiorpc/1/secret", "aiorpc/generation"):
+        for key in (ROSTER, "aiorpc/salt", "aiorpc/1/secret", "aiorpc/generation"):
             if store.check([key]):
                 copy.set(key, store.get(key).decode())
         short, long = (worker.peer("late", timeout=timeout).call(for_ever) for timeout in (0.5, 0))
@@ -211,7 +209,7 @@ async def test_a_newcomer_has_no_other_role_than_it_connected_with(
     def tell(group: Group, to: WorkerRecord, function: Any, *args: Any) -> None:
         if function is handlers.attend and group._engine.name == "liar":
             lie = replace(group._engine.record, role="learner").to_wire()
-            said.append(group._home.peers.of(to).call(function, (pack(lie),), None, LIMIT, system=True))
+            said.append(group._context.peers.of(to).call(function, (pack(lie),), None, LIMIT, system=True))
         honest(group, to, function, *args)
 
     monkeypatch.setattr(Group, "_tell", tell)
@@ -451,27 +449,6 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Stor
         async with aiorpc.init("phoenix", store=store) as new:
             assert await asyncio.wait_for(call, LIMIT) == "phoenix"
             assert await asyncio.wait_for(worker.call("phoenix", where), LIMIT) == "phoenix" and new.id != old.id
-
-
-async def test_a_secret_that_cannot_be_written_once_is_handed_out_later(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a disk is full, or descriptors have run out: newcomers wait for the file, and get it."""
-    write, failures = sockets.write_secret, 0
-
-    def fail_once(path: Path, content: bytes) -> int:
-        nonlocal failures
-        failures += 1
-        if failures == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, content)
-
-    async with cluster(1, dynamic=True, store=store) as (first,):
-        first._node.rendezvous.remove_secret()  # somebody has tidied up
-        monkeypatch.setattr(sockets, "write_secret", fail_once)
-        async with aiorpc.init("late", store=store, options=RpcBackendOptions(rpc_timeout=10.0)) as late:
-            assert await late.call("worker0", where) == "worker0"
-    assert failures == 2
 
 
 async def test_a_rank_is_used_once(store: Store) -> None:

@@ -14,7 +14,7 @@ from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RpcError
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
-from tests.runtime.test_mending import away
+from tests.runtime.test_resumption import away
 from tests.runtime.waiting import until
 
 LONG = 10.0

@@ -71,19 +71,6 @@ def test_how_a_process_has_ended_is_shown_until_it_is_collected(end: Callable[[]
     os.close(go)
 
 
-def test_a_zombie_that_is_collected_during_the_look_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pid was there, and its state could not be read any more."""
-    pid = ended_child()
-    kill = os.kill
-
-    def find_and_collect(number: int, signal: int) -> None:
-        kill(number, signal)
-        os.waitpid(number, 0)
-
-    monkeypatch.setattr(os, "kill", find_and_collect)
-    assert host.is_gone(pid)
-
-
 def test_two_users_of_a_host_see_each_other_and_are_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No unix socket of the one can be used by the other one; a death can still be seen."""
     here, uid = host.host_identity(), os.getuid()

@@ -20,7 +20,7 @@ from aiorpc import RpcBackendOptions, RpcError, WorkerClosed
 from aiorpc.errors import RendezvousError
 from aiorpc.protocol.handshake import VERSION
 from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime import life
+from aiorpc.runtime import lifecycle
 from aiorpc.runtime.engine import loops
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
@@ -86,8 +86,8 @@ async def test_a_name_that_is_long_to_look_up_is_told(monkeypatch: pytest.Monkey
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr(life, "Bounds", partial(Bounds, overtime=0.1))
-    monkeypatch.setattr(life, "_GIVING_UP", 0.1)
+    monkeypatch.setattr(lifecycle, "Bounds", partial(Bounds, overtime=0.1))
+    monkeypatch.setattr(lifecycle, "_GIVING_UP", 0.1)
     for name, value in {"MASTER_ADDR": "nosuch.invalid", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     told = rf"could not join within 0.5 s \(rpc_timeout\): the store at tcp://nosuch.invalid:{port} does not answer: "

@@ -26,7 +26,7 @@ from aiorpc.runtime.calls.values import LARGE_PICKLE
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.engine.observing import Passage
 from aiorpc.runtime.engine.pool import ThreadPool
-from aiorpc.runtime.group.hearsay import Hearsay
+from aiorpc.runtime.group.indirect_probe import IndirectProbe
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from aiorpc.types import ShutdownReport
@@ -78,12 +78,8 @@ async def leave() -> ShutdownReport:
 
 
 def private_files() -> set[Path]:
-    """What the workers of this user keep in their directory: their unix sockets, and secrets of groups."""
+    """What the workers of this user keep in their directory: their unix sockets, and their key."""
     return set(sockets.private_directory().iterdir())
-
-
-def secrets() -> list[Path]:
-    return [path for path in private_files() if path.name.endswith(sockets.SECRET_SUFFIX)]
 
 
 async def alone(**options: Any) -> Worker:
@@ -99,7 +95,7 @@ async def test_goodbye_behind_much_data_arrives(trio: list[Worker]) -> None:
     assert await leaver.call("worker2", abs, -3) == 3
     events = seer.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: seer._node.news.listeners)
+    await until(lambda: seer._node.events.listeners)
     call = leaver.call("worker2", torch.numel, LARGE)
     await leaver.shutdown(graceful=False)
     assert isinstance(call.exception(), WorkerClosed)
@@ -195,13 +191,13 @@ async def test_a_loss_lets_nobody_go_whom_a_living_member_needs(dead: int) -> No
 async def test_all_who_leave_together_report_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader lets them go while they ask a member, of whom it says that it is lost, whether it is there."""
     let_go = asyncio.Event()
-    ask = Hearsay.is_together
+    ask = IndirectProbe.is_together
 
-    async def asks_for_long(self: Hearsay, *args: Any) -> bool:
+    async def asks_for_long(self: IndirectProbe, *args: Any) -> bool:
         await let_go.wait()
         return await ask(self, *args)
 
-    monkeypatch.setattr(Hearsay, "is_together", asks_for_long)
+    monkeypatch.setattr(IndirectProbe, "is_together", asks_for_long)
     async with cluster(3) as workers:
         assert await workers[2].call("worker0", abs, -1) == 1
         await workers[2]._drop()
@@ -357,14 +353,13 @@ async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate
     a._node.engine.bounds = Bounds(threads=0.1)
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)
-    assert not secrets(), "in a group of one nobody needs a file with it"
     leaving = asyncio.ensure_future(a.shutdown(graceful=False))
     await until(lambda: a.closed)
     assert not leaving.done()
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    assert not secrets() and not os.path.exists(a._node.engine.record.unix_path)
+    assert not os.path.exists(a._node.engine.record.unix_path)
     assert await asyncio.wait_for(a.shutdown(), LONG) == ShutdownReport()
     assert isinstance(call.exception(), WorkerClosed)
     gate.open.set()
@@ -634,16 +629,14 @@ def rendezvous_threads() -> list[str]:
 async def test_a_store_that_does_not_answer_is_left_without_a_word(
     caplog: pytest.LogCaptureFixture, graceful: bool
 ) -> None:
-    """Its process is stopped, say: leaving is bounded all the same, says so, and takes the group's secret along."""
+    """Its process is stopped, say: leaving is bounded all the same, and says so."""
     store, stuck = WatchedStore(), Stuck()
     async with cluster(1, dynamic=True, store=store) as (worker,):
         worker._node.engine.bounds = Bounds(store=0.1)
-        (secret,) = secrets()
         store.look = stuck
         await asyncio.wait_for(worker.shutdown(graceful), LONG)
         assert stuck.entered.is_set() and worker.closed
         assert "worker worker0 left without a word to the store of" in caplog.text
-        assert not secret.exists()
         stuck.open.set()
     await until(lambda: not rendezvous_threads())
 
@@ -719,7 +712,6 @@ async def test_no_directory_for_sockets_is_an_error_of_ours(monkeypatch: pytest.
     ("what", "text"),
     [
         ("listen_unix", "worker 'a' cannot have a socket in /.*No space"),
-        ("write_secret", "group's secret to /.*No space"),
     ],
 )
 async def test_a_directory_without_room_is_an_error_of_ours(

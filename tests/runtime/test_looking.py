@@ -46,25 +46,6 @@ def test_it_looks_after_the_shortest_pause_and_then_as_it_says(posted: bool) -> 
     assert looked.posts == posted and not looked.loop.waiting and not looked.looking.near
 
 
-def test_whoever_asks_wakes_the_loop_only_where_the_next_look_is_far() -> None:
-    """And brings that one forward; there is one timer."""
-    looked = Looked(SHORTEST, 5 * SHORTEST, None)
-    looked.looking.ask()
-    looked.loop.advance(0.0)
-    for _ in range(3):
-        looked.looking.ask()
-        looked.looking.begin()
-    looked.loop.advance(SHORTEST)
-    looked.looking.ask()
-    assert looked.posts == 1 and len(looked.loop.waiting) == 1
-    looked.loop.advance(SHORTEST)
-    assert len(looked.looks) == 2 and not looked.looking.near
-    asked = looked.loop.now
-    looked.looking.ask()
-    looked.loop.advance(10.0)
-    assert looked.posts == 2 and looked.looks[2:] == pytest.approx([asked + SHORTEST])
-
-
 def test_a_look_that_raises_is_not_the_last() -> None:
     """Whoever asks next is heard."""
     looked = Looked()

@@ -12,16 +12,16 @@ import pytest
 
 from aiorpc.runtime.engine import busy_poll
 from aiorpc.runtime.engine import pool as pool_module
-from aiorpc.runtime.engine.alarm import Alarm
 from aiorpc.runtime.engine.pool import ThreadPool
+from aiorpc.runtime.engine.wakeup import WakeUp
 from tests.runtime.pools import LIMIT_S, Gate, Source, standing
 from tests.runtime.waiting import wait_until
 
 
 def attached(pool: ThreadPool) -> set[tuple[int, int]]:
     """Which threads would be told of which sources, by their ids."""
-    alarms = [wake for wake in pool._wakes if isinstance(wake, Alarm)]
-    return {(id(alarm), id(alarm.watched())) for alarm in alarms}
+    wakeups = [wake for wake in pool._wakes if isinstance(wake, WakeUp)]
+    return {(id(wakeup), id(wakeup.watched())) for wakeup in wakeups}
 
 
 def test_a_thread_brings_its_next_job_itself(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
@@ -204,80 +204,6 @@ def test_a_thread_that_looks_takes_other_jobs(pools: Callable[..., ThreadPool], 
 
 
 @pytest.mark.usefixtures("patient")
-def test_whoever_gets_another_job_looks_no_more(
-    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
-) -> None:
-    """Ready for the next job of its source, the thread finds another one: others are told before that is run."""
-    pool = pools(1, busy=LIMIT_S)
-    source = sources(pool)
-    left: list[tuple[int, int]] = []
-
-    def job() -> None:
-        pool.lookout.stand_by(source)
-        pool.lookout.get_ready()
-        pool.lookout.get_ready()  # an error that is sent in place of an answer
-        pool.submit(lambda: left.append((source.kept, source.left)))
-
-    pool.submit(job)
-    wait_until(lambda: left == [(1, 1)])
-    assert not pool.lookout.looks()
-
-
-@pytest.mark.usefixtures("patient")
-def test_nobody_is_ready_for_what_an_earlier_job_has_asked_for(
-    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
-) -> None:
-    """The job that runs may send something, too, and go on for long: others hear of that source meanwhile."""
-    pool = pools(1, busy=LIMIT_S)
-    source = sources(pool)
-    seen: list[int] = []
-
-    def later() -> None:
-        pool.lookout.get_ready()
-        seen.append(source.kept)
-
-    def first() -> None:
-        pool.submit(later)
-        source.run()
-
-    pool.submit(first)
-    wait_until(lambda: standing(pool) == 1)
-    assert (seen, source.kept) == ([0], 0)
-
-
-def test_a_source_that_cannot_be_kept_keeps_nobody_from_looking(
-    pools: Callable[..., ThreadPool], sources: Callable[..., Source], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing says then that a thread looks which does not."""
-    pool = pools(1, busy=LIMIT_S)
-    source = sources(pool)
-
-    def fail() -> bool:
-        raise OSError("on purpose")
-
-    source.keep = fail  # type: ignore[method-assign]  # as if the system refused it
-    pool.submit(source.run)
-    wait_until(lambda: standing(pool) == 1)
-    assert not pool.is_active()
-    assert "on purpose" in caplog.text
-    caplog.clear()
-
-
-def test_nobody_is_ready_without_a_source(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
-    """Nor in threads of others, nor in a pool whose threads do not stay awake."""
-    awake, asleep = pools(1, busy=LIMIT_S), pools(1)
-    awake.lookout.get_ready()
-    done = threading.Event()
-    awake.submit(awake.lookout.get_ready)
-    awake.submit(done.set)
-    assert done.wait(LIMIT_S)
-    source = sources(asleep)
-    asleep.submit(source.run)
-    wait_until(lambda: standing(asleep) == 1)
-    assert source.kept == 0
-
-
-@pytest.mark.usefixtures("patient")
 def test_one_thread_looks_at_a_time(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
     """The others stand by asleep."""
     gate = Gate()
@@ -308,31 +234,6 @@ def test_one_thread_stands_by_for_a_source(pools: Callable[..., ThreadPool], sou
     wait_until(lambda: source.brought == 1 and len(source.threads) == 3)
 
 
-def test_looking_in_vain_makes_it_rare(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
-    """The thread sleeps then, standing by, and the next time it does so at once."""
-    pool = pools(1, busy=LIMIT_S)
-    source = sources(pool)
-    pool.submit(source.run)
-    wait_until(lambda: source.left == 1 and standing(pool) == 1)
-    assert source.kept == 1
-    source.put()
-    wait_until(lambda: len(source.threads) == 2 and standing(pool) == 1)
-    assert (source.brought, source.kept) == (1, 1)
-
-
-def test_a_source_may_refuse_it(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
-    """The thread stands by asleep."""
-    pool = pools(1, busy=LIMIT_S)
-    source = sources(pool)
-    source.keeps = False
-    pool.submit(source.run)
-    for number in range(1, 4):
-        wait_until(lambda: standing(pool) == 1)
-        source.put()
-        wait_until(lambda expected=number: source.brought == expected)  # type: ignore[misc]  # no type for a default
-    assert source.left == 0
-
-
 @pytest.mark.usefixtures("patient")
 def test_a_source_that_raises_hears_of_the_end(
     pools: Callable[..., ThreadPool], sources: Callable[..., Source], caplog: pytest.LogCaptureFixture
@@ -358,7 +259,7 @@ def test_no_thread_stands_by_where_descriptors_are_few(
 ) -> None:
     """It sleeps like any other, and that is not tried again."""
     tried: list[int] = []
-    monkeypatch.setattr(Alarm, "make", lambda: tried.append(1))
+    monkeypatch.setattr(WakeUp, "make", lambda: tried.append(1))
     pool = pools(2)
     source = sources(pool)
     for number in range(1, 4):

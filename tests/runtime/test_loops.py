@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import gc
 import logging
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, Work
 from aiorpc.errors import NotInitialized
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.engine import Engine
 from aiorpc.runtime.engine.loops import Handed, LoopThread
 from aiorpc.testing import cluster
 from tests.conftest import LoopFactory
@@ -121,77 +119,6 @@ def end_the_loop(worker: Worker) -> None:
     thread.close()
     assert aiorpc.shutdown().lost == ()
     assert thread.loop.is_closed()
-
-
-@pytest.mark.parametrize("when", ["as its thread starts", "as it has joined"])
-def test_an_init_that_is_interrupted_leaves_nothing(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Wherever Ctrl-C comes: no thread, no loop and no worker, and the next one can be started."""
-    start, run = threading.Thread.start, LoopThread.run
-
-    def start_and_raise(self: threading.Thread) -> None:
-        start(self)
-        if self.name == "aiorpc-alone-loop":
-            raise KeyboardInterrupt
-
-    def run_and_raise(self: LoopThread, coroutine: Coroutine[Any, Any, Any]) -> None:
-        patch.undo()
-        run(self, coroutine)
-        raise KeyboardInterrupt
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/interrupted")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if when == "as its thread starts":
-            patch.setattr(threading.Thread, "start", start_and_raise)
-        else:
-            patch.setattr(LoopThread, "run", run_and_raise)
-        aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    wait_until(lambda: not any(each.name.startswith("aiorpc-alone") for each in threading.enumerate()))
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/again")
-    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
-    aiorpc.shutdown()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_a_shutdown_that_is_interrupted_twice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By who presses Ctrl-C again: the loop does not end in the midst of it, which would leave threads behind."""
-    close = Engine.close
-
-    async def slowly(self: Engine, patience: float) -> int:
-        await asyncio.sleep(0.1)  # so that it is under way as the thread that waits for it has gone
-        return await close(self, patience)
-
-    def interrupted(self: Handed[Any], ended: str) -> None:
-        self._loop.call_soon_threadsafe(self._begin)
-        wait_until(lambda: worker.closed)
-        raise KeyboardInterrupt
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/store")
-    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    worker = aiorpc.current()
-    assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Engine, "close", slowly)
-        patch.setattr(Handed, "wait", interrupted)
-        aiorpc.shutdown(graceful=False)
-    assert worker.state is WorkerState.CLOSED
-    wait_until(lambda: not any(each.name.startswith("aiorpc-alone") for each in threading.enumerate()))
-
-
-def test_the_end_of_a_loop_that_is_interrupted_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread ends, and closes it."""
-    thread = LoopThread("interrupted").start()
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(concurrent.futures, "wait", interrupted)
-        thread.close()
-    wait_until(thread.loop.is_closed)
-    thread.close()
 
 
 def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:

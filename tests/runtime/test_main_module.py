@@ -82,7 +82,7 @@ def join_with_other_main(store: Store, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Makes a worker that says that it runs another main module than the rest."""
 
     def join(name: str, **options: Any) -> Worker:
-        monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: "file:another")
+        monkeypatch.setattr("aiorpc.runtime.lifecycle.main_identity", lambda: "file:another")
         return aiorpc.init(name, store=store, **options)
 
     return join

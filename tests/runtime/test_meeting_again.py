@@ -22,7 +22,7 @@ import pytest
 import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RendezvousError, StoreGone
-from aiorpc.runtime import life
+from aiorpc.runtime import lifecycle
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.meeting import rendezvous
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
@@ -47,7 +47,7 @@ def found(group: Rendezvous, name: str) -> list[str]:
 @pytest.fixture
 def quick_founding(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets how long whoever finds nobody waits for members of an earlier store."""
-    return lambda seconds: monkeypatch.setattr(life, "Bounds", partial(Bounds, founding=seconds))
+    return lambda seconds: monkeypatch.setattr(lifecycle, "Bounds", partial(Bounds, founding=seconds))
 
 
 async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Callable[[float], None]) -> None:
@@ -120,7 +120,7 @@ async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixtu
                     await asyncio.wait_for(a.call("b", where), LIMIT)
     assert [record.message for record in caplog.records if "has gone" in record.message] == [
         f"worker a: the store at tcp://127.0.0.1:{port} has gone: the process that served it has ended. Members that "
-        "know each other go on; newcomers find nobody"
+        "know each other go on; joining members find nobody"
     ]
 
 
@@ -150,11 +150,11 @@ def test_another_group_at_the_place_is_not_mixed_with() -> None:
     with closing(opened()) as old, closing(opened()) as second:
         assert found(old, "a") == ["a"] and found(second, "b") == ["a", "b"]
         for each in (old, second):
-            each.serve_newcomers()
+            each.serve_joining()
         mine = old.members()[0]
         del store
         with pytest.raises(StoreGone, match="the process that served it has ended"):
-            old.serve_newcomers()
+            old.serve_joining()
         assert not old.meet_again(mine)
         store, _ = serve("127.0.0.1", port)
         with closing(opened()) as other:
@@ -175,7 +175,7 @@ def one_of_two_is_back() -> Iterator[tuple[Callable[[], Rendezvous], Rendezvous,
     opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
     with closing(opened()) as first, closing(opened()) as unseen:
         assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
-        unseen.serve_newcomers()  # and the first one does not look again
+        unseen.serve_joining()  # and the first one does not look again
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)
@@ -217,7 +217,7 @@ def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest
             assert each.swap(key, "before", each.record.name) == each.record.name
         assert first.swap("released", "a", "nobody's", lasting=False) == "nobody's"
         assert first.swap("y", "", "late") == "b"
-        first.serve_newcomers()
+        first.serve_joining()
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)
@@ -304,8 +304,8 @@ def test_a_file_that_was_replaced_is_no_meeting_place(tmp_path: Path) -> None:
 
 async def test_joining_ends_though_the_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation of the store that does not return is not waited for: the time of joining is that of the option."""
-    monkeypatch.setattr(life, "Bounds", partial(Bounds, overtime=0.1))
-    monkeypatch.setattr(life, "_GIVING_UP", 0.1)
+    monkeypatch.setattr(lifecycle, "Bounds", partial(Bounds, overtime=0.1))
+    monkeypatch.setattr(lifecycle, "_GIVING_UP", 0.1)
     store = WatchedStore()
     store.look = stuck = Stuck()
     start = time.monotonic()

@@ -71,7 +71,9 @@ async def test_whoever_stands_still_while_it_asks_takes_nobodys_silence_for_an_a
     async with cluster(2, options=[RpcBackendOptions(lag_warning=0.0), RpcBackendOptions(dedicated_loop=True)]) as pair:
         asking, other = (each._node for each in pair)
         asking.engine.bounds = Bounds(vouch=0.3)
-        together = asyncio.ensure_future(asking.group._hearsay.is_together(other.engine.record, asking.engine.record))
+        together = asyncio.ensure_future(
+            asking.group._indirect_probe.is_together(other.engine.record, asking.engine.record)
+        )
         await asyncio.sleep(0)  # it has begun
         time.sleep(1.0)  # noqa: ASYNC251  # the loop stands still for longer than it asks
         assert await together

@@ -9,7 +9,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.gradients.piggybacked import Piggybacked
 from tests.runtime.test_deadlines import FakeLoop
 
-PAUSE = Bounds().trailing_pause
+PAUSE = Bounds().piggyback_pause
 
 
 class Waiting:

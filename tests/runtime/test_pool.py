@@ -9,19 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from aiorpc.errors import WorkerClosed
-from aiorpc.runtime.engine import pool as pool_module
 from aiorpc.runtime.engine.pool import NoThread, ThreadPool
 from tests.limits import busy
-from tests.runtime.pools import LIMIT_S, Gate, Source, standing
+from tests.runtime.pools import LIMIT_S, Gate
 from tests.runtime.waiting import wait_until
-from tests.transport.ends import interrupted
 
 AWAKE = 0.05  # seconds that a thread stays awake: more than a busy machine keeps it from its first look
 
@@ -476,22 +472,6 @@ def test_every_job_runs_exactly_once_under_stress(pools: Callable[..., ThreadPoo
     assert pool.queued == pool.blocked == 0
 
 
-def test_submitting_is_cheap(pools: Callable[..., ThreadPool]) -> None:
-    """A submit costs a few microseconds at most (median of 20,000; generous for a loaded machine)."""
-    pool = pools(1)
-    gate = Gate()
-    pool.submit(gate)
-    gate.wait_entered(1)
-    done = threading.Event()
-    costs = []
-    for _ in range(20_000):
-        start = time.perf_counter()
-        pool.submit(done.set)
-        costs.append(time.perf_counter() - start)
-    gate.open.set()
-    assert sorted(costs)[10_000] < 10e-6
-
-
 # Waiting without sleep.
 
 
@@ -597,102 +577,3 @@ def test_one_thread_at_a_time_stays_awake(pools: Callable[..., ThreadPool]) -> N
 
 
 # Interruption.
-
-MOST = 2000  # instructions: more than any `submit` takes
-
-
-@pytest.mark.parametrize("idle", ["nobody", "asleep", "standing by"])
-def test_an_interrupted_submit_stops_no_job(
-    pools: Callable[..., ThreadPool], sources: Callable[..., Source], idle: str
-) -> None:
-    """Whatever instruction the signal comes at: later jobs run, the job itself at most once, threads are counted."""
-
-    def submit(at: int) -> tuple[str | None, list[int]]:
-        """Interrupted at that instruction: where that is, None behind the last, and whether the job has run."""
-        pool = pools(1)
-        if idle == "asleep":
-            pool.submit(lambda: None)
-            wait_until(lambda: pool.idle == 1)
-        elif idle == "standing by":
-            pool.submit(sources(pool).run)
-            wait_until(lambda: standing(pool) == 1)
-        ran: list[int] = []
-        later = threading.Event()
-        where = interrupted(partial(pool.submit, ran.append, 1), at, pool_module.__file__)
-        pool.submit(later.set)
-        assert later.wait(LIMIT_S), where
-        wait_until(lambda: pool.threads == pool.idle == 1)
-        assert ran in ([], [1]) and pool.queued == 0, where
-        assert pool.close(LIMIT_S) == 0, where
-        return where, ran
-
-    places = list(takewhile(lambda found: found[0] is not None, map(submit, range(MOST))))
-    assert 30 < len(places) < MOST and [1] in [ran for _, ran in places], "it was not interrupted"
-
-
-@pytest.mark.parametrize("idle", [False, True])
-def test_a_job_whose_submit_was_interrupted_waits_for_no_other(pools: Callable[..., ThreadPool], idle: bool) -> None:
-    """Once it is in the queue it runs, though nobody submits anything after it."""
-
-    def submit(at: int) -> str | None:
-        pool = pools(1)
-        if idle:
-            pool.submit(lambda: None)
-            wait_until(lambda: pool.idle == 1)
-        where = interrupted(partial(pool.submit, lambda: None), at, pool_module.__file__)
-        wait_until(lambda: pool.queued == 0 and pool.idle == pool.threads)
-        assert pool.close(LIMIT_S) == 0, where
-        return where
-
-    assert None in map(submit, range(MOST)), "it was never done"
-
-
-def test_threads_that_are_woken_for_nothing_sleep_again(
-    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
-) -> None:
-    """An interruption wakes everybody, those at work too: they go on, stay counted, and stand by as before."""
-    pool = pools(3)
-    source, gate = sources(pool), Gate()
-    pool.submit(source.run)
-    wait_until(lambda: standing(pool) == 1)
-    pool.submit(gate)
-    gate.wait_entered(1)
-    for at in range(60):
-        interrupted(partial(pool.submit, lambda: None), at, pool_module.__file__)
-    gate.open.set()
-    wait_until(lambda: pool.idle == pool.threads <= 3 and pool.queued == 0)
-
-    def read(number: int) -> bool:  # where none stands by, the loop reads
-        return len(source.threads) == number or source.drain() < 0
-
-    for number in range(len(source.threads) + 1, 10):
-        wait_until(lambda: pool.idle == pool.threads)
-        source.put()
-        wait_until(partial(read, number))
-    wait_until(lambda: pool.idle == pool.threads <= 3)
-
-
-def test_who_is_interrupted_as_it_is_excused_keeps_no_thread_from_its_work(pools: Callable[..., ThreadPool]) -> None:
-    """Whatever a signal handler raises in, in a main thread that ends a worker: jobs with nested calls go on."""
-    files = [module.__file__ or "" for module in (pool_module, threading)]
-    found: list[str] = []
-
-    def excused() -> None:
-        with pool.excused():
-            pass
-
-    while True:
-        pool, ran = pools(1), threading.Event()
-        where = interrupted(excused, len(found), *files, signals=True)
-
-        def job() -> None:
-            pool.enter_blocked()  # noqa: B023  # called at once
-            pool.exit_blocked()  # noqa: B023  # as above
-            ran.set()  # noqa: B023  # as above
-
-        pool.submit(job)
-        assert ran.wait(LIMIT_S), where
-        if where is None:
-            break
-        found.append(where)
-    assert len(found) > 3, "it was not interrupted"

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
-from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.secret import CERTIFIED, given_secret
 
 from .test_rendezvous import ELSEWHERE, LONG, PATIENCE, make_record, together
@@ -52,14 +52,13 @@ def meet(
             world_size=size,
             timeout=timeout,
             store=store,
-            require_secret=required,
-            certificates=certificates,
+            options=MeetingOptions(require_secret=required, certificates=certificates),
         )
         with closing(opened):
             host = ELSEWHERE if rank else ""
             records = opened.join(lambda number: make_record(f"w{rank}", number, host=host))
             own_record = next(record for record in records if record.name == f"w{rank}")
-            return opened.agree_secret(own_record, records, own)
+            return opened.agree_secret(own_record, own)
 
     if size is not None:
         return together(*(lambda rank=rank: worker(rank) for rank in range(2)))

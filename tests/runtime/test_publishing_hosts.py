@@ -36,7 +36,7 @@ async def hosts(patch: pytest.MonkeyPatch, *, allow: Any = None, **names: str) -
     store, workers = HashStore(), {}
     try:
         for name, host in names.items():
-            patch.setattr("aiorpc.runtime.life.host_identity", lambda host=host: host)
+            patch.setattr("aiorpc.runtime.lifecycle.host_identity", lambda host=host: host)
             options = RpcBackendOptions(require_secret=False, address="127.0.0.1", rpc_timeout=30, allow=allow)
             workers[name] = await Worker(name, store=store, options=options, role=name if allow else "")
         yield workers

@@ -31,12 +31,12 @@ from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting import stores
-from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.patience import Patience
-from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
-from aiorpc.runtime.meeting.secret import Secret, make_key
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous, host_identity
+from aiorpc.runtime.meeting.secret import USER_KEY, Secret, fingerprint, make_key
 from tests.limits import busy
 from tests.ports import free_port
 from tests.processes.workers import has_stopped, process_state
@@ -112,7 +112,7 @@ class Group:
             world_size=size,
             timeout=timeout,
             store=self.store,
-            require_secret=self.require_secret,
+            options=MeetingOptions(require_secret=self.require_secret),
         )
         self.opened.append(opened)
         return opened
@@ -231,19 +231,19 @@ def test_different_world_sizes_are_an_error_on_every_rank(group: Group) -> None:
 def test_one_that_has_not_agreed_to_the_world_size_is_no_member(here: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its place, and has not looked yet at the size that the first one gave: nobody takes it for a member."""
     looks: list[tuple[str, ...]] = []
-    has, swap = Board.has, Board.swap
+    has, swap = KeyValueClient.has, KeyValueClient.swap
 
-    def count(board: Board, *keys: str) -> bool:
+    def count(kv: KeyValueClient, *keys: str) -> bool:
         looks.append(keys)
-        return has(board, *keys)
+        return has(kv, *keys)
 
-    def hold_up(board: Board, key: str, expected: str, desired: str) -> str:
+    def hold_up(kv: KeyValueClient, key: str, expected: str, desired: str) -> str:
         if key == "1/world" and json.loads(desired)[0] == 3:
             wait_until(lambda: looks.count(("1/slot/0", "1/slot/1")) > 2, "rank 0 has looked for rank 1")
-        return swap(board, key, expected, desired)
+        return swap(kv, key, expected, desired)
 
-    monkeypatch.setattr(Board, "has", count)
-    monkeypatch.setattr(Board, "swap", hold_up)
+    monkeypatch.setattr(KeyValueClient, "has", count)
+    monkeypatch.setattr(KeyValueClient, "swap", hold_up)
 
     def join_early() -> list[WorkerRecord]:
         assert here.store is not None
@@ -334,8 +334,8 @@ def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(f
     worker.leave(worker.join(lambda number: make_record("a", number))[0])
     worker.close()
     place = MeetingPlace(0, 1, host="127.0.0.1", port=port)
-    with closing(stores.reach_tcp(place, Patience(PATIENCE), 0.0)) as board:
-        board.check_open()
+    with closing(stores.reach_tcp(place, Patience(PATIENCE), 0.0)) as kv:
+        kv.check_open()
     again = opened()
     again.leave(again.join(lambda number: make_record("a", number))[0])
     again.close()
@@ -344,13 +344,13 @@ def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(f
 
 def test_the_end_of_a_store_is_announced_by_name() -> None:
     """What others say is not taken back by this one."""
-    board, maker = Board(HashStore(), "here"), make_record("a", 0)
-    board.announce_end(maker)
-    board.take_back_end(make_record("b", 1))
+    kv, maker = KeyValueClient(HashStore(), "here"), make_record("a", 0)
+    kv.announce_end(maker)
+    kv.take_back_end(make_record("b", 1))
     with pytest.raises(StoreGone, match=r"the store at here is being closed by a \(rank 0"):
-        board.check_open()
-    board.take_back_end(maker)
-    board.check_open()
+        kv.check_open()
+    kv.take_back_end(maker)
+    kv.check_open()
 
 
 def leave_a_failure(group: Group, ago: float, host: str = ELSEWHERE) -> None:
@@ -482,7 +482,7 @@ def test_rank_0_hosts_as_soon_as_the_store_of_an_ending_job_has_gone() -> None:
 def test_rank_0_that_came_to_a_store_that_is_being_closed_hosts_the_next_one() -> None:
     """Nobody else would: the other ranks wait for it."""
     old, port = stores.serve("127.0.0.1", 0)
-    Board(old, "old").announce_end(make_record("old", 0))
+    KeyValueClient(old, "old").announce_end(make_record("old", 0))
     with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
         results: list[Any] = [opened.hosts_store]
         joining = threading.Thread(target=lambda: results.extend(opened.join(lambda number: make_record("w", number))))
@@ -1021,7 +1021,7 @@ def one_struck_off(here: Group) -> Sequence[Rendezvous]:
     for name in ("a", "b"):
         here.join(None, None, name)
     first, second = here.opened
-    first.serve_newcomers()
+    first.serve_joining()
     second.leave(first.record)
     return first, second
 
@@ -1032,10 +1032,10 @@ def test_a_member_that_was_taken_off_the_list_and_lives_comes_back(
     """Whoever cannot reach it strikes it off; others may reach it, and newcomers are to find it."""
     first, second = one_struck_off(here)
     assert [record.name for record in second.members()] == ["b"]
-    first.serve_newcomers(PATIENCE)  # it may be about to hear why
-    first.serve_newcomers(parted=True)  # those who are there go on without it
+    first.serve_joining(PATIENCE)  # it may be about to hear why
+    first.serve_joining(parted=True)  # those who are there go on without it
     assert [record.name for record in second.members()] == ["b"]
-    first.serve_newcomers()
+    first.serve_joining()
     assert second.members() == [second.record, first.record]
     assert "worker a was struck off the list of its group by a member that cannot reach it; it lives" in caplog.text
     assert {record.name for record in here.join(None, None, "c")} == {"a", "b", "c"}
@@ -1049,13 +1049,13 @@ def test_members_that_have_taken_each_other_off_the_list_do_not_leave_it_empty(h
         here.join(None, None, name)
     first, second = here.opened
     for each in here.opened:
-        each.serve_newcomers(parted=True)
+        each.serve_joining(parted=True)
     records = first.record, second.record
     first.leave(records[1])
     second.leave(records[0])
     assert first.members() == []
     for each in here.opened:
-        each.serve_newcomers(parted=True)
+        each.serve_joining(parted=True)
     assert second.members() == [first.record]
     with pytest.raises(RendezvousError, match=f"rank {records[1].id} belonged to a worker that has left this group"):
         here.join(records[1].id, None, "c")
@@ -1073,9 +1073,9 @@ def test_a_member_that_leaves_or_was_replaced_does_not_come_back(
         here.join(None, None, "a")
     before = second.members()
     for _ in range(2):
-        first.serve_newcomers()
+        first.serve_joining()
     assert second.members() == before and first.record not in before
-    assert caplog.text.count("stands there now, and newcomers find that") == (0 if leaves else 1)
+    assert caplog.text.count("stands there now, and joining members find that") == (0 if leaves else 1)
 
 
 # ---- devices
@@ -1167,7 +1167,7 @@ def test_a_map_may_lead_to_one_that_joins_a_free_group_later(here: Group) -> Non
 
 def test_a_member_in_the_store_is_read_strictly() -> None:
     """With claims of its own, and nothing more or less."""
-    member = Member(make_record("a", 0), True, False, mapped(2, "b", {0: 1}))
+    member = Member(make_record("a", 0), True, mapped(2, "b", {0: 1}))
     whole = member.to_json()
     assert Member.from_json(whole) == member
     asking = replace(member, require_secret=False, certificates=True)
@@ -1175,8 +1175,8 @@ def test_a_member_in_the_store_is_read_strictly() -> None:
     for wrong in (
         whole[:3],
         [*whole, None],
-        [*whole[:3], None, *whole[4:]],
-        [*whole[:3], [0, "cuda", [], []], *whole[4:]],
+        [*whole[:2], None, *whole[3:]],
+        [*whole[:2], [0, "cuda", [], []], *whole[3:]],
         None,
     ):
         with pytest.raises(RendezvousError, match="something that is no worker"):
@@ -1186,21 +1186,110 @@ def test_a_member_in_the_store_is_read_strictly() -> None:
 # ---- the secret
 
 
-def test_on_one_host_the_secret_goes_by_a_private_file(group: Group, tmp_path: Path) -> None:
-    """All get the same 32 bytes, the store holds only its path, and the last reader removes it."""
+def test_on_one_host_the_secret_is_derived_from_the_key_of_the_user(group: Group, tmp_path: Path) -> None:
+    """All get the same 32 bytes, others at the same key; the store has neither, and the file is this user's alone."""
     values = agree(group, 3, tmp_path)
     assert len({*values}) == 1 and len(values[0]) == 32
-    assert not [*tmp_path.glob("here/*")], "all have read it"
+    (path,) = tmp_path.glob("here/*")
+    assert path.name == USER_KEY and stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() != values[0]
     if isinstance(group.store, HashStore):
-        offer = group.store.get("aiorpc/1/secret").decode()
-        assert str(tmp_path / "here") in offer and values[0].hex() not in offer
+        assert not group.store.check(["aiorpc/1/secret/value"])
+        assert group.store.get("aiorpc/1/secret").decode() == fingerprint(values[0])
+        with closing(Group("env://", HashStore())) as other:
+            assert agree(other, 1, tmp_path) != values[:1], "the salt of each store is another one"
 
 
-def test_on_several_hosts_the_secret_goes_through_the_store_if_all_say_so(here: Group, tmp_path: Path) -> None:
-    """Whoever needs no secret of the environment has to say that."""
-    values = agree(here, 3, tmp_path, far={1})
+@pytest.mark.parametrize("size", [3, None])
+def test_on_several_hosts_the_secret_goes_through_the_store_if_all_say_so(
+    here: Group, tmp_path: Path, size: int | None
+) -> None:
+    """Each worker has to say that it needs no secret of the environment."""
+    if size is None:
+        values = [free(here, tmp_path / "here", "a")]
+        assert here.store is not None and not here.store.check(["aiorpc/1/secret/value"])
+        values += [served(here, tmp_path / "far", "b", host=ELSEWHERE), free(here, tmp_path / "here", "c")]
+    else:
+        values = agree(here, size, tmp_path, far={1})
     assert len({*values}) == 1 and len(values[0]) == 32
-    assert here.store is not None and values[0].hex() in here.store.get("aiorpc/1/secret").decode()
+    assert here.store is not None and values[0].hex() == here.store.get("aiorpc/1/secret/value").decode()
+
+
+def free(group: Group, folder: Path, name: str, host: str = "") -> bytes:
+    """Join a free group, with that private directory; its secret."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    records = group.join(None, None, name, host=host)
+    return group.opened[-1].agree_secret(records[-1], folder)
+
+
+def served(group: Group, folder: Path, name: str, host: str = "") -> bytes:
+    """The same while the first member looks after those who come."""
+    over, first = threading.Event(), group.opened[0]
+
+    def serve() -> None:
+        while not over.wait(0.01):
+            first.serve_joining()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        return free(group, folder, name, host)
+    finally:
+        over.set()
+        serving.join()
+
+
+def test_a_far_joining_member_is_not_given_the_secret(here: Group, tmp_path: Path) -> None:
+    """A member that requires one does not put it into the store, whatever stands there of others."""
+    here.require_secret = None
+    free(here, tmp_path / "here", "a")
+    here.require_secret = False
+    with pytest.raises(RendezvousError, match=r"far .* have require_secret=False, a .* have not"):
+        served(here, tmp_path / "far", "far", host=ELSEWHERE)
+    here.opened[0].serve_joining()
+    assert here.store is not None and not here.store.check(["aiorpc/1/secret/value"])
+
+
+@pytest.mark.parametrize("spoil", ["mode", "link", "size"])
+def test_a_key_that_others_may_have_written_is_refused(here: Group, tmp_path: Path, spoil: str) -> None:
+    """Mode, owner, kind and length are checked each time that it is read."""
+    free(here, tmp_path, "a")
+    path = tmp_path / USER_KEY
+    if spoil == "mode":
+        path.chmod(0o644)
+    elif spoil == "size":
+        path.write_bytes(bytes(5))
+    else:
+        path.rename(tmp_path / "moved")
+        path.symlink_to(tmp_path / "moved")
+    with pytest.raises(RendezvousError, match=r"user's key.*AIORPC_SECRET|not a private file of this user .*remove it"):
+        free(here, tmp_path, "b")
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_members_with_different_keys_are_told_so(here: Group, tmp_path: Path, size: int | None) -> None:
+    """As where they have another TMPDIR, or where a stranger has written a secret of his own into the store."""
+    here.require_secret = None
+    said = "has another secret than .*TMPDIR.* Or somebody who is no member has written into the store"
+    assert here.store is not None
+    if size is None:
+        free(here, tmp_path / "here", "a")
+        with pytest.raises(RendezvousError, match=said):
+            free(here, tmp_path / "there", "b")
+        return
+    here.store.set("aiorpc/1/secret", fingerprint(bytes(32)))
+    here.store.set("aiorpc/1/secret/value", bytes(32).hex())
+    here.join_all(size)
+    for one in here.opened:
+        with pytest.raises(RendezvousError, match=said):
+            one.agree_secret(one.record, tmp_path)
+
+
+def test_a_key_that_was_tidied_up_is_written_again(here: Group, tmp_path: Path) -> None:
+    """By the members that have it, so that those who come later have the same."""
+    value = free(here, tmp_path, "a")
+    (tmp_path / USER_KEY).unlink()
+    here.opened[0].serve_joining()
+    assert free(here, tmp_path, "b") == value
 
 
 @pytest.mark.parametrize("size", [3, None])
@@ -1216,7 +1305,7 @@ def test_on_several_hosts_a_secret_is_required(here: Group, tmp_path: Path, size
         if size is None and own.host != ELSEWHERE:
             continue  # it was there first, when there was nobody elsewhere
         with pytest.raises(RendezvousError, match=r"AIORPC_SECRET is not set, and .* on another host .*openssl rand"):
-            opened.agree_secret(own, records, tmp_path)
+            opened.agree_secret(own, tmp_path)
     assert not here.store.check(["aiorpc/1/secret"]) and not list(tmp_path.iterdir())
 
 
@@ -1230,11 +1319,10 @@ def test_two_users_of_a_host_need_a_secret(tmp_path: Path, size: int | None, met
         group.require_secret = None
         if size is None:
             group.join(None, None, "w0")
-            records = group.join(None, None, "w1", host=other)
+            group.join(None, None, "w1", host=other)
         else:
             hosts = ("", other, "")
-            met = together(*(lambda n=n: group.join(n, size, f"w{n}", host=hosts[n]) for n in range(size)))
-            records = next(result for result in met if isinstance(result, list))
+            together(*(lambda n=n: group.join(n, size, f"w{n}", host=hosts[n]) for n in range(size)))
         (tmp_path / "directory").mkdir()
         for opened in group.opened:
             if size is None and opened is group.opened[0]:
@@ -1243,7 +1331,7 @@ def test_two_users_of_a_host_need_a_secret(tmp_path: Path, size: int | None, met
             others = "w1" if own.name != "w1" else "w0"
             said = rf"AIORPC_SECRET is not set, and {others} .*another user.* Set AIORPC_SECRET"
             with pytest.raises(RendezvousError, match=said):
-                opened.agree_secret(own, records, tmp_path / "directory")
+                opened.agree_secret(own, tmp_path / "directory")
         assert not list((tmp_path / "directory").iterdir())
 
 
@@ -1270,21 +1358,7 @@ def test_a_store_on_another_host_needs_a_secret(tmp_path: Path, monkeypatch: pyt
             monkeypatch.setattr(f"aiorpc.runtime.meeting.{module}.{name}", lambda place: False)
         records = group.join(0, 1)
         with pytest.raises(RendezvousError, match=r"the store at tcp://127.* is on another host than worker0"):
-            group.opened[0].agree_secret(records[0], records, tmp_path)
-
-
-def test_a_far_newcomer_is_not_sent_the_secret(here: Group, tmp_path: Path) -> None:
-    """A member that requires one does not put it into the store, whoever asks."""
-    here.require_secret = None
-    records = here.join(None, None, "a")
-    first = here.opened[0]
-    value = first.agree_secret(records[0], records, tmp_path)
-    here.require_secret = False
-    far = here.join(None, None, "far", SOON, host=ELSEWHERE)
-    asking = together(lambda: here.opened[1].agree_secret(far[-1], far, tmp_path), first.serve_newcomers)
-    assert isinstance(asking[0], RendezvousError) and here.store is not None
-    first.serve_newcomers()
-    assert value.hex() not in here.store.get("aiorpc/1/secret").decode()
+            group.opened[0].agree_secret(records[0], tmp_path)
 
 
 def test_the_secret_of_the_environment_wins(
@@ -1343,78 +1417,7 @@ def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
     for one, records in zip(opened, joined, strict=True):
         assert isinstance(records, list)
         with pytest.raises(RendezvousError, match=r"for all workers or for none: w1 .* have it, w0 .* have not"):
-            one.agree_secret(records[one.rank or 0], records, tmp_path)
-
-
-def test_a_secret_file_that_others_may_read_is_refused(here: Group, tmp_path: Path) -> None:
-    """Mode and owner are checked by the reader."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    first.agree_secret(first.members()[0], first.members(), tmp_path)
-    (path,) = tmp_path.glob("*.secret")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.chmod(0o644)
-    records = here.join(None, None, "b")
-    with pytest.raises(RendezvousError, match="is not a private file of this user"):
-        here.opened[1].agree_secret(records[1], records, tmp_path)
-
-
-def test_a_secret_path_that_is_a_link_is_refused(here: Group, tmp_path: Path) -> None:
-    """Whoever could replace the file by a link does not get another file read."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    first.agree_secret(first.members()[0], first.members(), tmp_path)
-    (path,) = tmp_path.glob("*.secret")
-    path.rename(tmp_path / "moved")
-    path.symlink_to(tmp_path / "moved")
-    records = here.join(None, None, "b")
-    with pytest.raises(RendezvousError, match=r"cannot read the group's secret.*AIORPC_SECRET"):
-        here.opened[1].agree_secret(records[1], records, tmp_path)
-
-
-@pytest.mark.parametrize("place", ["nested/there.secret", "../there.secret", "there.sock", "there\0.secret", ""])
-def test_a_secret_path_of_anywhere_else_is_refused(here: Group, tmp_path: Path, place: str) -> None:
-    """Only a secret that lies directly in this worker's own directory is read, however the path is spelled."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    first.agree_secret(first.members()[0], first.members(), tmp_path)
-    assert here.store is not None
-    change_offer(here.store, path=f"{tmp_path}/{place}")
-    records = here.join(None, None, "b")
-    with pytest.raises(RendezvousError, match=r"made by a \(rank 0, .*no secret in a private directory of this user"):
-        here.opened[1].agree_secret(records[1], records, tmp_path)
-
-
-FORGED = r"does not say of the group's secret what \w+ \(rank 0, .* wrote there"
-
-
-@pytest.mark.parametrize("far", [False, True])
-def test_a_value_in_the_store_is_no_secret_for_this_host(here: Group, tmp_path: Path, far: bool) -> None:
-    """Members beside its maker read the file; a value that says otherwise was written by somebody else."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
-    assert here.store is not None
-    change_offer(here.store, value=(value if far else bytes(32)).hex())
-    records = here.join(None, None, "b")
-    if far:  # as it stands there once a member on another host has asked
-        assert here.opened[1].agree_secret(records[1], records, tmp_path) == value
-        return
-    with pytest.raises(RendezvousError, match=FORGED):
-        here.opened[1].agree_secret(records[1], records, tmp_path)
-
-
-def test_an_offer_that_somebody_else_wrote_first_is_seen_by_its_maker(here: Group, tmp_path: Path) -> None:
-    """The first member does not go on with a secret that the others will not have; its file is removed."""
-    here.join_all(2)
-    first, second = sorted(here.opened, key=lambda one: one.rank or 0)
-    records = first.members()
-    assert here.store is not None
-    here.store.set("aiorpc/1/secret", json.dumps({"owner": records[0].incarnation, "value": bytes(32).hex()}))
-    for one in (first, second):
-        with pytest.raises(RendezvousError, match=FORGED):
-            one.agree_secret(records[one.rank or 0], records, tmp_path)
-    assert not list(tmp_path.iterdir())
+            one.agree_secret(records[one.rank or 0], tmp_path)
 
 
 def test_a_record_that_somebody_else_wrote_is_seen_by_its_worker(here: Group) -> None:
@@ -1450,35 +1453,6 @@ def test_whether_all_members_have_to_be_here(
         assert group.open(0, 1).confined == confined
         monkeypatch.setenv("AIORPC_SECRET", LONG)
         assert not group.open(0, 1).confined
-
-
-def test_a_file_with_the_secret_that_is_gone_is_written_again(here: Group, tmp_path: Path) -> None:
-    """Somebody has tidied up: the next member asks, and gets it by the file, not through the store."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
-    (path,) = tmp_path.iterdir()
-    path.unlink()
-    assert served(here, "b", [first], tmp_path, host="") == value
-    assert here.store is not None and value.hex() not in here.store.get("aiorpc/1/secret").decode()
-
-
-def test_a_file_with_the_secret_that_is_just_being_written_is_waited_for(here: Group, tmp_path: Path) -> None:
-    """Its beginning is no other secret, and nobody is suspected."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(value[:5])
-    records = here.join(None, None, "b", host="")
-    newcomer, store = here.opened[-1], here.store
-    assert store is not None
-
-    def write_the_rest() -> None:
-        wait_until(lambda: store.check(["aiorpc/1/wanted"]), "the newcomer has looked, and asks")
-        path.write_bytes(value)
-
-    assert together(lambda: newcomer.agree_secret(records[-1], records, tmp_path), write_the_rest)[0] == value
 
 
 @pytest.mark.parametrize("size", [2, None])
@@ -1517,60 +1491,6 @@ def test_a_record_of_another_generation_or_place_is_not_believed(here: Group, mo
         here.join(0, 2, "a")
 
 
-def change_offer(store: Store, **parts: str) -> None:
-    """Write something else into the offer of the secret of a free group."""
-    offer = json.loads(store.get("aiorpc/1/secret"))
-    store.set("aiorpc/1/secret", json.dumps({**offer, **parts}))
-
-
-def test_a_newcomer_from_another_host_is_served_the_secret(
-    here: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It asks through the store; the member that offers the secret publishes it, if both have said that it may."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
-    first.serve_newcomers()
-    assert here.store is not None
-    assert value.hex() not in here.store.get("aiorpc/1/secret").decode() and not caplog.records
-    assert served(here, "far", [first], tmp_path) == value
-    assert not caplog.records
-
-
-def test_a_newcomer_whom_nobody_serves_gives_up_in_time(here: Group, tmp_path: Path) -> None:
-    """The wait for the secret is bounded by the same timeout."""
-    here.join(None, None, "a")
-    first = here.opened[0]
-    first.agree_secret(first.members()[0], first.members(), tmp_path)
-    records = here.join(None, None, "far", timeout=SOON, host=ELSEWHERE)
-    with pytest.raises(RendezvousError, match=f"no member of the group handed out its secret within {SOON:g} s"):
-        here.opened[1].agree_secret(records[1], records, tmp_path)
-
-
-def test_the_secret_outlives_the_member_that_made_it(here: Group, tmp_path: Path) -> None:
-    """The oldest that knows it offers it again, so all members past and future share one secret."""
-    values = []
-    for name in ("a", "b"):
-        records = here.join(None, None, name)
-        values.append(here.opened[-1].agree_secret(records[-1], records, tmp_path))
-    first, second = here.opened
-    first.leave(records[0])
-    first.remove_secret()
-    assert not list(tmp_path.iterdir())
-    values.append(served(here, "c", [second], tmp_path, host=""))
-    assert len({*values}) == 1
-
-
-def test_a_group_that_was_empty_makes_a_new_secret(here: Group, tmp_path: Path) -> None:
-    """Nobody is left who knows the old one, and its file may be gone."""
-    values = []
-    for name in ("a", "b"):
-        records = here.join(None, None, name)
-        values.append(here.opened[-1].agree_secret(records[-1], records, tmp_path))
-        here.opened[-1].leave(records[-1])
-    assert len({*values}) == 2
-
-
 def agree(group: Group, size: int, folder: Path, far: frozenset[int] | set[int] = frozenset()) -> list[bytes]:
     """Join as a world of `size`, some ranks from another host, each host with a directory of its own; all secrets."""
 
@@ -1579,34 +1499,12 @@ def agree(group: Group, size: int, folder: Path, far: frozenset[int] | set[int] 
         own.mkdir(mode=0o700, exist_ok=True)
         opened = group.open(rank, size)
         records = opened.join(lambda number: make_record(f"w{number}", number, host=ELSEWHERE if rank in far else ""))
-        return opened.agree_secret(records[rank], records, own)
+        return opened.agree_secret(records[rank], own)
 
     values = together(*(lambda rank=rank: worker(rank) for rank in range(size)))
     secrets_found = [value for value in values if isinstance(value, bytes)]
     assert len(secrets_found) == size, values
     return secrets_found
-
-
-def served(group: Group, name: str, servers: list[Rendezvous], folder: Path, host: str = ELSEWHERE) -> bytes:
-    """The secret that a newcomer gets while the servers look for requests now and then."""
-    records = group.join(None, None, name, host=host)
-    newcomer, finished = group.opened[-1], threading.Event()
-
-    def ask() -> bytes:
-        try:
-            return newcomer.agree_secret(records[-1], records, folder)
-        finally:
-            finished.set()
-
-    def serve() -> bytes:
-        while not finished.wait(0.01):
-            for server in servers:
-                server.serve_newcomers()
-        return b""
-
-    value = together(ask, serve)[0]
-    assert isinstance(value, bytes), value
-    return value
 
 
 # ---- identities
@@ -1724,24 +1622,3 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-def test_an_error_of_a_store_does_not_keep_its_connection() -> None:
-    """Whoever keeps the error, as a call that has ended with it, keeps the frames that it came through."""
-    board = Board(HashStore(), "here")
-
-    def fail(store: Store) -> None:
-        raise RuntimeError("Broken pipe")
-
-    with pytest.raises(StoreGone, match="here no longer answers: Broken pipe") as caught:
-        board._call(fail)
-    error: BaseException | None = caught.value
-    frames = 0
-    while error is not None:
-        traceback = error.__traceback__
-        while traceback is not None:
-            frames += 1
-            assert not [name for name, value in traceback.tb_frame.f_locals.items() if isinstance(value, Store)]
-            traceback = traceback.tb_next
-        error = error.__cause__
-    assert frames

@@ -25,10 +25,10 @@ from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
-from aiorpc.runtime.group.newcomers import Newcomers
-from aiorpc.runtime.meeting.board import Board
+from aiorpc.runtime.group.joining import JoiningMembers
+from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.membership import Member, Proof
-from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
@@ -334,7 +334,7 @@ def test_another_program_at_the_port_of_the_lost_is_no_sign_of_life(said: bytes)
                 taken.sendall(said)
 
         before, newcomer = on_host(0, ELSEWHERE, port), on_host(0, "", port + 1)
-        places = PlacesInStore(Board(HashStore(), "here"), 1, 2, Proof())
+        places = PlacesInStore(KeyValueClient(HashStore(), "here"), 1, 2, Proof())
         answering = threading.Thread(target=answer)
         answering.start()
         assert places.sign_of_life(before, newcomer) == ""
@@ -344,7 +344,7 @@ def test_another_program_at_the_port_of_the_lost_is_no_sign_of_life(said: bytes)
 
 def test_a_listener_of_ones_own_is_no_sign_of_life() -> None:
     """Behind a reboot, or in a new container, a newcomer listens where the one before did; somebody else is a sign."""
-    places = PlacesInStore(Board(HashStore(), "here"), 1, 2, Proof(None, False, False))
+    places = PlacesInStore(KeyValueClient(HashStore(), "here"), 1, 2, Proof(None, False, False))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         before = on_host(0, ELSEWHERE, port)
@@ -363,7 +363,12 @@ def test_after_a_reboot_of_all_hosts_the_next_generation_forms() -> None:
 
         def join(rank: int, host: str) -> int:
             opened = Rendezvous.open(
-                "env://", rank=rank, world_size=2, timeout=PATIENCE, store=store, require_secret=False
+                "env://",
+                rank=rank,
+                world_size=2,
+                timeout=PATIENCE,
+                store=store,
+                options=MeetingOptions(require_secret=False),
             )
             with contextlib.closing(opened):
                 opened.join(lambda number: on_host(number, host, ports[rank]))
@@ -454,14 +459,14 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
         liar = replace(a._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
             await c.call("worker1", handlers.introduce, pack(liar.to_wire()))  # type: ignore[call-overload]
-        looked, look = list[int](), Newcomers._look_whether_it_leads
+        looked, look = list[int](), JoiningMembers._look_whether_it_leads
 
-        async def seen(newcomers: Newcomers, leader: int) -> None:
+        async def seen(newcomers: JoiningMembers, leader: int) -> None:
             looked.append(leader)
             await look(newcomers, leader)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Newcomers, "_look_whether_it_leads", seen)
+            patched.setattr(JoiningMembers, "_look_whether_it_leads", seen)
             flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]  # type: ignore[call-overload]
             refused = await asyncio.gather(*flood, return_exceptions=True)
         assert {*map(type, refused)} == {RpcUsageError} and looked == [c._node.engine.id]  # one task for all of them
@@ -491,15 +496,15 @@ async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
         news = b.events()
         await lose(c, a, b)
         b._node.engine.bounds = Bounds(refused=0.05)
-        newcomers = b._node.group.newcomers
-        introduce = newcomers.introduce
+        joining = b._node.group.joining
+        introduce = joining.introduce
 
         async def die_meanwhile(leader: int, newcomer: Any) -> None:
             if heard:
                 await introduce(leader, newcomer)
             await die(a)
 
-        monkeypatch.setattr(newcomers, "introduce", die_meanwhile)
+        monkeypatch.setattr(joining, "introduce", die_meanwhile)
         new = await here.come_back(2)
         monkeypatch.undo()
         assert new._node.engine.id == SIZE + 1 and b._node.group.leads
@@ -535,32 +540,12 @@ async def test_a_leader_that_cannot_read_who_wants_to_come_says_so_once(
         await here.come_back(2)
 
 
-async def test_a_newcomer_whose_leader_leaves_before_it_has_the_secret_begins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The file with the secret goes with that leader: the next one lets it in, and `init` does not wait in vain."""
-    async with place() as (workers, here):
-        a, b, c = workers
-        await lose(c, a, b)
-        loop, agree_secret = asyncio.get_running_loop(), Rendezvous.agree_secret
-
-        def agree_late(rendezvous: Rendezvous, *args: Any) -> bytes:
-            if not a.closed:
-                asyncio.run_coroutine_threadsafe(a.shutdown(graceful=False), loop).result(LONG)
-            return agree_secret(rendezvous, *args)
-
-        monkeypatch.setattr(Rendezvous, "agree_secret", agree_late)
-        new = await here.come_back(2)
-        assert new._node.engine.id == SIZE + 1 and b._node.group.leads
-        assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
-
-
 async def test_who_listens_to_a_newcomer_that_begins_anew_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its listeners are those of the worker, and not of one try."""
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        monkeypatch.setattr(b._node.group.newcomers, "introduce", lambda *_: die(a))
+        monkeypatch.setattr(b._node.group.joining, "introduce", lambda *_: die(a))
         new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
         heard = new.events()
         here.returned.append(new)
@@ -578,7 +563,7 @@ async def test_a_newcomer_that_begins_anew_can_be_given_up(monkeypatch: pytest.M
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        monkeypatch.setattr(b._node.group.newcomers, "introduce", lambda *_: die(a))
+        monkeypatch.setattr(b._node.group.joining, "introduce", lambda *_: die(a))
         new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
         starting = asyncio.ensure_future(new.start())
         await until(lambda: b._node.group.leads)
@@ -602,8 +587,8 @@ async def test_a_newcomer_that_begins_anew_has_one_time_for_all(monkeypatch: pyt
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        monkeypatch.setattr(b._node.group.newcomers, "look", lambda: None)  # it lets nobody in
-        monkeypatch.setattr(b._node.group.newcomers, "introduce", lambda *_: die(a))
+        monkeypatch.setattr(b._node.group.joining, "look", lambda: None)  # it lets nobody in
+        monkeypatch.setattr(b._node.group.joining, "introduce", lambda *_: die(a))
         with pytest.raises(RendezvousError, match=r"has let it in|have heard of it"):
             await here.come_back(2, rpc_timeout=1.0)
         assert b._node.group.leads
@@ -614,8 +599,8 @@ async def test_a_newcomer_waits_for_members_that_have_not_heard_of_it(monkeypatc
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-        newcomers = b._node.group.newcomers
-        introduce = newcomers.introduce
+        joining = b._node.group.joining
+        introduce = joining.introduce
         calls: list[Any] = []
 
         async def too_late(leader: int, newcomer: Any) -> None:
@@ -624,7 +609,7 @@ async def test_a_newcomer_waits_for_members_that_have_not_heard_of_it(monkeypatc
             await until(lambda: b.statistics().connections_refused >= 1)
             await introduce(leader, newcomer)
 
-        monkeypatch.setattr(newcomers, "introduce", too_late)
+        monkeypatch.setattr(joining, "introduce", too_late)
         new = await here.come_back(2)
         assert await calls[0] == 3 == await b.call("worker2", abs, -3)
         assert [info.name for info in new._node.group.lost.values()] == ["worker2"]

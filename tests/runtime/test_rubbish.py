@@ -70,7 +70,7 @@ RUBBISH = [
 ]
 FIXED = ["generation", "last/0", "1/world", "1/slot/0", "1/slot/1", "1/end/0", "1/verdict", "1/done"]
 FREE = ["generation", "1/world", "1/slot/0", "1/ids", "1/roster"]
-SECRET = ["1/secret", "1/secret/read", "1/wanted", "1/roster", "1/slot/0", "1/verdict"]
+SECRET = ["salt", "1/secret", "1/roster", "1/slot/0", "1/verdict"]
 
 
 def outcome(step: Callable[[], object]) -> str:
@@ -89,8 +89,8 @@ def join(store: Store, size: int | None, folder: Path, spoil: Callable[[], None]
     said = [outcome(lambda: opened.join(lambda _: made))]
     if not said[0]:
         spoil()
-        said.append(outcome(lambda: opened.agree_secret(made, [made], folder)))
-        said.append(outcome(opened.serve_newcomers))
+        said.append(outcome(lambda: opened.agree_secret(made, folder)))
+        said.append(outcome(opened.serve_joining))
         said.append(outcome(opened.members))
         said.append(outcome(lambda: opened.find("w9", 2.0)))
         said.append(outcome(lambda: opened.leave(made)))

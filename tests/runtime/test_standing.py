@@ -17,7 +17,7 @@ from aiorpc import Future, RpcBackendOptions, RpcCancelled, Worker, async_execut
 from aiorpc.protocol.frames import Frame
 from aiorpc.runtime.callee.standing import Standing
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.alarm import Alarm
+from aiorpc.runtime.engine.wakeup import WakeUp
 from aiorpc.testing import cluster
 from tests import scripts
 
@@ -342,14 +342,14 @@ def alone() -> None:
 @pytest.mark.parametrize("grace", [0.0, 1.0])
 async def test_no_thread_tries_to_where_none_may_read(monkeypatch: pytest.MonkeyPatch, grace: float) -> None:
     """With a session or TLS who reads may have to write. Over TCP without them threads stand by as elsewhere."""
-    made: list[Alarm | None] = []
-    make = Alarm.make
+    made: list[WakeUp | None] = []
+    make = WakeUp.make
 
-    def count() -> Alarm | None:
+    def count() -> WakeUp | None:
         made.append(make())
         return made[-1]
 
-    monkeypatch.setattr(Alarm, "make", count)
+    monkeypatch.setattr(WakeUp, "make", count)
     options = RpcBackendOptions(dedicated_loop=True, transports=("tcp",), reconnect_grace=grace)
     async with cluster(2, options=options) as workers, asyncio.timeout(LIMIT):
         for number in range(5):

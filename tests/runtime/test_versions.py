@@ -15,7 +15,7 @@ import aiorpc
 from aiorpc import Worker
 from aiorpc.errors import SerializationError
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime import life
+from aiorpc.runtime import lifecycle
 from aiorpc.runtime.engine.host import versions
 from aiorpc.runtime.group.versions import VersionNotes
 from tests.runtime.waiting import until
@@ -28,7 +28,7 @@ async def mixed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Worker, 
     """A worker, and one that says that it runs Python 3.99."""
     store = HashStore()
     async with aiorpc.init("here", store=store) as here:
-        monkeypatch.setattr(life, "versions", lambda: {**versions(), "python": "3.99.1"})
+        monkeypatch.setattr(lifecycle, "versions", lambda: {**versions(), "python": "3.99.1"})
         async with aiorpc.init("there", store=store) as there:
             yield here, there
 

@@ -69,7 +69,6 @@ def check_another(taken: Path) -> None:
     assert found != taken and found.parent == taken.parent and found.name.startswith(f"{taken.name}-")
     assert stat.S_IMODE(found.stat().st_mode) == 0o700 and not found.is_symlink()
     assert sockets.private_directory() == found
-    assert sockets.is_beside(taken, found) and not sockets.is_beside(found, taken)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory for another user")
@@ -80,7 +79,6 @@ def test_private_directory_that_another_user_made_does_not_keep_us_from_working(
         path.mkdir(mode=0o700)
         os.chown(path, 65534, 65534)
     check_another(taken)
-    assert not sockets.is_beside(taken, temporary / f"{taken.name}-aaaaaaaa")
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
@@ -188,21 +186,6 @@ def test_stale_sockets_are_removed_and_live_ones_stay(folder: Path) -> None:
             live.accept()[0].close()
             live.accept()
     assert not Path(dead_path).exists()
-
-
-def test_secrets_of_the_dead_are_removed_and_those_of_the_living_stay(folder: Path) -> None:
-    """Also where there is no socket beside them that would tell."""
-    dead, live = folder / "dead.secret", folder / "live.secret"
-    os.close(sockets.write_secret(dead, b"x" * 32))
-    descriptor = sockets.write_secret(live, b"y" * 32)
-    try:
-        sockets.remove_stale(folder)
-        assert [*folder.iterdir()] == [live] and live.read_bytes() == b"y" * 32
-        assert stat.S_IMODE(live.stat().st_mode) == 0o600
-    finally:
-        os.close(descriptor)
-    sockets.remove_stale(folder)
-    assert not [*folder.iterdir()]
 
 
 def test_cleaning_never_takes_a_socket_that_is_just_being_made(folder: Path) -> None:

@@ -82,7 +82,7 @@ class Turn(Label):
     QUIET = "a round shows it, together with the one before"
     OVERDUE = "the rounds have taken too long"
     RESTED = "the pause is over"
-    NEWCOMER = "a round is over in whose course a newcomer has taken a place, which has not entered"
+    JOINING = "a round is over in whose course a joining member has taken a place, which has not entered"
 
 
 _R, _T = Rounds, Turn
@@ -107,7 +107,7 @@ ROUNDS: Table[Rounds, Turn] = Table(
         Transition(_R.NEXT_ROUND, _T.QUIET, _R.GATHERING, "All that have entered are let go."),
         *from_each((_R.FIRST_ROUND, _R.NEXT_ROUND), _T.OVERDUE, _R.GATHERING, "All that have entered are let go."),
         Transition(_R.RESTING, _T.RESTED, _R.NEXT_ROUND),
-        *from_each((_R.FIRST_ROUND, _R.NEXT_ROUND), _T.NEWCOMER, _R.GATHERING, "It is waited for."),
+        *from_each((_R.FIRST_ROUND, _R.NEXT_ROUND), _T.JOINING, _R.GATHERING, "It is waited for."),
     ),
     final=(),
 )

@@ -33,7 +33,7 @@ class Bounds:
     store: float = 5.0  # for the store when the worker leaves; longer than `Rendezvous.close` waits for others
     look: float = 5.0  # for the store when a name is looked up
     farewell: float = 3.0  # for the store to say whether a member that cannot be reached has left
-    serving_pause: float = 0.25  # between two looks at the store of a free group for newcomers
+    serving_pause: float = 0.25  # between two looks at the store of a free group for joining members
     absence: float = 5.0  # off the list of a free group, as others have struck it off, before a worker enters it again
     founding: float = 2.0  # for members of an earlier store at ``tcp://``, before a free group is begun there
     return_pause: float = 0.5  # between two tries to find a store again that has gone; shorter than `founding`
@@ -56,4 +56,4 @@ class Bounds:
 
     # Contexts of autograd.
     leave_context: float = 5.0  # for telling all workers that a context was left
-    trailing_pause: float = 0.01  # for another message to come, with which it is told
+    piggyback_pause: float = 0.01  # for another message to come, with which it is told

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from .coalesced import CoalescedCallback
 from .engine import Engine
-from .soon import Soon
 
 
 class Looking:
@@ -30,7 +30,7 @@ class Looking:
         self._engine = engine
         self._look = look
         self._shortest = shortest
-        self._begin_soon = Soon(engine.call_on_loop, self.begin)
+        self._begin_soon = CoalescedCallback(engine.call_on_loop, self.begin)
         self._timer: asyncio.TimerHandle | None = None
         self.near: bool = False
         self.pause: float = 0.0

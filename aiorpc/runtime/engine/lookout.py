@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sized
 from typing import Protocol
 
-from .alarm import Alarm, Source
 from .busy_poll import LEAST_TAKEN, BackOff, give_way
+from .wakeup import Source, WakeUp
 
 # None begins to stand by where jobs come from more sources than that: the loop reads for all of them at once, and no
 # thread would get two jobs of one in a row. It goes by the last jobs, so many of them.
@@ -43,13 +43,13 @@ class JobSource(Source, Protocol):
 class Stance(threading.local):
     """What a thread knows of that for which it stands by.
 
-    source: what it is to stand by for when it finds no job. alarm: of its own, once it did. ready: whether the job that
-    it runs has asked for that source, and so is done but for its answer. kept: the source that it is going to look for
-    without sleeping, of which nobody else is told.
+    source: what it is to stand by for when it finds no job. wakeup: of its own, once it did. ready: whether the job
+    that it runs has asked for that source, and so is done but for its answer. kept: the source that it is going to look
+    for without sleeping, of which nobody else is told.
     """
 
     source: JobSource | None = None
-    alarm: Alarm | None = None
+    wakeup: WakeUp | None = None
     ready = False
     kept: JobSource | None = None
 
@@ -107,9 +107,9 @@ class Lookout:
             self._lock.release()
             source.leave()
 
-    def look(self, alarm: Alarm, source: JobSource) -> list[tuple[int, int]]:
+    def look(self, wakeup: WakeUp, source: JobSource) -> list[tuple[int, int]]:
         """Look for a moment what comes, without sleeping: what there is. If it is nothing, the source was let go."""
-        poll, back_off = alarm.epoll.poll, source.back_off
+        poll, back_off = wakeup.epoll.poll, source.back_off
         until = time.monotonic() + self._moment
         while True:
             found = poll(0, 2)

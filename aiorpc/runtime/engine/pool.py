@@ -39,10 +39,10 @@ from ...errors import WorkerClosed
 from ...locks import RLock, is_owned
 from ...logs import logger
 from ...threads import daemon
-from .alarm import Alarm
 from .busy_poll import MOMENT
 from .forked import end_child
 from .lookout import JobSource, Lookout
+from .wakeup import WakeUp
 
 _Job = tuple[Callable[..., None], tuple[object, ...]]
 
@@ -125,11 +125,11 @@ class ThreadPool:
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self.lookout: Lookout = Lookout(min(busy, MOMENT), self._jobs)
-        self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
-        self._standing: list[Alarm] = []
+        self._idle: list[threading.Lock | WakeUp] = []  # woken from its end; those that stand by are in front
+        self._standing: list[WakeUp] = []
         self._most_standing = _MOST_STANDING
         self.local: _Local = _Local()
-        self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
+        self._wakes: set[threading.Lock | WakeUp] = set()  # of all threads, those that sleep and those that do not
         self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
         self._ending: list[threading.Thread] = []  # those that count no more, and may not be gone yet
         # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too. It is taken by
@@ -329,7 +329,7 @@ class ThreadPool:
             return
         idle = self._idle
         try:
-            if type(idle[-1]) is Alarm and self._grow_beside():
+            if type(idle[-1]) is WakeUp and self._grow_beside():
                 return
             wake = idle.pop()
         except IndexError:
@@ -491,45 +491,45 @@ class ThreadPool:
         try:
             if surplus or len(standing) >= self._most_standing:
                 return
-            alarm = stance.alarm
-            if alarm is None or alarm.watched() is not source:
+            wakeup = stance.wakeup
+            if wakeup is None or wakeup.watched() is not source:
                 if self.lookout.crowded():
                     return
-                if alarm is None:
-                    alarm = stance.alarm = Alarm.make()
-                if alarm is None:
+                if wakeup is None:
+                    wakeup = stance.wakeup = WakeUp.make()
+                if wakeup is None:
                     self._most_standing = 0
                     return
-                self._wakes.add(alarm)
-                if not alarm.watch(source):
+                self._wakes.add(wakeup)
+                if not wakeup.watch(source):
                     return
-            standing.append(alarm)
+            standing.append(wakeup)
             for each in standing.copy():
-                if each is alarm:
+                if each is wakeup:
                     break
                 if each.watched() is source:  # one is enough for each, and the first one of two that come at once stays
-                    standing.remove(alarm)
+                    standing.remove(wakeup)
                     return
             del source  # what has ended meanwhile need not be there until we wake up
             found: list[tuple[int, int]] = []
-            self._idle.insert(0, alarm)
+            self._idle.insert(0, wakeup)
             try:
                 if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
                     if stance.kept is not None:
-                        found = self.lookout.look(alarm, stance.kept)
+                        found = self.lookout.look(wakeup, stance.kept)
                     if not found:
-                        found = alarm.epoll.poll(_STANDING, 2)
+                        found = wakeup.epoll.poll(_STANDING, 2)
             finally:
-                standing.remove(alarm)
+                standing.remove(wakeup)
                 try:
-                    self._idle.remove(alarm)  # as `_unpark`
+                    self._idle.remove(wakeup)  # as `_unpark`
                 except ValueError:
-                    alarm.take()  # somebody has taken us from the list, and says so
+                    wakeup.take()  # somebody has taken us from the list, and says so
                 else:
-                    if found and alarm.event in (found[0][0], found[-1][0]):
-                        alarm.take()  # we have been woken with everybody
-            if found and (len(found) > 1 or found[0][0] != alarm.event):
-                watched: JobSource | None = alarm.watched()
+                    if found and wakeup.event in (found[0][0], found[-1][0]):
+                        wakeup.take()  # we have been woken with everybody
+            if found and (len(found) > 1 or found[0][0] != wakeup.event):
+                watched: JobSource | None = wakeup.watched()
                 if watched is not None:
                     self._waking = True  # we take the jobs that we bring ourselves
                     watched.bring()
@@ -553,7 +553,7 @@ class ThreadPool:
             if self._threads + len(self._starting) - self._blocked <= self._limit or not self._unpark(wake):
                 return False
             self._end(wake)
-        self._close_alarm()
+        self._close_wakeup()
         # Between leaving the list and the count we looked busy: a job may have been left for us.
         self._look_again()
         return True
@@ -565,14 +565,14 @@ class ThreadPool:
         self._threads -= 1
         self._ended.notify_all()
 
-    def _close_alarm(self) -> None:
-        alarm = self.lookout.stance.alarm
-        if alarm is not None:
-            self._wakes.discard(alarm)
-            alarm.close()
+    def _close_wakeup(self) -> None:
+        wakeup = self.lookout.stance.wakeup
+        if wakeup is not None:
+            self._wakes.discard(wakeup)
+            wakeup.close()
 
     def _leave(self, wake: threading.Lock) -> None:
-        self._close_alarm()
+        self._close_wakeup()
         with self._lock:
             self._end(wake)
         self._look_again()

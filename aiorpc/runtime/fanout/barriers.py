@@ -155,7 +155,7 @@ class Barriers:
 
     async def _watch(self, members: tuple[int, ...], over: asyncio.Future[tuple[int, ...]]) -> None:
         """End a barrier when one of its members is gone."""
-        listener, has_gone = self._home.news.listen(), self._home.group.has_gone
+        listener, has_gone = self._home.events.listen(), self._home.group.has_gone
         try:
             while not (gone := tuple(each for each in members if has_gone(each))):
                 await anext(listener)

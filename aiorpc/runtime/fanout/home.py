@@ -18,7 +18,7 @@ class Home(CommonHome, Protocol):
     """See the module."""
 
     peers: Peers
-    news: Events
+    events: Events
     group: Group
     references: References
     retries: Retries

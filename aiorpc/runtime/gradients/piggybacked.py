@@ -35,7 +35,7 @@ class Piggybacked:
         self._looking.ask()
 
     def _pause(self) -> float:
-        return self._engine.bounds.trailing_pause
+        return self._engine.bounds.piggyback_pause
 
     def _look(self) -> float | None:
         if not self._peers:

@@ -21,9 +21,9 @@ from ...transport import sockets
 from ...transport.connection import Connection
 from ..callee.service import Service
 from ..engine.host import most_descriptors
-from .connecting import Home, lasts, make_connection, objection_to, seals, trust
+from .connecting import ConnectionContext, lasts, make_connection, objection_to, seals, trust
 from .listening import Listeners
-from .mending import Line
+from .resumption import Line
 
 # So many refusals, and ends of connections of members, are logged in so many seconds; all refusals are counted
 # (`Statistics.connections_refused`).
@@ -48,11 +48,11 @@ class Acceptor:
     Its methods belong to the loop.
     """
 
-    def __init__(self, home: Home, listeners: Listeners, secret: bytes) -> None:
-        self.home = home
+    def __init__(self, context: ConnectionContext, listeners: Listeners, secret: bytes) -> None:
+        self.context = context
         self.secret = secret
-        self._engine = home.engine
-        self._name = home.engine.name
+        self._engine = context.engine
+        self._name = context.engine.name
         self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
         self._ended: dict[tuple[str, int], bytes] = {}  # sessions by incarnation and number of the link, oldest first
@@ -131,11 +131,11 @@ class Acceptor:
         objection = objection_to(self._engine, connection, record)
         if objection is not None:
             return objection
-        if self.home.group.contradicts(record):
+        if self.context.group.contradicts(record):
             return f"worker {record.name!r} does not say of itself what stands in the roster of worker {self._name!r}"
         if process is not None and (process, self._engine.record.host) != (record.pid, record.host):
             return f"process {process} is not the process of worker {record.name!r}, {record.pid}, whose name it uses"
-        if self.home.group.is_lost(record):
+        if self.context.group.is_lost(record):
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
         crowded = opens and self._is_at_limit(record) and self._unused(record) is None
         return self._too_many(record) if crowded else None
@@ -147,16 +147,16 @@ class Acceptor:
         connections, or in whose name others had opened them, would be refused, and parted from this worker for good.
         """
         most = self._engine.bounds.member_connections
-        here = [each.connection for each in self.home.services if each.record.incarnation == record.incarnation]
+        here = [each.connection for each in self.context.services if each.record.incarnation == record.incarnation]
         return len(here) >= most and sum(not connection.is_over() for connection in here) >= most
 
     def _unused(self, record: WorkerRecord) -> Connection | None:
         """Of the connections that a member has opened, the oldest one that it seems to know nothing of.
 
         The last word of its handshake was lost with its socket, as whoever has a connection says something over it at
-        once. It waits for an opener that does not come back to it (`Mender`), and opens another one.
+        once. It waits for an opener that does not come back to it (`SessionResumption`), and opens another one.
         """
-        known = [each for each in self.home.services if each.record.incarnation == record.incarnation]
+        known = [each for each in self.context.services if each.record.incarnation == record.incarnation]
         for each in sorted(known, key=lambda each: each.link.number):
             session = each.connection.lasting
             if session is not None and not session.received:
@@ -173,7 +173,7 @@ class Acceptor:
             unused = self._unused(record)
             if unused is None:  # several were in their handshake at once
                 raise PeerRefused(self._too_many(record))
-            self.home.mender.replace(unused)
+            self.context.resumption.replace(unused)
 
     def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
         """What the first connection of that link has left for its second one; None if there is no such link.
@@ -181,7 +181,7 @@ class Acceptor:
         Also of one that has just ended, as that of a worker that has left: its second connection, which nobody needs
         any more, is then told from one that a stranger opens, and no refusal is counted.
         """
-        link = self.home.links.find(record, link_number, opener=False)
+        link = self.context.links.find(record, link_number, opener=False)
         return link.connection.session if link is not None else self._ended.get((record.incarnation, link_number))
 
     def goes_on(self, record: WorkerRecord, link_number: int, pipe: bool) -> int:
@@ -199,7 +199,7 @@ class Acceptor:
 
     def broken(self, record: WorkerRecord, link_number: int, pipe: bool) -> Connection:
         """The connection that its opener has a new socket for. Raises PeerRefused if there is none."""
-        link = self.home.links.find(record, link_number, opener=False)
+        link = self.context.links.find(record, link_number, opener=False)
         connection = None if link is None else link.second.attached if pipe else link.connection
         if not isinstance(connection, Connection) or connection.lasting is None or connection.closed:
             raise PeerRefused("the connection that is to go on has ended here")
@@ -247,15 +247,15 @@ class Acceptor:
         link_number: the number of the link. sure: the kernel, or a certificate for that one worker, has said that it is
         the one that it says it is.
         """
-        service = Service(self.home, record, connection, link_number, sure)
-        self.home.services.add(service)
-        self.home.peers.of(record)
-        self.home.group.watch(record)
+        service = Service(self.context, record, connection, link_number, sure)
+        self.context.services.add(service)
+        self.context.peers.of(record)
+        self.context.group.watch(record)
         return service
 
     def served(self, service: Service, cause: BaseException | None) -> None:
         """A connection on which we served has ended."""
-        self.home.services.discard(service)
+        self.context.services.discard(service)
         self._engine.counters.add_connection(service.connection)
         self._ended[service.record.incarnation, service.link.number] = service.connection.session
         if len(self._ended) > _ENDED:
@@ -265,7 +265,7 @@ class Acceptor:
             said = f"{self._name} ended a connection of {service.record.name}"
             self._say("worker %s: %s%s", said, foreign.text_of(cause))
         if cause is not None:
-            self.home.group.on_broken(service, f"its connection broke: {foreign.text_of(cause)}")
+            self.context.group.on_broken(service, f"its connection broke: {foreign.text_of(cause)}")
 
 
 class _Accepting:
@@ -276,9 +276,9 @@ class _Accepting:
     """
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
-        engine = acceptor.home.engine
+        engine = acceptor.context.engine
         self.acceptor = acceptor
-        self._home = acceptor.home
+        self._context = acceptor.context
         self.connection: Connection = make_connection(engine, sock, f"to {engine.name}", opener=False)
         self._process = sockets.peer_pid(sock)
         self._origin = sockets.origin(sock)  # now: of a socket that was closed nobody knows it
@@ -325,16 +325,16 @@ class _Accepting:
         if record is not None:
             self._timer.cancel()
             self.acceptor.ended(self)
-            trust(self._home.engine, self.connection.decoder)
+            trust(self._context.engine, self.connection.decoder)
             if self.handshake.resumes:
                 broken = self.acceptor.broken(record, self.handshake.link, self.handshake.pipe)
                 broken.go_on(self.connection, self.handshake.theirs, opener=False)
                 return
             self.connection.session, self.connection.takes_at_once = self.handshake.session(), self.handshake.theirs
             if self.handshake.lasting:
-                self.connection.last(self._home.engine.options.max_unacknowledged_bytes)
+                self.connection.last(self._context.engine.options.max_unacknowledged_bytes)
                 line = Line(self.connection, record, self.handshake.link, pipe=self.handshake.pipe, opener=False)
-                self._home.mender.watch(line)
+                self._context.resumption.watch(line)
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
@@ -358,7 +358,7 @@ class _Accepting:
             raise ProtocolError(f"its handshake cannot be read: {foreign.said(error)}") from error
 
     def _become_pipe(self, record: WorkerRecord) -> None:
-        link = self._home.links.find(record, self.handshake.link, opener=False)
+        link = self._context.links.find(record, self.handshake.link, opener=False)
         if link is None:  # its first connection has ended meanwhile
             self.connection.abort()
             return
@@ -366,7 +366,7 @@ class _Accepting:
         former = link.second.attached
         link.second.attach(self.connection)
         if former is not None and former is not link.second.attached:
-            self._home.mender.replace(former)
+            self._context.resumption.replace(former)
 
     def _too_slow(self, patience: float) -> None:
         self.connection.abort(TimeoutError(f"it did not prove itself within {patience:g} s"))
@@ -382,4 +382,4 @@ class _Accepting:
             self.acceptor.refuse(foreign.text_of(cause), self._origin)
         elif self.connection.bytes_received or not self.connection.local:
             # Over a unix socket whoever says nothing has looked whether somebody listens here (`remove_stale`).
-            self._home.engine.counters.given_up += 1
+            self._context.engine.counters.given_up += 1

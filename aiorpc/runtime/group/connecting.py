@@ -29,16 +29,14 @@ from ...transport.connection import Connection
 from ...transport.tls import TlsLayer
 from ...undoing import on_error
 from ..callee import service as callee
-from ..callee.service import Service
 from ..caller.addressee import farewell
 from ..caller.peer import Peer
-from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..links.link import Link
 from .group import Group, failure
-from .mending import Home as MendingHome
-from .mending import Line, Mender
+from .interface import MembershipContext
+from .resumption import Line, SessionResumption
 
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
@@ -54,13 +52,11 @@ _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LACKING_EVERY = 60.0  # seconds between two warnings of that
 
 
-class Home(callee.Home, MendingHome, Protocol):
-    """What connecting needs of the worker."""
+class ConnectionContext(callee.Home, MembershipContext, Protocol):
+    """What connecting and accepting need of the worker."""
 
-    mender: Mender
-    peers: Peers
+    resumption: SessionResumption
     group: Group
-    services: set[Service]
 
 
 def make_connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool) -> Connection:
@@ -105,9 +101,9 @@ def trust(engine: Engine, decoder: FrameDecoder) -> None:
 class Connector:
     """Opens the connections of one worker. On its loop."""
 
-    def __init__(self, home: Home, secret: bytes) -> None:
-        self._home = home
-        self._engine = home.engine
+    def __init__(self, context: ConnectionContext, secret: bytes) -> None:
+        self._context = context
+        self._engine = context.engine
         self._secret = secret
         self._numbers = itertools.count(1)  # of links
         self._finding: set[Peer] = set()
@@ -137,10 +133,10 @@ class Connector:
             await asyncio.sleep(0)  # `_connect` makes its peer ready
 
     async def _connect(self, peer: Peer) -> None:
-        home, engine = self._home, self._engine
+        context, engine = self._context, self._engine
         try:
             try:
-                record = await home.peers.locate(peer)
+                record = await context.peers.locate(peer)
                 if record is None:
                     return
                 connection = await self._open(record, peer)
@@ -159,7 +155,7 @@ class Connector:
         if peer.gone is not None:
             connection.abort()
             return
-        home.group.watch(record)
+        context.group.watch(record)
         peer.ready(connection)
 
     async def _open_pipe(self, link: Link) -> None:
@@ -224,7 +220,7 @@ class Connector:
                     self._opening.discard(opening.done)
             except PeerRefused as error:
                 peer.trouble = foreign.text_of(error)
-                if not self._home.group.may_not_know_this(record) or time.monotonic() > limit:
+                if not self._context.group.may_not_know_this(record) or time.monotonic() > limit:
                     raise
                 refused = None
             except OSError as error:
@@ -241,7 +237,7 @@ class Connector:
                     refused = now
                 ended = refused is not None and now > refused + engine.bounds.refused
                 if ended and record.host != engine.record.host:  # something between may refuse, for a while
-                    ended, refused = await self._home.group.look_for_farewell(record), None
+                    ended, refused = await self._context.group.look_for_farewell(record), None
                 refuses_us = isinstance(error, PermissionError)  # however often we ask
                 # If this process was stopped in the midst of a handshake the other side has ended that.
                 late = (began if met else now) > limit
@@ -273,7 +269,7 @@ class Connector:
 
     def _watch(self, record: WorkerRecord, number: int, peer: Peer | None, connection: Connection) -> None:
         line = Line(connection, record, number, pipe=peer is None, opener=True, peer=peer)
-        self._home.mender.watch(line)
+        self._context.resumption.watch(line)
 
     async def reach(self, record: WorkerRecord) -> socket.socket:
         """A TCP socket that leads to a worker. Raises OSError and RpcError."""
@@ -331,18 +327,18 @@ class Connector:
         self, peer: Peer, record: WorkerRecord, reason: str, error: BaseException | None, cause: BaseException
     ) -> None:
         """A worker cannot be reached any more: it is lost, if it has not left. error: what its loss is told by."""
-        if await self._home.group.look_for_farewell(record):
+        if await self._context.group.look_for_farewell(record):
             peer.fail(peer.parting or farewell(record))  # `_part` may wait for answers, which cannot come
             return
-        await self._home.group.await_end(record)
+        await self._context.group.await_end(record)
         if not self._engine.closed:
             self._on_lost(peer, record, reason, error, cause)
 
     def _on_lost(
         self, peer: Peer, record: WorkerRecord, reason: str, error: BaseException | None, cause: BaseException
     ) -> None:
-        reason = self._home.group.cause_of(record, reason)
-        self._home.group.on_lost(record, reason, error)
+        reason = self._context.group.cause_of(record, reason)
+        self._context.group.on_lost(record, reason, error)
         # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
         peer.fail(failure(record, reason, cause))
 

@@ -10,21 +10,19 @@ import contextvars
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import msgspec
 
 from ..._typing import Coro, Function
-from ...errors import RendezvousError, RpcError, WorkerClosed
+from ...errors import RendezvousError, RpcError
 from ...logs import logger
 from ...protocol import leaving
 from ...protocol.identity import WorkerRecord, legible
 from ...protocol.leaving import Activity, GroupTable, Outputs
-from ..caller.peers import Peers
-from ..engine.engine import Engine
 from ..engine.lifetime import no_longer_waits
 from ..engine.tasks import begin
-from ..meeting.rendezvous import Rendezvous
+from .interface import MembershipContext
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 _read_activity = msgspec.msgpack.Decoder(tuple[bool, int]).decode
@@ -42,30 +40,6 @@ LeavingOutput = (
 )
 
 
-class Home(Protocol):
-    """What leaving needs of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    peers: Peers
-
-    def is_idle(self) -> bool:
-        """Whether no call of users is under way, in either direction."""
-
-    def owes_answers(self) -> bool:
-        """Whether answers wait until their callers read them, or until a connection goes on."""
-
-    def activity(self) -> tuple[bool, int]:
-        """Whether it is idle, and how many calls of users it has seen."""
-
-    def describe_pending(self) -> str:
-        """The calls of users that are under way, as text for a log message; empty if there are none."""
-
-    def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
-        """End what this worker's program waits for; returns what, for people. why: the error, for each. calls: also
-        calls of users' functions, and not streams and what waits at others alone."""
-
-
 class Departure:
     """See the module. On the loop.
 
@@ -75,7 +49,7 @@ class Departure:
 
     def __init__(
         self,
-        home: Home,
+        context: MembershipContext,
         table: GroupTable,
         *,
         carry_out: Callable[[Outputs], None],
@@ -83,8 +57,8 @@ class Departure:
         verbs: tuple[Function, Function],
     ) -> None:
         self.heard: set[int] = set()
-        self._home = home
-        self._engine = home.engine
+        self._context = context
+        self._engine = context.engine
         self._table = table
         self._carry_out = carry_out
         self._on_left = on_left
@@ -93,7 +67,7 @@ class Departure:
         self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
         # While this worker leaves: what its shutdown waits for, and what that takes.
         self._go: asyncio.Future[bool] | None = None
-        self._context = contextvars.Context()
+        self._variables = contextvars.Context()
         self._waits: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None  # of what its program waits for
 
@@ -127,7 +101,7 @@ class Departure:
             case leaving.Rest():
                 self._engine.tasks.spawn(self._rest())
             case leaving.Overdue(busy):
-                names = ", ".join(self._home.peers.describe(each) for each in busy) or "nobody"
+                names = ", ".join(self._context.peers.describe(each) for each in busy) or "nobody"
                 logger.of(self._engine.name).warning(
                     "shutdown: %s still had calls under way; leaving all the same", names
                 )
@@ -139,9 +113,9 @@ class Departure:
     async def leave(self, timeout: float) -> bool:
         """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit."""
         self._go = asyncio.get_running_loop().create_future()
-        self._context = contextvars.copy_context()
+        self._variables = contextvars.copy_context()
         bound = self._engine.loop.call_later(timeout, self._give_up) if timeout else None
-        self._carry_out(self._table.leave(hosts_store=self._home.rendezvous.hosts_store))
+        self._carry_out(self._table.leave(hosts_store=self._context.rendezvous.hosts_store))
         try:
             return await self._go
         finally:
@@ -169,7 +143,7 @@ class Departure:
         over, which is part of what they have accepted.
         """
         seconds = self._engine.bounds.grace
-        ended = self._home.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=alone)
+        ended = self._context.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=alone)
         if ended:
             named = [*ended[:5], f"and {len(ended) - 5} more"] if len(ended) > 5 else ended
             logger.warning(
@@ -181,7 +155,7 @@ class Departure:
 
     def _spawn(self, coroutine: Coro[None]) -> None:
         """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
-        task = begin(coroutine, self._engine.loop, self._context)
+        task = begin(coroutine, self._engine.loop, self._variables)
         self._waits.add(task)
         task.add_done_callback(self._waited)
 
@@ -196,7 +170,7 @@ class Departure:
             if leader.id == self._engine.id:
                 await self.enter(leader.id)
             else:
-                await self._home.peers.of(leader).call(self._enter, (), None, 0.0, system=True)
+                await self._context.peers.of(leader).call(self._enter, (), None, 0.0, system=True)
         except RpcError:
             self._carry_out(self._table.enter_failed(leader.id))
         else:
@@ -208,7 +182,7 @@ class Departure:
             await asyncio.sleep(self._engine.bounds.serving_pause)
             try:
                 left = await self._engine.steps.run(
-                    lambda: [each for each in silent if self._home.rendezvous.has_left(each)]
+                    lambda: [each for each in silent if self._context.rendezvous.has_left(each)]
                 )
             except RendezvousError as error:
                 logger.debug("worker %s cannot see who has left: %s", self._engine.name, error)
@@ -224,7 +198,7 @@ class Departure:
         pause = _FIRST_PAUSE
         limit = float("inf")  # for answers: whoever does not read them for so long waits for them no more
         told = time.monotonic() + self._engine.bounds.told
-        while not (idle := self._home.is_idle()) or (self._home.owes_answers() and time.monotonic() < limit):
+        while not (idle := self._context.is_idle()) or (self._context.owes_answers() and time.monotonic() < limit):
             limit = min(limit, time.monotonic() + self._patience()) if idle else float("inf")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
@@ -235,7 +209,7 @@ class Departure:
                     "shutdown(timeout=...) and the option shutdown_timeout bound that",
                     self._engine.name,
                     self._engine.bounds.told,
-                    self._home.describe_pending() or "what is still to be sent",
+                    self._context.describe_pending() or "what is still to be sent",
                 )
         self._carry_out(self._table.idle())
 
@@ -269,13 +243,13 @@ class Departure:
         if record.id == self._engine.id:
             return Activity(*self.polled(record.id))
         patience = self._engine.bounds.poll
-        said = await self._home.peers.of(record).call(self._poll_verb, (), None, patience, system=True)
+        said = await self._context.peers.of(record).call(self._poll_verb, (), None, patience, system=True)
         return Activity(*_read_activity(said))
 
     def polled(self, leader: int) -> tuple[bool, int]:
         """The leader says that all leave, and asks whether this worker is idle, and how many calls it has seen."""
         self._carry_out(self._table.all_entered(leader))
-        return self._home.activity()
+        return self._context.activity()
 
     async def _rest(self) -> None:
         await asyncio.sleep(self._pause)

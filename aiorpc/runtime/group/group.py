@@ -33,14 +33,13 @@ from ..calls.functions import system
 from ..engine.host import how_ended, is_gone, provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
-from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
-from . import departure, hearsay, newcomers
 from .departure import Departure
-from .events import Events, WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
-from .hearsay import Hearsay
-from .newcomers import Newcomers, roster_to_wire
+from .events import WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
+from .indirect_probe import IndirectProbe
+from .interface import MembershipContext
+from .joining import JoiningMembers, roster_to_wire
 from .versions import VersionNotes
 
 # Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
@@ -66,14 +65,11 @@ class ShutdownReport:
     references: tuple[LeakedReference, ...] = ()
 
 
-class Home(departure.Home, hearsay.Home, newcomers.Home, Protocol):
-    """What the group needs of the worker."""
+class GroupContext(MembershipContext, Protocol):
+    """What the group itself needs of the worker besides."""
 
-    links: Links
     gradients: Gradients
     references: References
-    services: set[Service]
-    news: Events
 
 
 class Group:
@@ -82,30 +78,30 @@ class Group:
     members, lost: by id; they are the table's.
     """
 
-    def __init__(self, home: Home, records: list[WorkerRecord]) -> None:
-        self._home = home
-        self._engine = home.engine
-        newcomer = home.rendezvous.returned is not None
-        self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic, newcomer=newcomer)
-        self._versions = VersionNotes(home.engine.record)
+    def __init__(self, context: GroupContext, records: list[WorkerRecord]) -> None:
+        self._context = context
+        self._engine = context.engine
+        joiner = context.rendezvous.returned is not None
+        self._table = GroupTable(context.engine.id, records, free=context.rendezvous.dynamic, joiner=joiner)
+        self._versions = VersionNotes(context.engine.record)
         self._versions.tell(records)
-        self._hearsay = Hearsay(home, self.is_gone, vouch)
+        self._indirect_probe = IndirectProbe(context, self.is_gone, vouch)
         self.departure: Departure = Departure(
-            home, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
+            context, self._table, carry_out=self._carry_out, on_left=self._on_left, verbs=(enter, poll)
         )
-        self.newcomers: Newcomers = Newcomers(
-            home,
+        self.joining: JoiningMembers = JoiningMembers(
+            context,
             self._table,
             carry_out=self._carry_out,
             lose=self.on_lost,
-            is_together=self._hearsay.is_together,
+            is_together=self._indirect_probe.is_together,
             has_left=self.look_for_farewell,
             verbs=(arrive, introduce),
         )
         self.members: dict[int, WorkerRecord] = self._table.members
         self.lost: dict[int, WorkerInfo] = self._table.lost
         self._failed: dict[int, str] = {}  # after which errors members leave, as they say, until that is carried out
-        self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
+        self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
         self._ended: dict[str, str] = {}  # how processes of members have ended that are not lost yet, by incarnation
 
     @property
@@ -144,11 +140,11 @@ class Group:
 
         What it says later must not differ: a certificate, for one, was compared with the role that it gave then.
         """
-        return any(service.record == record for service in self._home.services)
+        return any(service.record == record for service in self._context.services)
 
     def may_not_know_this(self, record: WorkerRecord) -> bool:
-        """Whether that member may refuse this worker because it has not heard of it yet: of a newcomer, but for the
-        leader, members hear one after the other."""
+        """Whether that member may refuse this worker because it has not heard of it yet: of a joining member, but for
+        the leader, members hear one after the other."""
         return self._table.returning is not Returning.MEMBER and record.id != self._table.leader
 
     def live(self) -> list[WorkerRecord]:
@@ -182,7 +178,7 @@ class Group:
         until = time.monotonic() + timeout if timeout else float("inf")
         complete = await self.departure.leave(timeout)
         if complete and not self._table.free:
-            await self._hearsay.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
+            await self._indirect_probe.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
         return complete
 
     # --- what the table decides ---------------------------------------------------------------------------------------
@@ -196,22 +192,22 @@ class Group:
             case leaving.Attend(to):
                 self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.Follow(to):
-                # A newcomer may have given up, and its process live on.
+                # A joining member may have given up, and its process live on.
                 if not self.watch(to) or to.id != to.rank:
                     self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.ReportLost(to, member, cause):
                 self._tell(to, report_lost, pack(member.to_wire()), cause)
             case leaving.Joined(member):
-                self._home.references.admit(member.id)
-                self._home.peers.add(member)
-                self._home.news.publish(WorkerJoined(member.info))
+                self._context.references.admit(member.id)
+                self._context.peers.add(member)
+                self._context.events.publish(WorkerJoined(member.info))
             case leaving.Replaced(member, before):
                 logger.info("worker %s: %s has taken the place of %s", self._engine.name, member.describe(), before.pid)
-                self._home.references.admit(member.id)
-                self._home.peers.add(member)
-                self._home.news.publish(WorkerReplaced(member.info))
+                self._context.references.admit(member.id)
+                self._context.peers.add(member)
+                self._context.events.publish(WorkerReplaced(member.info))
             case leaving.Admit() | leaving.Refuse() | leaving.Announce() | leaving.Welcome():
-                self.newcomers.do(output)
+                self.joining.do(output)
             case leaving.Lost(member, cause, error):
                 self._mourn(member, cause, error)
             case leaving.Left(member):
@@ -224,7 +220,7 @@ class Group:
     def _tell(self, record: WorkerRecord, function: Function, *args: object) -> None:
         try:
             # Without a limit: a member that is stopped for long has to hear it when it goes on. Nobody says it twice.
-            call = self._home.peers.of(record).call(function, args, None, 0.0, system=True)
+            call = self._context.peers.of(record).call(function, args, None, 0.0, system=True)
         except RpcError:
             return
         call._when_settled(lambda future: future._mark_seen())
@@ -242,20 +238,20 @@ class Group:
         if self.is_gone(record):
             return  # the rendezvous may list it a little longer
         self.departure.heard.add(record.id)
-        self._home.peers.add(record)
+        self._context.peers.add(record)
         self._versions.tell([record])
         self._carry_out(self._table.join(record))
 
     def on_process_exit(self, record: WorkerRecord) -> None:
         """The process of a member has ended."""
-        self._home.links.memory.collect()
+        self._context.links.memory.collect()
         self._ended[record.incarnation] = how_ended(record.pid)  # now: its parent may collect it
         # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
         self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, self.cause_of(record, "its process ended"))
 
     def _on_exit(self, record: WorkerRecord, cause: str) -> None:
-        links = [each.link for each in self._home.services if each.record.incarnation == record.incarnation]
-        called = self._home.peers.of(record).link
+        links = [each.link for each in self._context.services if each.record.incarnation == record.incarnation]
+        called = self._context.peers.of(record).link
         links += [] if called is None else [called]
         if links and all(link.connection.local for link in links):
             self.on_lost(record, cause)  # else a goodbye would have come; over TCP the line may be down
@@ -278,7 +274,7 @@ class Group:
         """
         if not self._engine.closed:
             self._carry_out(self._table.lose(record, self.cause_of(record, cause), error))
-            self.newcomers.look()
+            self.joining.look()
 
     async def await_end(self, record: WorkerRecord) -> None:
         """Wait a moment for the end of a process of this host that has broken a connection.
@@ -301,14 +297,14 @@ class Group:
         return f"its process (pid {record.pid}) {ended}" if ended else cause
 
     def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
-        home, engine = self._home, self._engine
+        context, engine = self._context, self._engine
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.of(engine.name).warning("worker %s was lost: %s", record.describe(), cause)
         self._end_calls(record, failure(record, cause, error))
         self._forget(record)
-        if home.rendezvous.dynamic:
-            engine.tasks.spawn(self._strike_off(home.rendezvous, record))
-        home.news.publish(WorkerLost(record.info, cause))
+        if context.rendezvous.dynamic:
+            engine.tasks.spawn(self._strike_off(context.rendezvous, record))
+        context.events.publish(WorkerLost(record.info, cause))
 
     def on_goodbye(self, record: WorkerRecord, sure: bool = True, failed: str = "") -> None:
         """A member leaves in good order. sure: it was it for sure that has said so. failed: as of `farewell`."""
@@ -316,14 +312,14 @@ class Group:
         if sure:
             left()
         else:
-            self._hearsay.look_into(record, self._engine.record, left, "has said goodbye")
+            self._indirect_probe.look_into(record, self._engine.record, left, "has said goodbye")
 
     def _on_left(self, record: WorkerRecord, failed: str = "") -> None:
         if not self._engine.closed:
             if failed:
                 self._failed[record.id] = failed
             self._carry_out(self._table.depart(record))
-            self.newcomers.look()  # this worker may lead now
+            self.joining.look()  # this worker may lead now
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
         """Whether a member that cannot be reached has left: no goodbye can come where there is no connection.
@@ -337,7 +333,7 @@ class Group:
 
     async def _ask_store(self, record: WorkerRecord) -> None:
         try:
-            if await self._engine.steps.run(lambda: self._home.rendezvous.has_left(record)):
+            if await self._engine.steps.run(lambda: self._context.rendezvous.has_left(record)):
                 self._on_left(record)
         except RendezvousError as error:
             logger.debug("worker %s cannot see whether %s has left: %s", self._engine.name, record.describe(), error)
@@ -352,7 +348,7 @@ class Group:
             self._lose_unless_left(service.record, cause)
         else:
             believed = partial(self.on_lost, service.record, cause)
-            self._hearsay.look_into(service.record, self._engine.record, believed, "has broken a connection")
+            self._indirect_probe.look_into(service.record, self._engine.record, believed, "has broken a connection")
 
     def on_report(self, reporter: int, record: WorkerRecord, cause: str) -> None:
         """A member says that it has lost another one.
@@ -363,7 +359,7 @@ class Group:
         if told is not None and known == record:
             other = told if told.id < record.id else self._engine.record
             believed = partial(self.on_lost, record, cause)
-            self._hearsay.look_into(record, other, believed, f"was lost, says {told.describe()}", told)
+            self._indirect_probe.look_into(record, other, believed, f"was lost, says {told.describe()}", told)
 
     def vouches(self, member: int) -> bool:
         """Whether this worker stays for now, and has not parted with that member."""
@@ -373,7 +369,7 @@ class Group:
     # --- what becomes of a member that is gone ------------------------------------------------------------------------
 
     def _part(self, record: WorkerRecord) -> None:
-        peer = self._home.peers.of(record)
+        peer = self._context.peers.of(record)
         new = self._table.returning is not Returning.MEMBER
         failed = self._failed.pop(record.id, "")
         error = peer.parting = farewell(record, failed, ", before this worker came" if new else "")
@@ -382,26 +378,26 @@ class Group:
         else:
             self._end_calls(record, error)
         self._forget(record)
-        self._home.news.publish(WorkerLeft(record.info))
+        self._context.events.publish(WorkerLeft(record.info))
 
     def _end_calls(self, record: WorkerRecord, error: RpcError) -> None:
-        self._home.peers.of(record).fail(error)
-        self._home.peers.on_gone(record)
+        self._context.peers.of(record).fail(error)
+        self._context.peers.on_gone(record)
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
         self._ended.pop(record.incarnation, None)
         self.departure.forget(record)
-        for service in list(self._home.services):
+        for service in list(self._context.services):
             if service.record.incarnation == record.incarnation:
                 service.connection.abort()
-        self._home.references.on_gone(record.id, record.id in self.lost)
-        self._home.gradients.on_gone(record.id)
+        self._context.references.on_gone(record.id, record.id in self.lost)
+        self._context.gradients.on_gone(record.id)
 
     def _forget_for_good(self, record: WorkerRecord) -> None:
         self.departure.heard.discard(record.id)
-        self._home.peers.forget(record)
-        self._home.references.forget(record.id)
+        self._context.peers.forget(record)
+        self._context.references.forget(record.id)
         self._remove_socket(record)
 
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
@@ -453,18 +449,18 @@ def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
 
 @system
 async def arrive(record: RecordFields) -> bytes:
-    """Handler, on the leader: a newcomer is there. It is answered when all members know it, with who they are."""
+    """Handler, on the leader: a joining member is there. It is answered when all members know it, with who they are."""
     group, caller_id = _current()
-    newcomer = WorkerRecord.from_wire(record)
-    _check_own(group, newcomer, caller_id)
-    return roster_to_wire(await group.newcomers.arrive(newcomer))
+    joiner = WorkerRecord.from_wire(record)
+    _check_own(group, joiner, caller_id)
+    return roster_to_wire(await group.joining.arrive(joiner))
 
 
 @system
 async def introduce(record: RecordFields) -> None:
-    """Handler: the leader says that a newcomer has the place of a lost member. It is answered when that is known."""
+    """Handler: the leader says that a joining member has the place of a lost one. It is answered when that is known."""
     group, caller_id = _current()
-    await group.newcomers.introduce(caller_id, WorkerRecord.from_wire(record))
+    await group.joining.introduce(caller_id, WorkerRecord.from_wire(record))
 
 
 @system
@@ -472,7 +468,7 @@ async def report_lost(record: RecordFields, cause: str) -> None:
     """Handler: the leader has seen a member die, and tells it."""
     group, caller_id = _current()
     lost = WorkerRecord.from_wire(record)
-    await group.newcomers.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
+    await group.joining.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
     group.on_report(caller_id, lost, legible(str(cause)[:CAUSE_LIMIT]))  # its own words, and they go to the log
 
 

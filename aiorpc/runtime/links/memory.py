@@ -23,9 +23,9 @@ from ...channels.shm import Lender
 from ...channels.slots import SharedSlots
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
+from ..engine.coalesced import CoalescedCallback
 from ..engine.engine import Engine
 from ..engine.host import most_descriptors, provably_dead
-from ..engine.soon import Soon
 from ..engine.watch import ProcessWatch
 from .returns import Returns
 
@@ -67,7 +67,7 @@ class Memory:
         self._missing: list[int] = []
         self._unprepared: list[SharedMemory] = []  # until there is a segment
         self._growing = False
-        self._grow_soon = Soon(engine.call_on_loop, self._grow_later)
+        self._grow_soon = CoalescedCallback(engine.call_on_loop, self._grow_later)
         self._trimming: asyncio.TimerHandle | None = None
         # Not the group's watch: that ends with the connection, which may come before the end of the process.
         self._watch = ProcessWatch(engine.loop, lambda record: self.collect())

@@ -20,8 +20,8 @@ from ...protocol.handshake import shown
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
+from ..engine.coalesced import CoalescedCallback
 from ..engine.engine import Engine
-from ..engine.soon import Soon
 from .messages import LINK, MESSAGES, Attach, Pipe
 
 # Seconds until a second connection is opened that nothing waits for yet.
@@ -73,7 +73,7 @@ class SecondConnection:
         self._link = link
         self._asked = False
         #: There are chunks to send. From any thread.
-        self.wake: Soon = Soon(link.engine.call_on_loop, self._pump)
+        self.wake: CoalescedCallback = CoalescedCallback(link.engine.call_on_loop, self._pump)
         options = link.engine.options
         self.bulk: Bulk = Bulk(
             limit=options.max_tensor_bytes,

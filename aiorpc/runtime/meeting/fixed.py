@@ -8,7 +8,7 @@ the whole group; the store may outlive many):
     G/world               world size and rank of the first comer; the others must agree
     G/slot/RANK           who holds the rank; taken once, by compare and set
     G/end/RANK            its holder has left, or gave up
-    G/left/RANK           its holder leaves in good order; of newcomers the id, as in `returning.py`
+    G/left/RANK           its holder leaves in good order; of joining members the id, as in `returning.py`
     G/verdict             set once: complete, or why this generation failed
     G/done                how many ranks have learnt the verdict
     G/refused             who came without a world size last, for those who wait in vain
@@ -31,7 +31,7 @@ from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord, legible
 from ..engine.host import host_identity, is_gone, provably_dead, sees
-from .board import Board
+from .key_value import KeyValueClient
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
@@ -70,13 +70,13 @@ def _world_from_json(value: Any) -> tuple[int, str]:
     return size, "" + who
 
 
-def has_formed(board: Board, generation: int, world_size: int) -> bool:
+def has_formed(kv: KeyValueClient, generation: int, world_size: int) -> bool:
     """Whether that generation is a group of that size whose members have all been there."""
-    world, verdict = board.get(f"{generation}/world"), board.get(f"{generation}/verdict")
+    world, verdict = kv.get(f"{generation}/world"), kv.get(f"{generation}/verdict")
     if world is None or verdict is None:
         return False
-    size, _ = board.load(f"{generation}/world", world, _world_from_json)
-    return size == world_size and board.load(f"{generation}/verdict", verdict, _Verdict.from_json).kind == _COMPLETE
+    size, _ = kv.load(f"{generation}/world", world, _world_from_json)
+    return size == world_size and kv.load(f"{generation}/verdict", verdict, _Verdict.from_json).kind == _COMPLETE
 
 
 def check_unique_names(records: Sequence[WorkerRecord]) -> None:
@@ -91,24 +91,24 @@ def check_unique_names(records: Sequence[WorkerRecord]) -> None:
             raise RendezvousError(f"name {name!r} is not unique: ranks {ranks} have it: {who}")
 
 
-def check_unmixed(board: Board, here: str, patience: Patience, knocks: Callable[[], str]) -> None:
+def check_unmixed(kv: KeyValueClient, here: str, patience: Patience, knocks: Callable[[], str]) -> None:
     """RendezvousError if a group of fixed size lives at this store: nobody can join it.
 
     knocks: describes the worker that wants to. Those who wait for the rest of their group are told of it.
     """
-    generation = board.number("generation")
+    generation = kv.number("generation")
     key = f"{generation}/world"
-    world = board.get(key) if generation else None
-    for rank in range(board.load(key, world, _world_from_json)[0] if world is not None else 0):
+    world = kv.get(key) if generation else None
+    for rank in range(kv.load(key, world, _world_from_json)[0] if world is not None else 0):
         if patience.stop.is_set() or patience.left() <= 0:
             raise RendezvousError(f"a group of {rank} workers and more was still being looked at when time was up")
         slot = f"{generation}/slot/{rank}"
-        entry = board.get(slot)
-        holder = board.load(slot, entry, Member.from_json).record if entry is not None else None
+        entry = kv.get(slot)
+        holder = kv.load(slot, entry, Member.from_json).record if entry is not None else None
         if holder is None or provably_dead(holder, here):
             continue
-        if board.get(f"{generation}/end/{rank}") != holder.incarnation:
-            board.put(f"{generation}/refused", f"{knocks()} came without a world_size, and was refused")
+        if kv.get(f"{generation}/end/{rank}") != holder.incarnation:
+            kv.put(f"{generation}/refused", f"{knocks()} came without a world_size, and was refused")
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. "
                 f"{holder.describe()} belongs to a group of fixed size; give a world_size to join one"
@@ -118,8 +118,8 @@ def check_unmixed(board: Board, here: str, patience: Patience, knocks: Callable[
 class FixedWorld:
     """A group whose size all its members know beforehand."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, *, proof: Proof, hosts_store: bool) -> None:
-        self.board = board
+    def __init__(self, kv: KeyValueClient, rank: int, world_size: int, *, proof: Proof, hosts_store: bool) -> None:
+        self.kv = kv
         self.rank = rank
         self.world_size = world_size
         self.generation: int = 0
@@ -148,15 +148,15 @@ class FixedWorld:
 
     def leave(self, record: WorkerRecord) -> None:
         """Give up the record's place, so that its rank can be taken in the next generation."""
-        self.board.put(self._key(f"end/{record.id}"), record.incarnation)
+        self.kv.put(self._key(f"end/{record.id}"), record.incarnation)
 
     def say_farewell(self, record: WorkerRecord) -> None:
         """Say that this member leaves in good order; its place is not free before `leave`."""
-        self.board.put(self._key(f"left/{record.id}"), record.incarnation)
+        self.kv.put(self._key(f"left/{record.id}"), record.incarnation)
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether it has said that: an end alone is also that of a newcomer that gives up, or of a lost member."""
-        return self.board.get(self._key(f"left/{record.id}")) == record.incarnation
+        """Whether it has said that. An end alone is also that of a joining member that gives up, or of a lost one."""
+        return self.kv.get(self._key(f"left/{record.id}")) == record.incarnation
 
     def has_ended(self, record: WorkerRecord) -> bool:
         """Whether a member has left, whichever way, or is proved dead."""
@@ -176,10 +176,10 @@ class FixedWorld:
         """The members found at `join`."""
         return self._members
 
-    def wait_until_known(self, ranks: int, seconds: float) -> None:
+    def wait_until_known(self, ranks: int, seconds: float, counter: str = "done") -> None:
         """What the store's host does before it goes: let so many ranks learn the verdict, within so many seconds."""
         for _ in Patience(seconds).tries():
-            if self.board.number(self._key("done")) >= ranks:
+            if self.kv.number(self._key(counter)) >= ranks:
                 return
 
     def _key(self, name: str) -> str:
@@ -188,8 +188,8 @@ class FixedWorld:
     def _holder(self, generation: int, rank: int) -> WorkerRecord | None:
         """Whose that rank is in that generation, as the store says."""
         key = f"{generation}/slot/{rank}"
-        entry = self.board.get(key)
-        return self.board.load(key, entry, Member.from_json).record if entry is not None else None
+        entry = self.kv.get(key)
+        return self.kv.load(key, entry, Member.from_json).record if entry is not None else None
 
     def _advance(self, patience: Patience) -> None:
         self._enter_generation(self.generation, self.generation + 1)
@@ -197,8 +197,8 @@ class FixedWorld:
             raise RendezvousError(f"rank {self.rank} found no generation to join within {patience.seconds:g} s")
 
     def _enter_generation(self, last: int, following: int) -> None:
-        held = self.board.swap("generation", str(last) if last else "", str(following))
-        self.generation = self.board.read_number("generation", held)
+        held = self.kv.swap("generation", str(last) if last else "", str(following))
+        self.generation = self.kv.read_number("generation", held)
 
     def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
@@ -206,35 +206,35 @@ class FixedWorld:
         while True:
             entry = self._entry = json.dumps(self._proof.member(record, claims, self.generation).to_json())
             self._check_previous(record)
-            late = self.board.has(self._key("verdict"))
+            late = self.kv.has(self._key("verdict"))
             key = self._key(f"slot/{self.rank}")
-            held = self.board.swap(key, "", entry)
+            held = self.kv.swap(key, "", entry)
             if held == entry:
                 break
-            holder = self.board.load(key, held, Member.from_json).record
+            holder = self.kv.load(key, held, Member.from_json).record
             if not self._has_ended(self.generation, holder):
                 self._refuse_second(record, holder, self.generation)
             # Somebody may be waiting for the one that is gone: let them come along to the next generation.
             self._settle(_VOID, f"{holder.describe()} is gone")
             self._advance(patience)
         self._check_world(record)
-        self.board.put(f"last/{self.rank}", str(self.generation))
+        self.kv.put(f"last/{self.rank}", str(self.generation))
         return late
 
     def _check_previous(self, record: WorkerRecord) -> None:
         """A rank whose last holder is still in an older generation has two processes now."""
-        last = self.board.number(f"last/{self.rank}")
+        last = self.kv.number(f"last/{self.rank}")
         holder = self._holder(last, self.rank) if 0 < last < self.generation else None
         if holder is not None and not self._has_ended(last, holder):
             self._refuse_second(record, holder, last)
 
     def _has_ended(self, generation: int, holder: WorkerRecord) -> bool:
-        ended = self.board.get(f"{generation}/end/{holder.id}") == holder.incarnation
+        ended = self.kv.get(f"{generation}/end/{holder.id}") == holder.incarnation
         return ended or provably_dead(holder, self._here)
 
     def _closed(self, generation: int) -> str:
         """For errors: that the group of that generation runs, if it does."""
-        text = self.board.get(f"{generation}/verdict")
+        text = self.kv.get(f"{generation}/verdict")
         if text is None or self._verdict(text).kind != _COMPLETE:
             return ""
         return CLOSED
@@ -250,8 +250,8 @@ class FixedWorld:
 
     def _check_world(self, record: WorkerRecord) -> None:
         mine = json.dumps([self.world_size, record.describe()])
-        first = self.board.swap(self._key("world"), "", mine)
-        size, who = self.board.load(self._key("world"), first, _world_from_json)
+        first = self.kv.swap(self._key("world"), "", mine)
+        size, who = self.kv.load(self._key("world"), first, _world_from_json)
         problem = ""
         if size != self.world_size:
             problem = f"world_size differs: {who} says {size}, {record.describe()} says {self.world_size}"
@@ -267,18 +267,18 @@ class FixedWorld:
     def _settle(self, kind: str, text: str = "") -> _Verdict:
         """Propose a verdict; return the one that holds, which is the first that was proposed."""
         verdict = _Verdict(kind, text, time.time(), self._here, os.getpid())
-        return self._verdict(self.board.swap(self._key("verdict"), "", json.dumps(astuple(verdict))))
+        return self._verdict(self.kv.swap(self._key("verdict"), "", json.dumps(astuple(verdict))))
 
     def _verdict(self, text: str) -> _Verdict:
-        return self.board.load(self._key("verdict"), text, _Verdict.from_json)
+        return self.kv.load(self._key("verdict"), text, _Verdict.from_json)
 
     def _await_verdict(self, record: WorkerRecord, patience: Patience) -> _Verdict:
         slots = [self._key(f"slot/{rank}") for rank in range(self.world_size)]
         for _ in patience.tries():
-            held = self.board.get(self._key("verdict"))
+            held = self.kv.get(self._key("verdict"))
             if held is not None:
                 return self._verdict(held)
-            self.board.check_open()
+            self.kv.check_open()
             members = self._read(slots)
             if members:
                 dead = [each.record.describe() for each in members if self._has_ended(self.generation, each.record)]
@@ -286,7 +286,7 @@ class FixedWorld:
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
                 if self._all_agree() or self._are_wrong(members):
                     return self._settle(_COMPLETE)
-        held = self.board.get(self._key("verdict"))  # its store goes with whose time was up before, if that hosts it
+        held = self.kv.get(self._key("verdict"))  # its store goes with whose time was up before, if that hosts it
         return self._verdict(held) if held is not None else self._settle(_TIMEOUT, self._missing(record, patience))
 
     def _are_wrong(self, members: list[Member]) -> bool:
@@ -297,24 +297,24 @@ class FixedWorld:
     def _all_agree(self) -> bool:
         """Whether all holders agree to the world size: one that does not is about to say so, and is no member."""
         lasts = [f"last/{rank}" for rank in range(self.world_size)]
-        return {*(self.board.find_all(lasts) or ())} == {str(self.generation)}
+        return {*(self.kv.find_all(lasts) or ())} == {str(self.generation)}
 
     def _read(self, slots: list[str]) -> list[Member]:
         """Who has these slots; nobody while one is free."""
-        entries = self.board.find_all(slots)
+        entries = self.kv.find_all(slots)
         return [] if entries is None else self._load(slots, entries)
 
     def _load(self, slots: list[str], entries: list[str]) -> list[Member]:
-        return [self.board.load(key, entry, Member.from_json) for key, entry in zip(slots, entries, strict=True)]
+        return [self.kv.load(key, entry, Member.from_json) for key, entry in zip(slots, entries, strict=True)]
 
     def _missing(self, record: WorkerRecord, patience: Patience) -> str:
         held = [self._holder(self.generation, rank) for rank in range(self.world_size)]
         agreed = str(self.generation)
-        missing = [rank for rank in range(self.world_size) if self.board.get(f"last/{rank}") != agreed]
+        missing = [rank for rank in range(self.world_size) if self.kv.get(f"last/{rank}") != agreed]
         here = ", ".join(holder.describe() for holder in held if holder is not None)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         waited = f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
-        refused = self.board.get(self._key("refused"))
+        refused = self.kv.get(self._key("refused"))
         if refused is not None:
             waited += f". {legible(refused[:_SHOWN])}: give all workers the same world_size, or none of them"
         return f"{waited}. {self._doubt}" if self._doubt else waited
@@ -342,7 +342,7 @@ class FixedWorld:
         if verdict.kind != _COMPLETE:
             self._fail(verdict.text, self.world_size if verdict.kind == _ABORT else None)
         slots = [self._key(f"slot/{rank}") for rank in range(self.world_size)]
-        entries = self.board.get_all(slots)
+        entries = self.kv.get_all(slots)
         self._members = self._load(slots, entries)
         try:
             self._check_own_slot(entries[self.rank])
@@ -352,7 +352,7 @@ class FixedWorld:
         except RendezvousError:
             self._give_up(self.world_size)
             raise
-        self.board.count(self._key("done"), at_most=True)
+        self.kv.count(self._key("done"), at_most=True)
         return self._members
 
     def _check_own_slot(self, entry: str) -> None:
@@ -379,9 +379,9 @@ class FixedWorld:
     def _give_up(self, ranks: int | None) -> None:
         """Let go of the slot; the store's host lets so many ranks, or all that are here, hear why before it goes."""
         self._end()
-        self.board.count(self._key("done"), at_most=True)
+        self.kv.count(self._key("done"), at_most=True)
         if self._hosts_store:
-            here = [self.board.has(self._key(f"slot/{rank}")) for rank in range(self.world_size)]
+            here = [self.kv.has(self._key(f"slot/{rank}")) for rank in range(self.world_size)]
             self.wait_until_known(sum(here) if ranks is None else ranks, 1.0)
 
     def _end(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...devices import DeviceClaims, check_device_maps
@@ -20,8 +19,8 @@ from ...protocol.identity import ID_LIMIT, WorkerRecord
 from ...protocol.ids import IdSet
 from ...protocol.leaving import REMEMBERED
 from ..engine.host import host_identity, provably_dead
-from .board import Board
 from .fixed import check_unmixed
+from .key_value import KeyValueClient
 from .membership import Member, Proof, same_process
 from .patience import Patience
 
@@ -70,8 +69,8 @@ class FreeWorld:
     generation = 1
     _ROSTER = "1/roster"
 
-    def __init__(self, board: Board, rank: int | None, *, proof: Proof) -> None:
-        self.board = board
+    def __init__(self, kv: KeyValueClient, rank: int | None, *, proof: Proof) -> None:
+        self.kv = kv
         self.rank = rank
         self.proof = proof
         self._here = host_identity()
@@ -92,7 +91,7 @@ class FreeWorld:
         RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
         do not fit with those of the others.
         """
-        check_unmixed(self.board, self._here, patience, lambda: make_record(self.rank or 0).describe())
+        check_unmixed(self.kv, self._here, patience, lambda: make_record(self.rank or 0).describe())
         if made is not None and any(member.record == made for member in self._read().members):
             record = made
         else:
@@ -116,7 +115,7 @@ class FreeWorld:
                     )
                 if other.id == record.id:
                     raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
-            members = [*alive, self.proof.member(record, claims, self.generation, trusted=True)]
+            members = [*alive, self.proof.member(record, claims, self.generation)]
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
@@ -124,7 +123,7 @@ class FreeWorld:
 
     def founded(self) -> bool:
         """Whether anybody has ever been in this list."""
-        return self.board.has(self._ROSTER)
+        return self.kv.has(self._ROSTER)
 
     def leave(self, record: WorkerRecord) -> None:
         """Take a record off the list; nothing happens if it is not there."""
@@ -145,7 +144,8 @@ class FreeWorld:
     def stay(self, record: WorkerRecord, seconds: float, *, parted: bool) -> None:
         """Enter the list again if others have struck this worker, whose record that is, off it for so many seconds.
 
-        Whoever cannot reach a member strikes it off. The others may reach it, but no newcomer would find it any more.
+        Whoever cannot reach a member strikes it off. The others may reach it, but no joining member would find it any
+        more.
         parted: it has lost all whom it knew. Then those who stand in the list go on without it. Of somebody who has its
         name or its id meanwhile it is told once.
         """
@@ -171,9 +171,10 @@ class FreeWorld:
         said = "worker %s was struck off the list of its group by a member that cannot reach it; %s"
         if successors and successors[0].incarnation != record.incarnation:
             self._replaced = True
-            logger.warning(said, record.name, f"{successors[0].describe()} stands there now, and newcomers find that")
+            there_now = f"{successors[0].describe()} stands there now, and joining members find that"
+            logger.warning(said, record.name, there_now)
         elif not successors and not self._leaves:
-            logger.warning(said, record.name, "it lives, and has entered that again, so that newcomers find it")
+            logger.warning(said, record.name, "it lives, and has entered that again, so that joining members find it")
 
     def has_left(self, record: WorkerRecord) -> bool:
         """Whether it has taken itself off the list, as one of the last who did."""
@@ -195,13 +196,13 @@ class FreeWorld:
         stay = [member for member in old if member.record.incarnation not in self.struck]
         taken = used.union(_ids(old))
         # This worker may not have seen the last ones who came: the next id is one that none of them can have.
-        self.board.swap("1/ids", "", str((max(taken, default=-1) // _LEAP + 2) * _LEAP))
+        self.kv.swap("1/ids", "", str((max(taken, default=-1) // _LEAP + 2) * _LEAP))
         here = self._read().members
         if here and not any(member.record.incarnation in known for member in here):
             return False
         self._check_name(here, record)
         for key, value in (written or {}).items():
-            if self.board.swap(f"{self.generation}/{key}", "", value) != value:
+            if self.kv.swap(f"{self.generation}/{key}", "", value) != value:
                 logger.warning("worker %s: somebody else has set %s at the store that is here now", record.name, key)
 
         def enter(members: list[Member], _: IdSet) -> list[Member]:
@@ -227,15 +228,6 @@ class FreeWorld:
 
     abandon = say_farewell  # it is in the list as soon as it has joined, and others may have found it there
 
-    def trust(self, record: WorkerRecord, patience: Patience) -> None:
-        """Note that this member holds the group's secret."""
-
-        def mark(members: list[Member], _: IdSet) -> list[Member]:
-            same = record.incarnation
-            return [replace(m, trusted=m.trusted or m.record.incarnation == same) for m in members]
-
-        self._change(mark, patience)
-
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
         members = self._read().members
@@ -252,7 +244,7 @@ class FreeWorld:
         """A number no member has or had; the counter never goes back."""
         _, members, used, _ = self._read()
         taken = used.union(_ids(members))
-        while (candidate := self.board.count("1/ids") - 1) in taken:
+        while (candidate := self.kv.count("1/ids") - 1) in taken:
             pass
         if candidate >= ID_LIMIT:
             raise RendezvousError(
@@ -272,7 +264,7 @@ class FreeWorld:
 
         remember: ids that were used in the list of an earlier store. leaver: the incarnation of who leaves by this.
         """
-        before = self.board.get(self._ROSTER) or ""
+        before = self.kv.get(self._ROSTER) or ""
         for _ in patience.tries():
             version, old, used, gone = self._parse(before)
             members = change([*old], used)
@@ -284,7 +276,7 @@ class FreeWorld:
             gone = [*gone, leaver][-REMEMBERED:] if leaver and leaver not in gone else gone
             changed = _Roster(version + 1, members, used, gone)
             after = json.dumps(changed.to_json())
-            held = self.board.swap(self._ROSTER, before, after)
+            held = self.kv.swap(self._ROSTER, before, after)
             if held == after:
                 self._keep(changed)
                 return members
@@ -298,7 +290,7 @@ class FreeWorld:
 
     def _read(self) -> _Roster:
         """The list as it stands in the store."""
-        roster = self._parse(self.board.get(self._ROSTER) or "")
+        roster = self._parse(self.kv.get(self._ROSTER) or "")
         self._keep(roster)
         return roster
 
@@ -310,4 +302,4 @@ class FreeWorld:
                 self.struck.intersection_update({member.record.incarnation for member in roster.members})
 
     def _parse(self, text: str) -> _Roster:
-        return self.board.load(self._ROSTER, text, _Roster.from_json) if text else _Roster()
+        return self.kv.load(self._ROSTER, text, _Roster.from_json) if text else _Roster()

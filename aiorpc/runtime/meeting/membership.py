@@ -37,10 +37,10 @@ class Proof:
         """Whether the worker cannot join, as it requires a secret and has none."""
         return self.require_secret is True and self.key is None
 
-    def member(self, record: WorkerRecord, claims: DeviceClaims, generation: int, *, trusted: bool = False) -> Member:
+    def member(self, record: WorkerRecord, claims: DeviceClaims, generation: int) -> Member:
         """The worker of that record, as it enters that generation."""
         own = self.key is not None
-        member = Member(record, own, trusted and own, claims, "", self.require_secret, self.certificates, self.safe)
+        member = Member(record, own, claims, "", self.require_secret, self.certificates, self.safe)
         return member.sealed(self.key, generation)
 
 
@@ -48,15 +48,14 @@ class Proof:
 class Member:
     """A member as it stands in the store: its record, and what the others need only to join.
 
-    own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret. claims: what it says of its
-    devices; not in the record, which goes over each connection. require_secret: its option of that name. certificates:
-    it takes them for the proof of membership, where there is no AIORPC_SECRET. safe: it reads no pickles. seal: made of
-    all that with AIORPC_SECRET; "" without.
+    own_secret: the worker brought AIORPC_SECRET. claims: what it says of its devices; not in the record, which goes
+    over each connection. require_secret: its option of that name. certificates: it takes them for the proof of
+    membership, where there is no AIORPC_SECRET. safe: it reads no pickles. seal: a message authentication code of all
+    that, made with AIORPC_SECRET; "" without.
     """
 
     record: WorkerRecord
     own_secret: bool = False
-    trusted: bool = False
     claims: DeviceClaims = field(default_factory=DeviceClaims)
     seal: str = ""
     require_secret: bool | None = None
@@ -89,7 +88,7 @@ class Member:
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
         asked = [self.require_secret, self.certificates, self.safe]
-        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal, *asked, VERSION]
+        return [self.record.to_wire(), self.own_secret, self.claims.to_json(), self.seal, *asked, VERSION]
 
     @classmethod
     def from_json(cls, value: object) -> Member:
@@ -100,13 +99,13 @@ class Member:
                 f"a worker has come that speaks version {value[-1]} of the protocol, we speak {VERSION}; use one "
                 "aiorpc everywhere"
             )
-        if not isinstance(value, list) or len(value) != 9 or not isinstance(value[4], str) or not value[4].isascii():
+        if not isinstance(value, list) or len(value) != 8 or not isinstance(value[3], str) or not value[3].isascii():
             raise RendezvousError(_NO_WORKER)
         try:
-            record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
-            required = value[5] if isinstance(value[5], bool) else None
-            own, trusted, certificates, safe = (value[place] is True for place in (1, 2, 6, 7))
-            return cls(record, own, trusted, claims, value[4], required, certificates, safe)
+            record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[2])
+            required = value[4] if isinstance(value[4], bool) else None
+            own, certificates, safe = (value[place] is True for place in (1, 5, 6))
+            return cls(record, own, claims, value[3], required, certificates, safe)
         except (ProtocolError, DeviceMapError) as error:
             raise RendezvousError(f"{_NO_WORKER} ({error})") from None
 

@@ -12,8 +12,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,16 +26,15 @@ from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...undoing import on_error
 from ..engine.host import host_identity, main_identity
-from .agreeing import Agreement
-from .board import Board
+from .agreeing import Agreement, check_alike
 from .fixed import FixedWorld
 from .free import FreeWorld
-from .held import HeldSecret, from_hex
+from .key_value import KeyValueClient, from_hex
 from .meeting_place import MeetingPlace, check_ranks, is_loopback, local_address, parse
 from .membership import SET_IT, Member, Proof
 from .patience import LAST_PAUSE, Patience
-from .returning import NewcomersInStore, PlacesInStore, Return, come_back
-from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
+from .returning import JoiningInStore, PlacesInStore, Return, come_back
+from .secret import CERTIFIED, SALT_SIZE, Secret, fingerprint, given_secret, make_key
 from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
 
 __all__ = ["Rendezvous", "host_identity", "main_identity"]
@@ -47,6 +46,25 @@ _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_TIME = 0.3  # seconds for the end of a store that is being closed, before it is asked whether it goes on
 _RETURN_TIME = 5.0
+
+
+@dataclass(frozen=True)
+class MeetingOptions:
+    """What a worker demands of its group, and for how long it waits.
+
+    require_secret: whether nobody joins without AIORPC_SECRET; None: only where members or store are on another host.
+    secret_file: where the secret stands, in place of AIORPC_SECRET. certificates: without a secret they say who is a
+    member. safe: whether this worker reads no pickles. founding: seconds for which the first worker of a free group at
+    ``tcp://`` waits for members of an earlier store. grace: seconds for which a store is tried to which a connection
+    has broken, and that cannot be reached.
+    """
+
+    require_secret: bool | None = None
+    secret_file: str | os.PathLike[str] | None = None
+    certificates: bool = False
+    safe: bool = False
+    founding: float = 0.0
+    grace: float = 0.0
 
 
 class Rendezvous:
@@ -61,13 +79,11 @@ class Rendezvous:
     def __init__(
         self,
         place: MeetingPlace,
-        board: Board,
+        kv: KeyValueClient,
         hosts_store: bool,
         patience: Patience,
         own_secret: Secret | None,
-        proof: Proof,
-        founding: float,
-        grace: float,
+        options: MeetingOptions,
     ) -> None:
         self.rank: int | None = place.rank
         self.world_size: int | None = place.world_size
@@ -75,15 +91,17 @@ class Rendezvous:
         self._ends_store = False
         self._place = place
         self._patience = patience
-        self._founding = founding
-        self._grace = grace
-        self._board = board
+        self._founding = options.founding
+        self._grace = options.grace
+        self._kv = kv
         self._own_secret = own_secret
-        self._proof = proof
+        certificates = options.certificates and own_secret is None
+        self._proof = Proof(None, options.require_secret, certificates, options.safe)
+        self._salted = ""  # the salt of the store, if the secret was made with it
         self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
-        self._held: HeldSecret | None = None
+        self._agreement: Agreement | None = None  # of members that have agreed on a secret themselves
         self.returned: Return | None = None
         self._made: WorkerRecord | None = None
         self._written: dict[str, str] = {}  # by `swap`, to be written again if the store is replaced
@@ -98,43 +116,34 @@ class Rendezvous:
         timeout: float | Patience,
         stop: threading.Event | None = None,
         store: Store | None = None,
-        require_secret: bool | None = None,
-        secret_file: str | os.PathLike[str] | None = None,
-        certificates: bool = False,
-        safe: bool = False,
-        founding: float = 0.0,
-        grace: float = 0.0,
+        options: MeetingOptions = MeetingOptions(),  # it is frozen
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
         timeout: seconds for this, `join` and `agree_secret` together, 0 means no limit; or what counts them and has its
-        own `stop`, which then says as well what is waited for. require_secret: whether nobody joins without
-        AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the secret stands, in
-        place of AIORPC_SECRET. certificates: without a secret they say who is a member. safe: whether this worker reads
-        no pickles.
-        founding: seconds that whoever finds nobody in a free group at ``tcp://`` waits for members of an earlier store.
-        grace: seconds for which a store is tried to which a connection has broken, and that cannot be reached.
+        own `stop`, which then says as well what is waited for.
         RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
         RpcUsageError: the arguments make no sense.
         """
         patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
-        own_secret = given_secret(secret_file)
-        proof = Proof(None, require_secret, certificates and own_secret is None, safe)
-        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding, grace=grace)
+        own_secret = given_secret(options.secret_file)
+        make = partial(cls, patience=patience, own_secret=own_secret, options=options)
         if store is not None:
             check_ranks(rank, world_size)
             place = MeetingPlace(rank, world_size)
         else:
             place = parse(init_method, rank, world_size, os.environ)
         patience.place = str(place)
-        if require_secret and own_secret is None and place.world_size is None:  # else those who wait are told as well
+        if (
+            options.require_secret and own_secret is None and place.world_size is None
+        ):  # else those who wait are told as well
             raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
         if store is not None:
-            return make(place, Board(store, str(place)), False)
+            return make(place, KeyValueClient(store, str(place)), False)
         if place.path:
             return make(place, open_file(place), False)
-        hosting = open_tcp(place, patience, grace)
-        rendezvous = make(place, hosting.board, hosting.hosted)
+        hosting = open_tcp(place, patience, options.grace)
+        rendezvous = make(place, hosting.kv, hosting.hosted)
         rendezvous._reached(hosting)
         return rendezvous
 
@@ -197,7 +206,7 @@ class Rendezvous:
 
     def _come_back(self, world: FixedWorld, record: WorkerRecord, claims: DeviceClaims) -> list[Member]:
         """Take the place of a lost member, if a group that has lost it runs here: the members, or nobody."""
-        places = self._places(self._board.number("generation"))
+        places = self._places(self._kv.number("generation"))
         returned = come_back(places, record, claims, self._patience)
         if returned is None:
             return []
@@ -213,7 +222,7 @@ class Rendezvous:
 
     def _places(self, generation: int) -> PlacesInStore:
         assert self.world_size is not None, "a free group has no places"
-        return PlacesInStore(self._board, generation, self.world_size, self._whole_proof())
+        return PlacesInStore(self._kv, generation, self.world_size, self._whole_proof())
 
     @property
     def record(self) -> WorkerRecord:
@@ -222,9 +231,15 @@ class Rendezvous:
         return self._made
 
     @property
-    def newcomers(self) -> NewcomersInStore:
+    def joining(self) -> JoiningInStore:
         """Who wants the places of lost members, as a member of a group of fixed size sees it."""
-        return NewcomersInStore(self._places(self.generation), self.record, self._held, self._check_there)
+        serve = self._serve_far if self._agreement is not None else None
+        return JoiningInStore(self._places(self.generation), self.record, serve, self._check_there)
+
+    def _serve_far(self, joining: WorkerRecord) -> None:
+        assert self._agreement is not None, "else it has its own"
+        member = self._proof.member(joining, DeviceClaims(), self.generation)
+        self._agreement.serve(self._kv, f"{self.generation}/secret", [member])
 
     def _check_there(self) -> None:
         if self.is_client and not listens(self._place):  # torch logs every failed operation
@@ -246,7 +261,7 @@ class Rendezvous:
         What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`); neither
         that nor what it had set before if not `lasting`. RendezvousError if the store cannot be asked.
         """
-        held = self._board.swap(f"{self.generation}/{key}", expected, desired)
+        held = self._kv.swap(f"{self.generation}/{key}", expected, desired)
         if not lasting:
             self._written.pop(key, None)
         elif held == desired:
@@ -255,11 +270,11 @@ class Rendezvous:
 
     def look_up(self, key: str) -> str | None:
         """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
-        return self._board.get(f"{self.generation}/{key}")
+        return self._kv.get(f"{self.generation}/{key}")
 
     def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
         """What `shape` makes of the JSON under such a key; RendezvousError for what no worker has written there."""
-        return self._board.load(f"{self.generation}/{key}", text, shape)
+        return self._kv.load(f"{self.generation}/{key}", text, shape)
 
     def find(self, name: str, patience: float) -> WorkerRecord | None:
         """The member of that name, or None. RendezvousError if the store does not answer for so many seconds.
@@ -292,8 +307,8 @@ class Rendezvous:
     def abandon(self) -> None:
         """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member.
 
-        Of a newcomer that was let in just then the claim is taken back: else nobody could have the place while its
-        process lives.
+        Of a joining member that was let in just then the claim is taken back: else nobody could have the place while
+        its process lives.
         """
         if self._made is not None:
             self._tell(self._world.abandon if self.returned is None else self._world.leave, self._made)
@@ -308,70 +323,66 @@ class Rendezvous:
     def close(self) -> None:
         """Let go of the store, and end the server if this process hosts it. Idempotent.
 
-        The host first waits up to 2 s for ranks that have not yet read that the group is complete; whoever made the
-        group's secret as long for those that have not read it.
+        The host first waits up to 2 s for ranks that have not yet read that the group is complete, and its secret.
         """
         try:
             with contextlib.suppress(StoreGone):
-                if self._held is not None:
-                    self._agreement().await_readers(self._held)
                 if self.hosts_store:
                     self._await_ranks()
                 if self._ends_store and self._made is not None:
                     self._announce_end(self._made)
         finally:  # also where a stranger has written into the store what nobody can read
-            self._board.close()
-            self.remove_secret()
+            self._kv.close()
             if self._ends_store and self._made is not None and listens(self._place):
                 self._take_back_end(self._made)
 
-    def remove_secret(self) -> None:
-        """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
-        if self._held is not None:
-            self._held.remove()
-
     def _await_ranks(self) -> None:
         if isinstance(self._world, FixedWorld) and self._world.members():
-            self._world.wait_until_known(self._world.world_size, 2.0)
+            read = "done" if self._agreement is None else "secret/read"
+            self._world.wait_until_known(self._world.world_size, 2.0, read)
 
     def _take_back_end(self, maker: WorkerRecord) -> None:
         """The store lives on: torch uses it as well, for a process group that was made later."""
         with contextlib.suppress(RendezvousError):
-            board = reach_tcp(self._place, Patience(_RETURN_TIME), 0.0)
+            kv = reach_tcp(self._place, Patience(_RETURN_TIME), 0.0)
             try:
-                board.take_back_end(maker)
+                kv.take_back_end(maker)
             finally:
-                board.close()
+                kv.close()
 
     def _announce_end(self, maker: WorkerRecord) -> None:
-        self._board.announce_end(maker)
+        self._kv.announce_end(maker)
         # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
         time.sleep(_TURN_AWAY)
-        if self._board.number("generation") > self.generation:
+        if self._kv.number("generation") > self.generation:
             time.sleep(3 * LAST_PAUSE)
 
-    def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
+    def agree_secret(self, record: WorkerRecord, directory: str | Path) -> bytes:
         """The 32 bytes by which the group's members know each other.
 
         Made of AIORPC_SECRET if it is set (on all, or RendezvousError). Else, where certificates say who is a member,
-        they are the same everywhere, and no secret. Else the first member makes them and leaves them in a 0600 file in
-        a directory like `directory`, private to this user. If there are members on other hosts that is a
-        RendezvousError, unless `require_secret` is False: then they get the secret through the store, and whoever
-        reaches that may join. RendezvousError, too, where somebody else was at what the store says of it, and where
-        members differ in what they must agree on (`Agreement.check_alike`).
+        they are the same everywhere, and no secret. Else they are derived from the key of this user in `directory`,
+        which is private to this user. If there are members on other hosts that is a RendezvousError, unless
+        `require_secret` is False: then they get the secret through the store, and whoever reaches that may join.
+        RendezvousError, too, where members have different keys, and where they differ in what they must agree on
+        (`check_alike`).
         """
-        agreement = self._agreement()
-        agreement.check_alike()
+        members = self._world.members()
+        alive = self._world.alive(members) if isinstance(self._world, FreeWorld) else members
+        check_alike(alive)
         if self._key is not None:
             return self._key[1]
         if self._proof.certificates:
             return CERTIFIED
-        agreement.check_allowed(record, records)
-        held = HeldSecret(record, Path(directory))
-        admission = self.returned.admission if self.returned is not None else None
-        with on_error(held.remove):
-            value = agreement.reach(held, records, admission, self._patience)
-        self._held = held
+        agreement = Agreement(record, self._place, self._proof, Path(directory), confined=self.confined)
+        agreement.check_allowed(alive)
+        key = f"{self.generation}/secret"
+        forms = not self.dynamic and self.returned is None
+        value = agreement.reach(self._kv, key, from_hex(self._salt()), alive, self._patience, forms=forms)
+        if forms:
+            self._kv.count(f"{key}/read", at_most=True)
+        self._agreement = agreement
+        self._written["secret"] = fingerprint(value)
         return value
 
     @property
@@ -385,7 +396,8 @@ class Rendezvous:
         return self.dynamic and self.is_client
 
     def meet_again(self, record: WorkerRecord) -> bool:
-        """After StoreGone, in a free group: meet newcomers at the store that is there now; False if there is none.
+        """After StoreGone, in a free group: meet joining members at the store that is there now; False if there is
+        none.
 
         It may be the same as before, which was not reached for a while: then what stands there stays as it is.
 
@@ -399,37 +411,33 @@ class Rendezvous:
             if before.founded():
                 return True
         patience = Patience(_RETURN_TIME, self._patience.stop)
-        board = reach_tcp(self._place, patience, self._grace)
-        with on_error(board.close):
-            key = self._key
-            ours = key is None or board.swap("salt", "", key[0]) == key[0]
-            world = FreeWorld(board, self.rank, proof=before.proof)
+        kv = reach_tcp(self._place, patience, self._grace)
+        with on_error(kv.close):
+            ours = not self._salted or kv.swap("salt", "", self._salted) == self._salted
+            world = FreeWorld(kv, self.rank, proof=before.proof)
             if not ours or not world.resume(before, record, patience, self._written):
                 raise RendezvousError(
                     f"others have begun a group of their own at {self._place}, while {record.describe()} was not heard "
                     "of there: whoever joins that finds neither this worker nor those that it knows. Start it again to "
                     "bring it into the new group, or end the new one"
                 )
-        self._board.close()
-        self._board, self._world = board, world
+        self._kv.close()
+        self._kv, self._world = kv, world
         return True
 
-    def serve_newcomers(self, absence: float = 0.0, *, parted: bool = False) -> None:
-        """See who is there, and hand the secret to newcomers who cannot read the file.
+    def serve_joining(self, absence: float = 0.0, *, parted: bool = False) -> None:
+        """See who is there, and have joining members find the secret. It does not wait.
 
-        A member of a free group calls this now and then. It does not wait. Only one member acts: the one that offers
-        the secret or, after that has left, the oldest one that has it. Where others have struck this worker off the
-        list for `absence` seconds, it enters that again, see `FreeWorld.stay`. StoreGone if the store has gone.
+        A member of a free group calls this now and then. Where others have struck this worker off the list for
+        `absence` seconds, it enters that again, see `FreeWorld.stay`. StoreGone if the store has gone. OSError if the
+        key of this user has gone, and cannot be written.
         """
-        world, held = self._world, self._held
+        world = self._world
         if isinstance(world, FreeWorld):
             members = world.members()  # also where there is nothing to hand out: see `meet_again`
             world.stay(self.record, absence, parted=parted)
-            if held is not None:
-                self._agreement().serve(held, world, world.alive(members))
-
-    def _agreement(self) -> Agreement:
-        return Agreement(self._board, self._place, self._world, self._proof, confined=self.confined)
+            if self._agreement is not None:
+                self._agreement.serve(self._kv, f"{self.generation}/secret", world.alive(members))
 
     def _whole_proof(self) -> Proof:
         return replace(self._proof, key=self._key[1] if self._key is not None else None)
@@ -437,25 +445,30 @@ class Rendezvous:
     def _make_world(self) -> FixedWorld | FreeWorld:
         proof = self._whole_proof()
         if self.world_size is None:
-            return FreeWorld(self._board, self.rank, proof=proof)
+            return FreeWorld(self._kv, self.rank, proof=proof)
         assert self.rank is not None, "checked with the arguments"
-        return FixedWorld(self._board, self.rank, self.world_size, proof=proof, hosts_store=self.hosts_store)
+        return FixedWorld(self._kv, self.rank, self.world_size, proof=proof, hosts_store=self.hosts_store)
+
+    def _salt(self) -> str:
+        """The salt of this group: the first worker leaves it in the store."""
+        salt = self._kv.swap("salt", "", secrets.token_hex(SALT_SIZE))
+        if len(from_hex(salt)) != SALT_SIZE:
+            raise self._kv.rubbish("salt", "no salt")
+        self._salted = salt
+        return salt
 
     def _make_key(self) -> None:
         """Make the key of our own secret, if we have one, with the salt of the store, and the world anew with it."""
         if self._own_secret is None:
             return
-        salt = self._board.swap("salt", "", secrets.token_hex(SALT_SIZE))
-        if self._key is not None and self._key[0] == salt:
-            return
-        if len(from_hex(salt)) != SALT_SIZE:
-            raise self._board.rubbish("salt", "no salt")
-        self._key = salt, make_key(self._own_secret, from_hex(salt))
-        self._world = self._make_world()
+        salt = self._salt()
+        if self._key is None or self._key[0] != salt:
+            self._key = salt, make_key(self._own_secret, from_hex(salt))
+            self._world = self._make_world()
 
     def _check_open(self) -> None:
         """StoreGone if the previous group's host is about to end the store, or has ended it."""
-        self._board.check_open()
+        self._kv.check_open()
 
     def _await_elders(self) -> None:
         """Wait for members of a group that has lost its store: they come back to whatever store is at the place."""
@@ -468,7 +481,7 @@ class Rendezvous:
 
     def _reconnect(self) -> None:
         """The store is being closed. It is gone soon, unless torch uses it as well: then that is taken back."""
-        self._board.close()
+        self._kv.close()
         limit = time.monotonic() + min(_CLOSING_TIME, self._patience.attempt())
         # Its end closes this connection; a look at the port alone would take the next store for this one.
         with contextlib.suppress(OSError), socket.create_connection((self._place.host, self._place.port), 1.0) as probe:
@@ -479,15 +492,15 @@ class Rendezvous:
                         break
                 hosting = open_tcp(self._place, self._patience, self._grace)
                 with contextlib.suppress(StoreGone):
-                    if not hosting.board.closing():
+                    if not hosting.kv.closing():
                         self._use(hosting)
                         return
-                hosting.board.close()
+                hosting.kv.close()
         # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
         self._use(open_tcp(self._place, self._patience, self._grace))
 
     def _use(self, hosting: Hosting) -> None:
-        self._board, self.hosts_store = hosting.board, hosting.hosted
+        self._kv, self.hosts_store = hosting.kv, hosting.hosted
         self._reached(hosting)
         self._world = self._make_world()
 
@@ -496,4 +509,4 @@ class Rendezvous:
         self._patience.trouble = ""
         self._ends_store = hosting.ends
         if self.hosts_store:  # shared with a process group of torch it may say that an earlier worker was leaving
-            self._board.reopen()
+            self._kv.reopen()

@@ -3,12 +3,12 @@
 Keys beside those of `fixed.py`, G being the number of the generation, all of one group that has formed:
 
     G/slot/RANK/LIFE      who claims the place of that rank after so many others; taken once, by compare and set
-    G/ids                 counts the newcomers: each has an id that nobody has had
-    G/answer/ID           what the leader says to the newcomer of that id: that it is admitted, or why not
-    G/there/ID            the newcomer of that id has become a member
+    G/ids                 counts the joining members: each has an id that nobody has had
+    G/answer/ID           what the leader says to the joining member of that id: that it is admitted, or why not
+    G/there/ID            the joining member of that id has become a member
 
 A claim stands until its process gives up (G/end/ID) or is proved dead. Where nobody of the group lives, nobody answers:
-all who come are newcomers then, or all others have ended, and they form the next generation.
+all who come are joining members then, or all others have ended, and they form the next generation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...devices import DeviceClaims
@@ -29,9 +29,8 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
 from ...undoing import on_error
 from ..engine.host import host_identity, provably_dead, sees
-from .board import Board
 from .fixed import CLOSED, has_formed
-from .held import HeldSecret
+from .key_value import KeyValueClient
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
@@ -43,10 +42,10 @@ _LOOK_PAUSE, _ANSWER = 0.25, 1.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What the leader says to a newcomer: why it is refused, or where to go. by: the incarnation of that leader.
+    """What the leader says to a joining member: why it is refused, or where to go. by: the incarnation of that leader.
 
     members: the ids of the members that live. lost: those of the lost, with the causes. left: of those who have left.
-    secret: as an offer of the group's secret; empty where the newcomer has its own. seal: as that of a `Member`.
+    seal: as that of a `Member`.
     """
 
     by: str
@@ -54,47 +53,44 @@ class Answer:
     members: tuple[int, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()
     left: tuple[int, ...] = ()
-    secret: dict[str, str] = field(default_factory=dict)
     seal: str = ""
 
-    def sealed(self, key: bytes | None, generation: int, newcomer: str) -> Answer:
-        """As a leader that has AIORPC_SECRET writes it for the newcomer of that incarnation."""
-        return self if key is None else replace(self, seal=self._seal(key, generation, newcomer))
+    def sealed(self, key: bytes | None, generation: int, joiner: str) -> Answer:
+        """As a leader that has AIORPC_SECRET writes it for the joining member of that incarnation."""
+        return self if key is None else replace(self, seal=self._seal(key, generation, joiner))
 
-    def is_genuine(self, key: bytes | None, generation: int, newcomer: str) -> bool:
+    def is_genuine(self, key: bytes | None, generation: int, joiner: str) -> bool:
         """Whether it bears the seal that it ought to."""
-        return key is None or hmac.compare_digest(self._seal(key, generation, newcomer).encode(), self.seal.encode())
+        return key is None or hmac.compare_digest(self._seal(key, generation, joiner).encode(), self.seal.encode())
 
-    def _seal(self, key: bytes, generation: int, newcomer: str) -> str:
-        said = json.dumps(["aiorpc answer", generation, newcomer, *self.to_json()[:-1]])
+    def _seal(self, key: bytes, generation: int, joiner: str) -> str:
+        said = json.dumps(["aiorpc answer", generation, joiner, *self.to_json()[:-1]])
         return hmac.digest(key, said.encode(), "sha256").hex()
 
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
         lost = [[*each] for each in self.lost]
-        return [self.by, self.refused, [*self.members], lost, [*self.left], self.secret, self.seal]
+        return [self.by, self.refused, [*self.members], lost, [*self.left], self.seal]
 
     @classmethod
     def from_json(cls, value: Any) -> Answer:
         """The answer; ValueError, TypeError or LookupError if something else stands there."""
-        by, refused, members, lost, left, secret, seal = value
+        by, refused, members, lost, left, seal = value
         ids = (*members, *(member for member, _ in lost), *left)
         if not all(type(each) is int for each in ids) or not seal.isascii():
-            raise ValueError("no answer to a newcomer")
+            raise ValueError("no answer to a joining member")
         causes = tuple((member, "" + cause) for member, cause in lost)
-        offer = {"" + name: "" + secret[name] for name in secret}
-        return cls("" + by, "" + refused, tuple(members), causes, tuple(left), offer, "" + seal)
+        return cls("" + by, "" + refused, tuple(members), causes, tuple(left), "" + seal)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """That a newcomer may come: who says so, who is in the group, and an offer of its secret."""
+    """That a joining member may come: who says so, and who is in the group."""
 
     by: WorkerRecord
     members: tuple[Member, ...]
     lost: tuple[tuple[WorkerRecord, str], ...]
     left: tuple[WorkerRecord, ...]
-    secret: dict[str, str] = field(repr=False)
 
     @property
     def roster(self) -> Roster:
@@ -119,8 +115,8 @@ def _listens_as_workers_do(host: str, port: int) -> bool:
 class PlacesInStore:
     """The places of one generation, as they stand in the store. proof: of this worker, for its own claim."""
 
-    def __init__(self, board: Board, generation: int, world_size: int, proof: Proof) -> None:
-        self.board = board
+    def __init__(self, kv: KeyValueClient, generation: int, world_size: int, proof: Proof) -> None:
+        self.kv = kv
         self.generation = generation
         self.world_size = world_size
         self.proof = proof
@@ -135,7 +131,7 @@ class PlacesInStore:
         found: list[Member] = []
         for life in itertools.count():
             key = self._key(f"slot/{rank}/{life}" if life else f"slot/{rank}")
-            entry = self.board.get(key)
+            entry = self.kv.get(key)
             if entry is None:
                 break
             member = self._load(key, entry)
@@ -148,7 +144,7 @@ class PlacesInStore:
         return sealed and member.is_known(self.key, self.generation) and member.record.rank == rank
 
     def _load(self, key: str, entry: str) -> Member:
-        return self.board.load(key, entry, Member.from_json)
+        return self.kv.load(key, entry, Member.from_json)
 
     def holder(self, rank: int) -> Member | None:
         """The latest who has the place as a member, or had it; None if nobody ever had."""
@@ -157,7 +153,7 @@ class PlacesInStore:
         return there[-1] if there else None
 
     def claimant(self, rank: int) -> Member | None:
-        """The newcomer that claims the place, and still may come; None if there is none."""
+        """The joining member that claims the place, and still may come; None if there is none."""
         lives = self.lives(rank)
         last = lives[-1] if lives else None
         if last is None or last.record.id == rank or self._is_there(last.record) or self.has_ended(last.record):
@@ -165,11 +161,11 @@ class PlacesInStore:
         return last
 
     def _is_there(self, record: WorkerRecord) -> bool:
-        return self.board.get(self._key(f"there/{record.id}")) == record.incarnation
+        return self.kv.get(self._key(f"there/{record.id}")) == record.incarnation
 
     def has_left(self, record: WorkerRecord) -> bool:
         """Whether it has said here that it has left, or whoever came next has said that it is gone."""
-        return self.board.get(self._key(f"end/{record.id}")) == record.incarnation
+        return self.kv.get(self._key(f"end/{record.id}")) == record.incarnation
 
     def has_ended(self, record: WorkerRecord) -> bool:
         """Whether it has left, or is proved dead."""
@@ -177,26 +173,27 @@ class PlacesInStore:
 
     def end(self, record: WorkerRecord) -> None:
         """Say that it has ended."""
-        self.board.put(self._key(f"end/{record.id}"), record.incarnation)
+        self.kv.put(self._key(f"end/{record.id}"), record.incarnation)
 
     def settle_in(self, record: WorkerRecord, before: WorkerRecord) -> None:
-        """A newcomer has become a member: the one before it has the place no more."""
-        self.board.put(self._key(f"there/{record.id}"), record.incarnation)
+        """A joining member has become a member: the one before it has the place no more."""
+        self.kv.put(self._key(f"there/{record.id}"), record.incarnation)
         self.end(before)
 
-    # --- the newcomer -------------------------------------------------------------------------------------------------
+    # --- the joining member
+    # -------------------------------------------------------------------------------------------------
 
     def claim(self, record: WorkerRecord, claims: DeviceClaims) -> Member:
         """Claim the place of the record's rank, under an id that nobody has had; what stands in the store then.
 
         RendezvousError if somebody who lives claims it already.
         """
-        number = self.world_size - 1 + self.board.count(self._key("ids"))
+        number = self.world_size - 1 + self.kv.count(self._key("ids"))
         record = replace(record, id=number)
         member = self.proof.member(record, claims, self.generation)
         entry = json.dumps(member.to_json())
         life = 1
-        while (held := self.board.swap(key := self._key(f"slot/{record.rank}/{life}"), "", entry)) != entry:
+        while (held := self.kv.swap(key := self._key(f"slot/{record.rank}/{life}"), "", entry)) != entry:
             other = self._load(key, held)
             over = self._is_there(other.record) or self.has_ended(other.record)
             if self._is_genuine(other, record.rank) and not over:
@@ -209,12 +206,12 @@ class PlacesInStore:
             life += 1
         return member
 
-    def answer(self, newcomer: WorkerRecord) -> Answer | None:
-        """What the leader has said to a newcomer, if it has."""
-        key = self._key(f"answer/{newcomer.id}")
-        text = self.board.get(key)
-        answer = None if text is None else self.board.load(key, text, Answer.from_json)
-        genuine = answer is not None and answer.is_genuine(self.key, self.generation, newcomer.incarnation)
+    def answer(self, joiner: WorkerRecord) -> Answer | None:
+        """What the leader has said to a joining member, if it has."""
+        key = self._key(f"answer/{joiner.id}")
+        text = self.kv.get(key)
+        answer = None if text is None else self.kv.load(key, text, Answer.from_json)
+        genuine = answer is not None and answer.is_genuine(self.key, self.generation, joiner.incarnation)
         return answer if genuine else None
 
     def admission(self, answer: Answer) -> Admission:
@@ -226,19 +223,19 @@ class PlacesInStore:
             lost = tuple((known[member].record, cause) for member, cause in answer.lost)
             left = tuple(known[member].record for member in answer.left)
         except (StopIteration, KeyError):
-            raise self.board.rubbish(self._key("answer"), "an answer with the number of nobody") from None
-        return Admission(by, members, lost, left, answer.secret)
+            raise self.kv.rubbish(self._key("answer"), "an answer with the number of nobody") from None
+        return Admission(by, members, lost, left)
 
     def named(self, incarnation: str) -> str:
         """The member of that incarnation, for people."""
         lives = (each.record for rank in range(self.world_size) for each in self.lives(rank))
         return next((each.describe() for each in lives if each.incarnation == incarnation), "a member")
 
-    def is_over(self, newcomer: WorkerRecord) -> bool:
-        """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place, and
-        nothing shows that it lives."""
+    def is_over(self, joiner: WorkerRecord) -> bool:
+        """Whether nobody of the group is left for that joining member: each has ended, or a joining member wants its
+        place, and nothing shows that it lives."""
         for rank in range(self.world_size):
-            holder = None if rank == newcomer.rank else self.holder(rank)
+            holder = None if rank == joiner.rank else self.holder(rank)
             if holder is None or self.has_ended(holder.record):
                 continue
             claimant = self.claimant(rank)
@@ -246,13 +243,13 @@ class PlacesInStore:
                 return False
         return True
 
-    def sign_of_life(self, record: WorkerRecord, newcomer: WorkerRecord) -> str:
-        """What shows from here that a worker lives, to the newcomer that wants its place; "" if nothing does."""
+    def sign_of_life(self, record: WorkerRecord, joiner: WorkerRecord) -> str:
+        """What shows from here that a worker lives, to the joining member that wants its place; "" if nothing does."""
         if sees(self._here, record.host):
             alive = not provably_dead(record, self._here)
             return f"process {record.pid} of this host runs" if alive else ""
-        if (record.tcp_host, record.tcp_port) == (newcomer.tcp_host, newcomer.tcp_port):
-            return ""  # whoever takes connections there is the newcomer itself, as behind a reboot with the same ports
+        if (record.tcp_host, record.tcp_port) == (joiner.tcp_host, joiner.tcp_port):
+            return ""  # the joining member itself listens there, as behind a reboot with the same ports
         if record.tcp_port and _listens_as_workers_do(record.tcp_host, record.tcp_port):
             return f"it takes connections at {record.tcp_host}:{record.tcp_port}"
         return ""
@@ -264,59 +261,61 @@ class PlacesInStore:
         found = [self.claimant(rank) for rank in ranks]
         return [each.record for each in found if each is not None]
 
-    def reply(self, newcomer: WorkerRecord, answer: Answer) -> None:
-        """Say that to a newcomer."""
-        sealed = answer.sealed(self.key, self.generation, newcomer.incarnation)
-        self.board.put(self._key(f"answer/{newcomer.id}"), json.dumps(sealed.to_json()))
+    def reply(self, joiner: WorkerRecord, answer: Answer) -> None:
+        """Say that to a joining member."""
+        sealed = answer.sealed(self.key, self.generation, joiner.incarnation)
+        self.kv.put(self._key(f"answer/{joiner.id}"), json.dumps(sealed.to_json()))
 
 
-class NewcomersInStore:
+class JoiningInStore:
     """Who wants vacant places, as one member of the group sees and answers them in the store.
 
-    record: of this member. held: the secret that the members have made, if they have. check_there: raises StoreGone if
-    the store is not there any more.
+    record: of this member. serve: has a joining member find the secret that the members have agreed on; None if it has
+    its own. check_there: raises StoreGone if the store is not there any more.
     """
 
     def __init__(
-        self, places: PlacesInStore, record: WorkerRecord, held: HeldSecret | None, check_there: Callable[[], None]
+        self,
+        places: PlacesInStore,
+        record: WorkerRecord,
+        serve: Callable[[WorkerRecord], None] | None,
+        check_there: Callable[[], None],
     ) -> None:
         self._places = places
         self._record = record
-        self._held = held
+        self._serve = serve
         self._check_there = check_there
 
     def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
-        """The newcomers that claim the places of these ranks. StoreGone if the store is not there any more."""
+        """The joining members that claim the places of these ranks. StoreGone if the store is not there any more."""
         self._check_there()
         return self._places.applicants(ranks)
 
-    def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
-        """As the leader, let a newcomer know that it may come, who is in the group, and where it finds the secret."""
-        far = newcomer.host != self._record.host
-        offer: dict[str, str] = {}
-        if self._held is not None:
-            if far and self._places.proof.require_secret is not False:
+    def admit(self, joiner: WorkerRecord, roster: Roster) -> None:
+        """As the leader, let a joining member know that it may come and who is in the group, and give it the secret."""
+        if self._serve is not None:
+            if joiner.host != self._record.host and self._places.proof.require_secret is not False:
                 self.turn_away(
-                    newcomer,
+                    joiner,
                     "it is on another host than the leader, or of another user, and AIORPC_SECRET is not set: "
                     f"{SET_IT}",
                 )
                 return
-            offer = self._held.offer(far)
+            self._serve(joiner)
         members = tuple(member.id for member in roster.members)
         lost = tuple((member.id, cause) for member, cause in roster.lost)
         left = tuple(member.id for member in roster.left)
-        self._places.reply(newcomer, Answer(self._record.incarnation, "", members, lost, left, offer))
+        self._places.reply(joiner, Answer(self._record.incarnation, "", members, lost, left))
 
-    def turn_away(self, newcomer: WorkerRecord, reason: str) -> None:
-        """As the leader, let a newcomer know that it cannot come, and why."""
-        self._places.reply(newcomer, Answer(self._record.incarnation, refused=reason))
+    def turn_away(self, joiner: WorkerRecord, reason: str) -> None:
+        """As the leader, let a joining member know that it cannot come, and why."""
+        self._places.reply(joiner, Answer(self._record.incarnation, refused=reason))
 
 
 class Return:
-    """One newcomer's way into a group that has formed: its claim, and the wait for the leader's word.
+    """One joining member's way into a group that has formed: its claim, and the wait for the leader's word.
 
-    member: the newcomer. admission: what the leader has said, once it has.
+    member: the joining member. admission: what the leader has said, once it has.
     """
 
     admission: Admission
@@ -344,11 +343,11 @@ class Return:
             if answer is not None:
                 self.admission = places.admission(answer)
                 return True
-            places.board.check_open()
+            places.kv.check_open()
             if time.monotonic() - looked < _LOOK_PAUSE and not self._left:
                 continue
             sign = "" if self._left else places.sign_of_life(self._before, self.record)
-            over = places.board.number("generation") > places.generation or places.is_over(self.record)
+            over = places.kv.number("generation") > places.generation or places.is_over(self.record)
             if over and not sign:
                 places.end(self._before)  # whoever comes in its place is the proof of that
                 return False
@@ -384,7 +383,7 @@ def come_back(places: PlacesInStore, record: WorkerRecord, claims: DeviceClaims,
 
     RendezvousError, saying who has the place, if it is not to be had.
     """
-    formed = places.generation and has_formed(places.board, places.generation, places.world_size)
+    formed = places.generation and has_formed(places.kv, places.generation, places.world_size)
     if not formed or places.proof.lacks_secret:  # whoever lacks the secret is told so where all meet
         return None
     before = places.holder(record.rank)

@@ -1,19 +1,27 @@
-"""The secret that people give to a group in AIORPC_SECRET or a file, and the key that its members make of it.
+"""By what members of a group know each other: a secret that people give them, or else the key of their user.
 
-What people choose can be guessed, and whoever has heard a handshake or read a record in the store can try guesses by
-himself (`protocol/handshake.py`). So the key is made by scrypt (RFC 7914), which takes memory as well as time, with its
-parameters N = 2^15, r = 8, p = 1: 32 MiB, and about a tenth of a second, for each guess as for each worker that joins.
-The salt is random. The first worker leaves it in the store, so that it is one for the group: guesses for one group are
-worth nothing for another, and records that somebody has kept from another store are not believed in this one. Whoever
-writes another salt there makes keys that do not fit, and so keeps workers from joining. That is all that he gets: also
-with a salt of his own he still has to guess.
+The user's key is a random file in the private directory of a user on one host. Members without AIORPC_SECRET derive the
+secret of their group from it; to read it is to be that user. Over unix sockets the kernel says as much
+(SO_PEERCRED); over TCP on one host only such a secret does.
+
+What people choose can be guessed, and a stranger who has heard a handshake or read a record in the store can try
+guesses by himself (`protocol/handshake.py`). So the key of AIORPC_SECRET is made by scrypt (RFC 7914), which takes
+memory as well as time, with its parameters N = 2^15, r = 8, p = 1: 32 MiB, and about a tenth of a second, for each
+guess as for each worker that joins. The salt is random. The first worker leaves it in the store, so that it is one for
+the group: guesses for one group are worth nothing for another, and records from another store are not believed in this
+one. A stranger who writes another salt there makes keys that do not fit, and so keeps workers from joining. That is all
+that he gets: also with a salt of his own he still has to guess.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import os
+import secrets
 import stat
+from pathlib import Path
 from typing import NoReturn
 
 from ...errors import RendezvousError, SerializationError
@@ -24,6 +32,8 @@ MIN_SIZE = 16
 SALT_SIZE = 16
 # Bytes of a file that are looked at.
 _MAX_SIZE = 64 * 1024
+#: The name of the file with the user's key, and its bytes.
+USER_KEY, USER_KEY_SIZE = "user.key", 32
 _ADVICE = "give all workers the same random text, for example from: openssl rand -hex 32"
 
 
@@ -96,3 +106,53 @@ def _in_file(path: str | os.PathLike[str]) -> bytes:
 def make_key(secret: Secret, salt: bytes) -> Secret:
     """The key of the group that has that salt. It takes its time, without the interpreter lock."""
     return Secret(hashlib.scrypt(secret, salt=b"aiorpc\0" + salt, n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32))
+
+
+def derived(user_key: bytes, salt: bytes) -> Secret:
+    """The secret that members on one host derive for the group of that salt."""
+    return Secret(hmac.digest(user_key, b"aiorpc group\0" + salt, "sha256"))
+
+
+def fingerprint(secret: bytes) -> str:
+    """What may stand in the store: it tells two secrets apart, and says nothing of either."""
+    return hmac.digest(secret, b"aiorpc fingerprint", "sha256")[:8].hex()
+
+
+def user_key(directory: Path) -> bytes:
+    """The key of this user in that private directory. The first worker makes it; it stays.
+
+    RendezvousError if it cannot be read or written, or if it is not this user's alone.
+    """
+    path = directory / USER_KEY
+    try:
+        if not os.path.lexists(path):
+            keep_user_key(directory, secrets.token_bytes(USER_KEY_SIZE))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            content = file.read(USER_KEY_SIZE + 1)
+    except OSError as error:
+        raise RendezvousError(f"cannot read this user's key ({error}); set AIORPC_SECRET for all") from None
+    private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    if not private or len(content) != USER_KEY_SIZE:
+        raise RendezvousError(
+            f"{path} is not a private file of this user (mode 0600) with a key; remove it, or set AIORPC_SECRET"
+        )
+    return content
+
+
+def keep_user_key(directory: Path, key: bytes) -> None:
+    """Write the user's key if it is not there, and mark it as used: programs that tidy up remove old files. OSError."""
+    path = directory / USER_KEY
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path, follow_symlinks=False)
+        return
+    unready = path.with_suffix(f".{secrets.token_hex(8)}")
+    descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, key)
+        with contextlib.suppress(FileExistsError):  # another worker was faster
+            os.link(unready, path)
+    finally:
+        os.close(descriptor)
+        unready.unlink()

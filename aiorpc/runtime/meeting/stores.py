@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ...errors import RendezvousError, StoreGone
-from .board import Board
 from .contact import Contact, Reached
+from .key_value import KeyValueClient
 from .meeting_place import MeetingPlace, addresses_of, is_local, unresolved
 from .patience import LONGEST_ATTEMPT, Patience
 from .watch import FileWatch, ServerWatch, connection_beside, connection_of, other_language, stranger
@@ -37,7 +37,7 @@ _MARK = "mark"  # under this key stands what nobody else's store has
 T = TypeVar("T")
 
 
-def open_file(place: MeetingPlace) -> Board:
+def open_file(place: MeetingPlace) -> KeyValueClient:
     """The file store at the place's path; its folder must exist."""
     folder = os.path.dirname(os.path.abspath(place.path))
     # torch retries for minutes on a path it cannot open.
@@ -64,7 +64,7 @@ def open_file(place: MeetingPlace) -> Board:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RendezvousError(f"cannot open the rendezvous file {place.path}: {reason}") from error
     try:
-        return Board(store, str(place), FileWatch(place.path))
+        return KeyValueClient(store, str(place), FileWatch(place.path))
     except OSError as error:
         raise StoreGone(f"the rendezvous file {place.path} has gone: {error}") from None
 
@@ -108,7 +108,7 @@ class Hosting(NamedTuple):
     worker; not if torch served it in this process before, for a process group.
     """
 
-    board: Board
+    kv: KeyValueClient
     hosted: bool = False
     ends: bool = False
 
@@ -127,15 +127,15 @@ def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Hosting:
         if place.world_size or not listens(place):
             try:
                 before = _is_taken(place.port)  # and hosted here all the same: this process has it
-                return Hosting(Board(_host_tcp(place, patience), str(place)), True, not before)
+                return Hosting(KeyValueClient(_host_tcp(place, patience), str(place)), True, not before)
             except TimeoutError:
                 patience.trouble = "no answer"
             except RuntimeError as error:
                 patience.trouble = str(error).splitlines()[0]
         if listens(place):
-            board = visitor.visit()
-            if board is not None:
-                return Hosting(board)
+            kv = visitor.visit()
+            if kv is not None:
+                return Hosting(kv)
     raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {patience.trouble}")
 
 
@@ -228,7 +228,7 @@ def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
         raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
 
 
-def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Board:
+def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> KeyValueClient:
     """A client of the store at the place, tried until it answers or the time is up (RendezvousError).
 
     What answers and is no torch store is told at once.
@@ -236,9 +236,9 @@ def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Board:
     patience.trouble = patience.trouble or f"nobody has been reached yet; {place.host!r} may be long to look up"
     visitor = _Visitor(place, patience, grace)
     for _ in patience.tries():
-        board = visitor.visit()
-        if board is not None:
-            return board
+        kv = visitor.visit()
+        if kv is not None:
+            return kv
     raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {patience.trouble}")
 
 
@@ -273,7 +273,7 @@ class _Visitor:
         self._place, self._patience, self._grace = place, patience, grace
         self._asked = False  # whether what listens there was asked for its language
 
-    def visit(self) -> Board | None:
+    def visit(self) -> KeyValueClient | None:
         """A client of the store; None if nobody answers now, for a reason that then stands in the patience.
 
         RendezvousError if what answers is no torch store.
@@ -282,7 +282,7 @@ class _Visitor:
         try:
             client = reach(patience.attempt())
             contact = Contact(str(place), client, reach, self._grace, patience.stop)
-            return Board(None, str(place), contact=contact)
+            return KeyValueClient(None, str(place), contact=contact)
         except RendezvousError:
             raise
         except TimeoutError:

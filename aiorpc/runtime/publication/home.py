@@ -20,4 +20,4 @@ class Home(Protocol):
     links: Links
     peers: Peers
     group: Group
-    news: Events
+    events: Events

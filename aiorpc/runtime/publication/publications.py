@@ -327,7 +327,7 @@ class Publications:
 
     def _follow_group(self) -> None:
         if self._listener is None:
-            self._listener = self._home.news.listen()
+            self._listener = self._home.events.listen()
             self._engine.tasks.spawn(self._listen(self._listener))
 
     async def _listen(self, listener: Listener) -> None:

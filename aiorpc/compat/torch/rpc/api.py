@@ -118,7 +118,7 @@ def _init_rpc_states(agent: Any) -> None:
         _set_and_start_rpc_agent(agent)
     node = _node_of(agent)
     if node is not None:
-        news = node.news.listen()  # from here on, whenever the loop comes to the task
+        news = node.events.listen()  # from here on, whenever the loop comes to the task
         node.engine.call_on_loop(lambda: node.engine.tasks.spawn(_forget_who_is_gone(node, news)))
 
 

@@ -4,8 +4,8 @@ Its states are the table `protocol.states.WORKER`. Everything that joining makes
 stack takes it down again, whether joining has failed halfway or the worker leaves after a long life: there is no other
 place where a worker is taken down.
 
-A newcomer that loses the leader before it is a member begins anew, under another id: as whatever knows the first one
-must take it for dead, all its parts are made anew, and so is its `Lifetime`.
+A joining member that loses the leader before it is a member begins anew, under another id: as whatever knows the first
+one must take it for dead, all its parts are made anew, and so is its `Lifetime`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ from .engine.steps import Steps
 from .engine.tasks import begin, until_done
 from .group.group import ShutdownReport
 from .group.listening import Listeners
-from .meeting.agreeing import LeaderLeft
 from .meeting.patience import Patience
-from .meeting.rendezvous import Rendezvous
+from .meeting.rendezvous import MeetingOptions, Rendezvous
 from .node import Meeting, Node, Plan, registry
 from .references.references import LeakedReference
 
@@ -60,7 +59,7 @@ _GIVING_UP = 1.0
 _LEAST = 0.1
 
 
-class Life:
+class Lifecycle:
     """The life of one worker. On its loop, except where a method says otherwise.
 
     node: its parts, from when it has joined; None before. loop: where it joins and runs; None before it was started.
@@ -119,7 +118,7 @@ class Life:
                     await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if self._closing is not None:  # it was cancelled while it was taken down
                 await until_done(self._closing)
-            self._plan.news.end()
+            self._plan.events.end()
             self._plan.objects.close()
             if isinstance(error, asyncio.CancelledError) and was_shut_down:
                 raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
@@ -130,27 +129,21 @@ class Life:
         deadline = time.monotonic() + limit if limit else float("inf")
         seconds = limit
         while True:
+            node = await self._meet(seconds)
+            if node.rendezvous.returned is None:
+                node.group.start()
+                break
             try:
-                node = await self._meet(seconds)
-            except LeaderLeft as error:
+                await node.group.joining.come(seconds)
+                break
+            except BaseException as error:
+                leader = node.rendezvous.returned.admission.by
+                lost = isinstance(error, RendezvousError) and node.group.is_gone(leader)
+                self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
+                await self.drop()  # without a word: else others would think that its place is given up
                 if not self._goes_on or self._shutdown is not None:
                     raise
-                why: BaseException | None = error
-            else:
-                if node.rendezvous.returned is None:
-                    node.group.start()
-                    break
-                try:
-                    await node.group.newcomers.come(seconds)
-                    break
-                except BaseException as error:
-                    leader = node.rendezvous.returned.admission.by
-                    lost = isinstance(error, RendezvousError) and node.group.is_gone(leader)
-                    self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
-                    await self.drop()  # without a word: whoever has heard of it shall not think its place is given up
-                    if not self._goes_on or self._shutdown is not None:
-                        raise
-                    why = error.__cause__
+                why = error.__cause__
             name = self.lifetime.name
             logger.info("worker %s lost the leader before it was a member, and begins anew: %s", name, why)
             self._reset()
@@ -160,7 +153,7 @@ class Life:
         return node
 
     async def _meet(self, patience: float) -> Node:
-        """Meet the others, within so many seconds; a newcomer is no member yet."""
+        """Meet the others, within so many seconds; a joining member is no member yet."""
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
         plan, waiting = self._plan, Patience(patience, steps.stop)
         bound = asyncio.timeout(patience + Bounds().overtime if patience else None)
@@ -169,7 +162,6 @@ class Life:
                 node = await self._make(steps, waiting)
         except BaseException as error:
             steps.stop.set()
-            self._goes_on = isinstance(error, LeaderLeft) and waiting.left() > 0 and self._shutdown is None
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if isinstance(error, TimeoutError) and bound.expired():
                 # A step that hangs, as a look-up of a name may, says nothing itself.
@@ -216,12 +208,14 @@ class Life:
                 world_size=plan.world_size,
                 timeout=patience,
                 store=plan.store,
-                require_secret=plan.options.require_secret,
-                secret_file=plan.options.secret_file,
-                certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
-                safe=plan.options.serialization == "safe",
-                founding=Bounds().founding,
-                grace=plan.options.reconnect_grace,
+                options=MeetingOptions(
+                    require_secret=plan.options.require_secret,
+                    secret_file=plan.options.secret_file,
+                    certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
+                    safe=plan.options.serialization == "safe",
+                    founding=Bounds().founding,
+                    grace=plan.options.reconnect_grace,
+                ),
             )
         )
         if unusable is not None and rendezvous.dynamic:
@@ -258,7 +252,7 @@ class Life:
         _check_tls(record, records)
         if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
             listeners.close_tcp()
-        secret = await steps.run(lambda: rendezvous.agree_secret(record, records, directory))
+        secret = await steps.run(lambda: rendezvous.agree_secret(record, directory))
         logger.debug("worker %s: has what its members know each other by", plan.name)
         meeting = Meeting(rendezvous, listeners, record, records, secret, credentials)
         node = Node(meeting, plan, self.lifetime, steps, stack)
@@ -390,7 +384,7 @@ class Life:
 
     async def _take_down(self) -> None:
         if not self._goes_on:
-            self._plan.news.end()
+            self._plan.events.end()
             self._plan.objects.close()
         await self._stack.aclose()
         # It is CLOSED already if the interpreter exits or this is a forked child.
@@ -446,7 +440,7 @@ class Life:
                     self.lifetime.enter(WorkerEvent.LEFT)
                 logger.warning("%s", self.lifetime.why_closed())
             self._goes_on = False
-            self._plan.news.end()
+            self._plan.events.end()
             self._plan.objects.close()
             if node is not None:
                 node.leave_without_loop(self.lifetime.why_closed())
@@ -510,17 +504,10 @@ class _RendezvousEnd:
                 self._plan.init_method,
                 patience,
             )
-            self._remove_secret()
         except Overloaded as error:  # there is no thread to say it in
             logger.warning(
                 "worker %s left without a word to the store of %s: %s", self._plan.name, self._plan.init_method, error
             )
-            self._remove_secret()
-
-    def _remove_secret(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.rendezvous is not None:
-                self.rendezvous.remove_secret()
 
     def _leave_beside(self) -> None:
         """Leave in a thread that goes on by itself if that takes long: whoever found the loop closed has other work.
@@ -594,7 +581,7 @@ def _watch_loop(node: Node) -> asyncio.Task[None]:
 
 
 async def _serve_rendezvous(node: Node) -> None:
-    """In a free group: hand the secret to newcomers, and find a store again that has gone, until the worker ends."""
+    """In a free group: look after joining members, and find a store again that has gone, until the worker ends."""
     engine, rendezvous = node.engine, node.rendezvous
     bounds, name = engine.bounds, engine.name
     gone = occupied = False
@@ -603,12 +590,12 @@ async def _serve_rendezvous(node: Node) -> None:
         await asyncio.sleep(pause)
         try:
             if not gone:
-                look = partial(rendezvous.serve_newcomers, bounds.absence, parted=node.group.parted)
+                look = partial(rendezvous.serve_joining, bounds.absence, parted=node.group.parted)
                 await engine.steps.run(look)
                 continue
             pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
-                logger.info("worker %s has found a store again: newcomers find it there", name)
+                logger.info("worker %s has found a store again: joining members find it there", name)
                 gone = occupied = False
                 pause = bounds.serving_pause
         except asyncio.CancelledError:  # the worker ends, which waits for steps that are under way
@@ -616,7 +603,8 @@ async def _serve_rendezvous(node: Node) -> None:
             raise
         except StoreGone as error:
             if not gone:
-                logger.warning("worker %s: %s. Members that know each other go on; newcomers find nobody", name, error)
+                said = "worker %s: %s. Members that know each other go on; joining members find nobody"
+                logger.warning(said, name, error)
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ..._typing import Function
 from ...errors import RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
-from ..caller.peers import Peers
-from ..engine.engine import Engine
 from ..engine.host import provably_dead
+from .interface import MembershipContext
 
 # Seconds before each time that a member is asked whether it is there, when somebody says that it is not.
 _PAUSES = (0.0, 0.05, 0.5)
@@ -23,25 +21,15 @@ _STOOD_STILL = 1.5
 _TRIES = 3
 
 
-class Home(Protocol):
-    """What this needs of the worker."""
-
-    engine: Engine
-    peers: Peers
-
-    async def probe(self, record: WorkerRecord) -> None:
-        """Raises OSError or RpcError if a worker takes no connections."""
-
-
-class Hearsay:
+class IndirectProbe:
     """See the module. On the loop.
 
     is_gone: whether a member has left or was lost. vouch: the handler that is called on others.
     """
 
-    def __init__(self, home: Home, is_gone: Callable[[WorkerRecord], bool], vouch: Function) -> None:
-        self._home = home
-        self._engine = home.engine
+    def __init__(self, context: MembershipContext, is_gone: Callable[[WorkerRecord], bool], vouch: Function) -> None:
+        self._context = context
+        self._engine = context.engine
         self._is_gone = is_gone
         self._vouch = vouch
         self._asked: dict[int, asyncio.Task[None]] = {}  # of whom something is looked into
@@ -107,8 +95,8 @@ class Hearsay:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(patience):
-                    await self._home.probe(record)  # to call alone would try for longer where nobody listens
-                    peer = self._home.peers.of(record)
+                    await self._context.probe(record)  # to call alone would try for longer where nobody listens
+                    peer = self._context.peers.of(record)
                     together: bool = await peer.call(self._vouch, (other.id,), None, patience, system=True)
                     return together
             except (OSError, RpcError):

@@ -1,4 +1,4 @@
-"""New processes in vacant places: what the leader, the others and the newcomer itself do. On the loop.
+"""New processes in vacant places: what the leader, the others and the joining member itself do. On the loop.
 
 What is decided, and the order of it all, is in `protocol/leaving.py`; what goes through the store in
 `meeting/returning.py`.
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -22,28 +21,18 @@ from ...protocol import leaving
 from ...protocol.identity import RecordFields, WorkerRecord
 from ...protocol.leaving import GroupTable, Outputs, Roster
 from ...protocol.states import Returning
-from ..caller.peers import Peers
 from ..calls.declared import pack
-from ..engine.engine import Engine
-from ..meeting.rendezvous import Rendezvous
 from ..meeting.returning import Admission
+from .interface import MembershipContext
 
-NewcomerOutput = leaving.Admit | leaving.Refuse | leaving.Announce | leaving.Welcome
+JoiningOutput = leaving.Admit | leaving.Refuse | leaving.Announce | leaving.Welcome
 
 # Seconds between two looks at whether this worker knows by now what the leader knows already.
 _PAUSE = 0.01
 
 
-class Home(Protocol):
-    """What newcomers need of the worker."""
-
-    engine: Engine
-    rendezvous: Rendezvous
-    peers: Peers
-
-
-class Newcomers:
-    """The newcomers of one worker's group.
+class JoiningMembers:
+    """The joining members of one worker's group.
 
     carry_out: does what the table says. lose: takes a member for lost, for a cause. is_together: asks a member whether
     it is there, and has not parted with another one. verbs: the handlers that are called on others.
@@ -51,7 +40,7 @@ class Newcomers:
 
     def __init__(
         self,
-        home: Home,
+        context: MembershipContext,
         table: GroupTable,
         *,
         carry_out: Callable[[Outputs], None],
@@ -60,8 +49,8 @@ class Newcomers:
         has_left: Callable[[WorkerRecord], Coro[bool]],
         verbs: tuple[Function, Function],
     ) -> None:
-        self._home = home
-        self._engine = home.engine
+        self._context = context
+        self._engine = context.engine
         self._table = table
         self._carry_out = carry_out
         self._lose = lose
@@ -79,13 +68,13 @@ class Newcomers:
     # --- as the leader ------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look at the store for newcomers, as long as this worker leads and a place is vacant."""
-        if not self._looking and self._table.admits and (not self._blind or self._home.rendezvous.is_client):
+        """Look at the store for joining members, as long as this worker leads and a place is vacant."""
+        if not self._looking and self._table.admits and (not self._blind or self._context.rendezvous.is_client):
             self._looking = True
             self._engine.tasks.spawn(self._look())
 
     async def _look(self) -> None:
-        in_store, bounds = self._home.rendezvous.newcomers, self._engine.bounds
+        in_store, bounds = self._context.rendezvous.joining, self._engine.bounds
         try:
             while self._table.admits and not self._engine.closed:
                 look = partial(in_store.applicants, self._table.places.vacant())
@@ -98,7 +87,7 @@ class Newcomers:
                     if not self._blind:
                         logger.info("worker %s can let nobody in: %s", self._engine.name, error)
                     self._blind = True
-                    if not self._home.rendezvous.is_client:  # for good, and torch logs every look at it
+                    if not self._context.rendezvous.is_client:  # for good, and torch logs every look at it
                         return
                 except RendezvousError as error:
                     if str(error) != self._trouble:  # it looks several times a second, for as long as a place is vacant
@@ -108,92 +97,89 @@ class Newcomers:
         finally:
             self._looking = False
 
-    def do(self, output: NewcomerOutput) -> None:
+    def do(self, output: JoiningOutput) -> None:
         """What the table has decided."""
         match output:
-            case leaving.Admit(newcomer, roster):
-                logger.info("worker %s lets %s in", self._engine.name, newcomer.describe())
-                self._reply(newcomer, lambda: self._home.rendezvous.newcomers.admit(newcomer, roster))
-            case leaving.Refuse(newcomer, reason):
-                arriving = self._arriving.get(newcomer.id)
+            case leaving.Admit(joiner, roster):
+                logger.info("worker %s lets %s in", self._engine.name, joiner.describe())
+                self._reply(joiner, lambda: self._context.rendezvous.joining.admit(joiner, roster))
+            case leaving.Refuse(joiner, reason):
+                arriving = self._arriving.get(joiner.id)
                 if arriving is None:
-                    self._reply(newcomer, lambda: self._home.rendezvous.newcomers.turn_away(newcomer, reason))
+                    self._reply(joiner, lambda: self._context.rendezvous.joining.turn_away(joiner, reason))
                 elif not arriving.done():
                     arriving.set_exception(RpcUsageError(reason))
-            case leaving.Announce(to, newcomer):
-                self._engine.tasks.spawn(self._tell(to, newcomer))
-            case leaving.Welcome(newcomer, roster):
-                arriving = self._arriving.get(newcomer.id)
+            case leaving.Announce(to, joiner):
+                self._engine.tasks.spawn(self._tell(to, joiner))
+            case leaving.Welcome(joiner, roster):
+                arriving = self._arriving.get(joiner.id)
                 if arriving is not None and not arriving.done():
                     arriving.set_result(roster)
-                if not self._table.places.promised:
-                    with contextlib.suppress(OSError):
-                        self._home.rendezvous.remove_secret()
 
-    def _reply(self, newcomer: WorkerRecord, say: Callable[[], None]) -> None:
-        self._answered.add(newcomer.incarnation)
-        self._engine.tasks.spawn(self._reply_to(newcomer, say))
+    def _reply(self, joiner: WorkerRecord, say: Callable[[], None]) -> None:
+        self._answered.add(joiner.incarnation)
+        self._engine.tasks.spawn(self._reply_to(joiner, say))
 
-    async def _reply_to(self, newcomer: WorkerRecord, say: Callable[[], None]) -> None:
+    async def _reply_to(self, joiner: WorkerRecord, say: Callable[[], None]) -> None:
         try:
             await self._engine.steps.run(say)
         except (RendezvousError, OSError) as error:
-            self._answered.discard(newcomer.incarnation)
-            logger.warning("worker %s cannot reply to %s: %s", self._engine.name, newcomer.describe(), error)
+            self._answered.discard(joiner.incarnation)
+            logger.warning("worker %s cannot reply to %s: %s", self._engine.name, joiner.describe(), error)
 
-    async def arrive(self, newcomer: WorkerRecord) -> Roster:
-        """A newcomer has proved itself. Returns once all members know it. RpcUsageError if it cannot be one of them."""
+    async def arrive(self, joiner: WorkerRecord) -> Roster:
+        """A joining member has proved itself. Returns once all members know it. RpcUsageError if it cannot be one."""
         arriving: asyncio.Future[Roster] = self._engine.loop.create_future()
-        self._arriving[newcomer.id] = arriving
+        self._arriving[joiner.id] = arriving
         try:
-            self._carry_out(self._table.arrive(newcomer))
+            self._carry_out(self._table.arrive(joiner))
             return await arriving
         finally:
-            self._arriving.pop(newcomer.id, None)
+            self._arriving.pop(joiner.id, None)
 
-    async def _tell(self, to: WorkerRecord, newcomer: WorkerRecord) -> None:
+    async def _tell(self, to: WorkerRecord, joiner: WorkerRecord) -> None:
         try:
             # Without a limit: a member that is stopped has to know before anybody can call it.
-            await self._home.peers.of(to).call(self._introduce, (pack(newcomer.to_wire()),), None, 0.0, system=True)
+            await self._context.peers.of(to).call(self._introduce, (pack(joiner.to_wire()),), None, 0.0, system=True)
         except RpcUsageError as error:
-            self._lose(newcomer, f"{to.describe()} does not take it for a member: {error}")
+            self._lose(joiner, f"{to.describe()} does not take it for a member: {error}")
         except RpcError:
             return  # it is lost, or this worker leaves
-        self._carry_out(self._table.introduced(to.id, newcomer.id))
+        self._carry_out(self._table.introduced(to.id, joiner.id))
 
     # --- as another member --------------------------------------------------------------------------------------------
 
-    async def introduce(self, leader: int, newcomer: WorkerRecord) -> None:
-        """A member says that there is a newcomer. RpcUsageError if that is not for it to say, or cannot be."""
+    async def introduce(self, leader: int, joiner: WorkerRecord) -> None:
+        """A member says that there is a joining member. RpcUsageError if that is not for it to say, or cannot be."""
         over = asyncio.Event()
-        first = self._hearing.setdefault(newcomer.incarnation, over) is over
+        first = self._hearing.setdefault(joiner.incarnation, over) is over
         try:
-            await self._hear_of(leader, newcomer)
+            await self._hear_of(leader, joiner)
         finally:
             if first:
-                del self._hearing[newcomer.incarnation]
+                del self._hearing[joiner.incarnation]
                 over.set()
 
-    async def until_heard_of(self, newcomer: WorkerRecord) -> None:
-        """Wait while a member is telling of that newcomer: whatever is said of it behind that comes after it."""
-        over = self._hearing.get(newcomer.incarnation)
+    async def until_heard_of(self, joiner: WorkerRecord) -> None:
+        """Wait while a member is telling of that joining member: whatever is said of it behind that comes after it."""
+        over = self._hearing.get(joiner.incarnation)
         if over is not None:
             await over.wait()
 
-    async def _hear_of(self, leader: int, newcomer: WorkerRecord) -> None:
+    async def _hear_of(self, leader: int, joiner: WorkerRecord) -> None:
         await self._until_it_leads(leader)
-        holder = self._table.in_the_way(newcomer)
+        holder = self._table.in_the_way(joiner)
         if holder is not None:
             said_by = self._table.members[leader]
             if await self._is_together(holder, said_by):
                 raise RpcUsageError(f"{holder.describe()} is there, as it says itself, and has that place")
             if not await self._has_left(holder):
                 self._lose(holder, f"it was replaced, says {said_by.describe()}")
-        if newcomer.id not in self._table.members:
-            objection = self._table.places.objection(newcomer)
+        if joiner.id not in self._table.members:
+            objection = self._table.places.objection(joiner)
             if objection:
                 raise RpcUsageError(objection)
-            self._carry_out(self._table.introduce(newcomer))
+            self._carry_out(self._table.introduce(joiner))
 
     async def _until_it_leads(self, leader: int) -> None:
         """It may know earlier than this worker that those before it are lost. However much it says, one task looks."""
@@ -214,12 +200,13 @@ class Newcomers:
         finally:
             self._doubted.pop(leader, None)
 
-    # --- as the newcomer ----------------------------------------------------------------------------------------------
+    # --- as the joining member
+    # ----------------------------------------------------------------------------------------------
 
     async def come(self, seconds: float) -> None:
         """Become a member, within so many seconds; 0 for no limit. RendezvousError if that cannot be."""
-        returned = self._home.rendezvous.returned
-        assert returned is not None, "it is a newcomer"
+        returned = self._context.rendezvous.returned
+        assert returned is not None, "it is a joining member"
         try:
             await self._come(returned.admission, seconds)
             await self._engine.steps.run(returned.settle_in)
@@ -238,7 +225,7 @@ class Newcomers:
 
     async def _come(self, admission: Admission, seconds: float) -> None:
         self._carry_out(self._table.admitted(admission.roster))
-        peer, said = self._home.peers.of(admission.by), (pack(self._engine.record.to_wire()),)
+        peer, said = self._context.peers.of(admission.by), (pack(self._engine.record.to_wire()),)
         async with asyncio.timeout(seconds or None):
             answer = await peer.call(self._arrive, said, None, 0.0, system=True)
         self._carry_out(self._table.welcomed(roster_from_wire(answer)))

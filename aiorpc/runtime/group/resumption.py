@@ -29,7 +29,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from ... import foreign
 from ...errors import PeerRefused, ProtocolError
@@ -38,9 +37,9 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
 from ...transport.connection import Connection
 from ..caller.peer import Peer
-from ..engine.engine import Engine
 from ..engine.host import provably_dead
-from .events import Events, WorkerResumed, WorkerSuspended
+from .events import WorkerResumed, WorkerSuspended
+from .interface import MembershipContext
 
 # Seconds between two tries: the first such pause, and the longest. Seconds that one try may take: a packet that is lost
 # while a connection is made is sent again after one second, and after three.
@@ -57,21 +56,6 @@ TOO_LARGE = "what is large does not get there (is the MTU of a tunnel too large?
 LEAST_SHARE = 0.5
 # Seconds between two looks whether this process, or its loop, has stood still.
 TICK = 0.05
-
-
-class Home(Protocol):
-    """What mending needs of the worker."""
-
-    news: Events
-
-    @property
-    def engine(self) -> Engine: ...
-
-    async def look_for_farewell(self, record: WorkerRecord) -> bool:
-        """Whether a worker that cannot be reached has left, as it has told the store."""
-
-    async def reach(self, record: WorkerRecord) -> socket.socket:
-        """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""
 
 
 @dataclass(eq=False)
@@ -98,16 +82,16 @@ class Line:
     answered: float = field(default=0.0, init=False)
 
 
-class Mender:
+class SessionResumption:
     """See the module. On the loop.
 
     reopen: has a line go on over a socket that leads to its worker, or asks at its acceptor whether that is there
     (`Connector.reopen`); raises OSError and RpcError.
     """
 
-    def __init__(self, home: Home, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
-        self._home = home
-        self._engine = home.engine
+    def __init__(self, context: MembershipContext, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
+        self._context = context
+        self._engine = context.engine
         self._reopen = reopen
         self._suspended: dict[str, set[Line]] = {}  # by incarnation
 
@@ -128,7 +112,7 @@ class Mender:
         logger.info("worker %s: a connection with %s has broken: %s", engine.name, record.describe(), cause)
         lines = self._suspended.setdefault(record.incarnation, set())
         if not lines:
-            self._home.news.publish(WorkerSuspended(record.info, str(cause)))
+            self._context.events.publish(WorkerSuspended(record.info, str(cause)))
         lines.add(line)
         grace = engine.options.reconnect_grace
         left = max(grace - line.connection.silent_for, LEAST_SHARE * grace)
@@ -143,7 +127,7 @@ class Mender:
         logger.info("worker %s: a connection with %s goes on", self._engine.name, line.record.describe())
         self._look_for_progress(line)
         if self._forget(line):
-            self._home.news.publish(WorkerResumed(line.record.info))
+            self._context.events.publish(WorkerResumed(line.record.info))
 
     def replace(self, connection: Connection) -> None:
         """End a connection that we have accepted: its opener knows nothing of it, and has another one in its place.
@@ -154,7 +138,7 @@ class Mender:
         connection.abort()
         for line in lines:
             if self._forget(line):
-                self._home.news.publish(WorkerResumed(line.record.info))
+                self._context.events.publish(WorkerResumed(line.record.info))
 
     def _look_for_progress(self, line: Line) -> None:
         """Give up a connection that goes on again and again although what it has to send does not get through."""
@@ -190,14 +174,14 @@ class Mender:
                 if connection.suspended and tries.refusal is None:
                     await asyncio.sleep(min(pause, patience.left))
                     pause = min(2 * pause, LAST_PAUSE)
-        left = connection.suspended and line.times == times and await self._home.look_for_farewell(line.record)
+        left = connection.suspended and line.times == times and await self._context.look_for_farewell(line.record)
         if line.times == times:
             alone = self._forget(line)
             if connection.suspended:
                 needless = not (left or tries.refusal or tries.refused) and self._is_needless(line)
                 connection.abort(None if left or needless else tries.refusal or self._loss(line, cause, tries))
                 if needless and alone:
-                    self._home.news.publish(WorkerResumed(line.record.info))
+                    self._context.events.publish(WorkerResumed(line.record.info))
 
     def _is_needless(self, line: Line) -> bool:
         """Whether the opener of a connection seems to know nothing of it, and is there."""
@@ -236,7 +220,7 @@ class Mender:
         """Reach the other process, and have the line go on if this end has opened it."""
         try:
             async with asyncio.timeout(seconds):
-                sock = await self._home.reach(line.record)
+                sock = await self._context.reach(line.record)
         except TimeoutError as error:
             raise TimeoutError(foreign.text_of(error) or f"no answer from {_place(line.record)}") from error
         await self._reopen(line, sock)  # a process that is busy takes its time

@@ -30,7 +30,7 @@ _CAN_WRITE = (
 T = TypeVar("T")
 
 
-class Board:
+class KeyValueClient:
     """A torch store, its keys under one prefix, whose every failure is a RendezvousError.
 
     Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None. watch: looked at
@@ -220,6 +220,14 @@ class Board:
             self._contact.close(self._end)
         if self._watch is not None:
             self._watch.close()
+
+
+def from_hex(text: str) -> bytes:
+    """The bytes of a text; none if it is no such text."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
 
 
 def _mark_of(maker: WorkerRecord) -> str:

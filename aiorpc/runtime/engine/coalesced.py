@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...undoing import on_error
 
 
-class Soon:
+class CoalescedCallback:
     """Has a function run in one of the loop's next turns: once for all who ask until then. Any thread.
 
     post: has a function run on the loop, like `Engine.call_on_loop`. asked: whether it is going to run.

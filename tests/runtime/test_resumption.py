@@ -27,7 +27,7 @@ from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.states import HandshakeState, PeerState
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.group import connecting, mending
+from aiorpc.runtime.group import connecting, resumption
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from aiorpc.transport.connection import Connection
@@ -364,7 +364,7 @@ async def test_the_end_of_the_grace_is_a_loss() -> None:
 
 async def test_the_end_of_the_grace_says_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A try that takes too long has no words of its own."""
-    monkeypatch.setattr(mending, "TRY", 0.01)
+    monkeypatch.setattr(resumption, "TRY", 0.01)
     async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
         assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
         call = workers[0].call("worker1", bodies.ablock)
@@ -433,7 +433,7 @@ async def test_what_never_gets_through_is_a_loss_although_the_connection_goes_on
     """Where all that is large is lost: it is said once, and waited for until the grace is over, but not for ever."""
     caplog.set_level(logging.WARNING, "aiorpc")
     later = 0.0
-    monkeypatch.setattr(mending, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+    monkeypatch.setattr(resumption, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
     async with cluster(2, options=options) as workers:
         with black_hole():
             assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
@@ -585,7 +585,7 @@ async def test_whoever_closes_the_connection_or_says_too_little_gets_no_more_tha
     said: bytes | None, end: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that is busy does neither."""
-    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
     monkeypatch.setattr(connecting, "FIRST_WORD", 0.05)
     async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers, another_program(said) as program:
         for worker in workers:
@@ -598,7 +598,7 @@ async def test_a_worker_that_takes_connections_and_is_silent_is_waited_for(
     kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is stopped, for which its host takes them: long after the grace is over its calls go on."""
-    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
     monkeypatch.setattr(connecting, "FIRST_WORD", 0.01)
     async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers:
         assert await workers[1].call("worker0", count, 1) == 1
@@ -622,7 +622,7 @@ async def test_an_opener_that_answers_and_does_not_come_is_waited_for(
     kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be unable to connect where it can be connected to; whoever asks it takes nobody's place by that."""
-    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
     graces = [replace(options, reconnect_grace=grace) for grace in (0.3, 1000.0)]
     async with cluster(2, options=graces) as workers:
         assert await workers[1].call("worker0", count, 1) == 1
@@ -714,7 +714,7 @@ async def test_a_worker_that_has_answered_before_the_line_broke_again_was_reache
     kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where each handshake is cut short, the grace counts from the last word of the worker."""
-    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
     graces = [replace(options, reconnect_grace=grace) for grace in (1000.0, 0.3)]
     async with cluster(2, options=graces) as workers:
         assert await workers[1].call("worker0", count, 1) == 1

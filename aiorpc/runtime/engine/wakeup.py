@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ...locks import RLock
 from .host import most_descriptors
 
-# Of the descriptors that the process may have, alarms take none beyond this share: others need them more.
+# Of the descriptors that the process may have, wakeups take none beyond this share: others need them more.
 _SHARE = 0.5
 
 
@@ -25,7 +25,7 @@ class Source(Protocol):
         """
 
 
-class Alarm:
+class WakeUp:
     """An eventfd of one thread, and an epoll with that and one more descriptor. The thread waits there; `release`
     is for all others, as the method of a lock is.
 
@@ -65,7 +65,7 @@ class Alarm:
         return True
 
     @classmethod
-    def make(cls) -> Alarm | None:
+    def make(cls) -> WakeUp | None:
         """One more, if the process has plenty of descriptors: the system gives the lowest, so a high one says that few
         are left.
         """

@@ -1,0 +1,53 @@
+"""What the parts of this package need of the worker that they belong to."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from ...errors import WorkerClosed
+from ...protocol.identity import WorkerRecord
+from ..callee.service import Service
+from ..caller.peers import Peers
+from ..engine.engine import Engine
+from ..links.links import Links
+from ..meeting.rendezvous import Rendezvous
+from .events import Events
+
+
+class MembershipContext(Protocol):
+    """A running worker, as `node.Node` is. On the loop."""
+
+    rendezvous: Rendezvous
+    peers: Peers
+    links: Links
+    services: set[Service]
+    events: Events
+
+    @property
+    def engine(self) -> Engine: ...
+    def is_idle(self) -> bool:
+        """Whether no call of users is under way, in either direction."""
+
+    def owes_answers(self) -> bool:
+        """Whether answers wait until their callers read them, or until a connection goes on."""
+
+    def activity(self) -> tuple[bool, int]:
+        """Whether it is idle, and how many calls of users it has seen."""
+
+    def describe_pending(self) -> str:
+        """The calls of users that are under way, as text for a log message; empty if there are none."""
+
+    def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
+        """End what this worker's program waits for; returns what, for people. why: the error, for each. calls: also
+        calls of users' functions, and not streams and what waits at others alone."""
+
+    async def look_for_farewell(self, record: WorkerRecord) -> bool:
+        """Whether a worker that cannot be reached has left, as it has told the store."""
+
+    async def reach(self, record: WorkerRecord) -> socket.socket:
+        """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""
+
+    async def probe(self, record: WorkerRecord) -> None:
+        """Raises OSError or RpcError if a worker takes no connections."""
