@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from aiorpc.channels import arena, bulk, layout, shared_messages
+from aiorpc.channels import arena, bulk, shared_messages
 from aiorpc.channels.device import messages as device_messages
 from aiorpc.protocol import families, frames, handshake, messages, publication, reference_messages
 from aiorpc.protocol.families import Family
@@ -56,7 +56,7 @@ def whole() -> str:
         "## Inside of messages",
         *map(section, (messages.Values, messages.Recorded)),
         *map(section, (messages.ByName, messages.Method, messages.ObjectMethod, messages.Fetch)),
-        *map(section, (reference_messages.PassedReference, reference_messages.ReferenceId, layout.TensorEntry)),
+        *map(section, (reference_messages.PassedReference, reference_messages.ReferenceId, messages.TensorEntry)),
         "## Reference counting",
         prose(
             "The body of a REFERENCE is the array of a word and the fields behind it. [counting.md](counting.md) says "

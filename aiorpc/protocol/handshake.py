@@ -48,7 +48,7 @@ from .frames import Buffer, Frame, Kind, encode_frame
 from .identity import WorkerRecord, legible
 from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 
-VERSION = 6
+VERSION = 7
 NONCE_SIZE = HASH_SIZE = 32
 WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
 # Longest body taken from somebody who has not proved anything yet, in bytes.

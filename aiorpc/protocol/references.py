@@ -16,7 +16,6 @@ import enum
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from .reference_messages import (
@@ -47,8 +46,6 @@ from .reference_messages import (
     fork_of_creator,
     unguessable,
 )
-
-_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
 
 
 class _State(enum.Enum):
@@ -191,7 +188,7 @@ class ReferenceTable:
         child, self._child = self._child or self._new_id(), None
         if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
             self._keep_for(held, child, to)
-        passed: PassedReference = _new(PassedReference, (rref, held.owner, child, position))
+        passed = PassedReference(rref, held.owner, child, position)
         return passed, self._finish()
 
     def unsend(self, child: ReferenceId) -> Outputs:

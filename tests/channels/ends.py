@@ -25,7 +25,7 @@ from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, Buffer, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.messages import Release, read_release, write
+from aiorpc.protocol.messages import read_release
 from aiorpc.protocol.packing import pack, unpack
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -391,7 +391,7 @@ class SharedEnds(Ends):
 
     def give_back(self, way: int, blocks: Sequence[Block]) -> None:
         """From one end to the other, in its turn among the messages."""
-        body = write(Release(blocks))
+        body = pack((blocks,))  # a Release
         self.put(f"messages {way}", lambda: self._given_back(1 - way, body))
 
     def _given_back(self, end: int, body: bytes) -> None:

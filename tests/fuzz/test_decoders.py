@@ -27,7 +27,7 @@ from aiorpc.protocol.codec import Incoming, loads
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import MAX_BODY, Handshake
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.messages import Reply, read_values
+from aiorpc.protocol.messages import Reply, Values, read_values
 from aiorpc.runtime.calls.values import decode, encode
 
 from .mutations import mutate
@@ -57,7 +57,7 @@ def bodies() -> list[tuple[bytes, list[bytes]]]:
         [torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True)],
         [[1, {"a": torch.ones(2)}], numpy.arange(2000), {"k": (1,)}],
     ]
-    made = [encode(Reply, (), values, To())[:2] for values in samples]
+    made = [encode(Reply(Values(values)), To())[:2] for values in samples]
     return [(body, [bytes(segment) for segment in segments]) for body, segments in made]
 
 
@@ -173,7 +173,7 @@ def test_message_body(seed: int) -> None:
         said = read_values(data)
         original = chance.choice(CORPUS)[0]
         if said.pickled is not None:
-            said = said._replace(pickled=pickles[original] or b"N.")
+            said.pickled = pickles[original] or b"N."
         parts = [bytearray(part) for part in segments[original]]
         if parts and chance.random() < 0.3:
             parts[0] = parts[0][: chance.randrange(len(parts[0]))]

@@ -94,7 +94,7 @@ def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
     """What strangers send, by name."""
     pickled = pickle.dumps(Bomb(bomb))
     function = messages.Values([None], opaque_at=[0], pickled=pickled)
-    first = messages.Call(None, None, None, None, None, None, None, None, function)
+    first = messages.Call(None, function)
     mine = record.to_wire()
     return {
         "garbage": os.urandom(4096),

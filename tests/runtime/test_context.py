@@ -60,17 +60,17 @@ class Asker:
         return aiorpc.current().name, aiorpc.caller()
 
 
-def trace() -> int:
+def trace() -> tuple[int, int]:
     context = current_call.get()
     assert context is not None
-    return context.trace
+    return context.origin
 
 
-def traces(to: str) -> tuple[int, Any]:
+def traces(to: str) -> tuple[tuple[int, int], Any]:
     return trace(), aiorpc.rpc_sync(to, trace)
 
 
-async def traces_async(to: str) -> tuple[int, Any]:
+async def traces_async(to: str) -> tuple[tuple[int, int], Any]:
     return trace(), await aiorpc.call(to, trace)
 
 

@@ -36,7 +36,6 @@ from .permits import Permits
 _LAST_SECONDS = 0.5
 # Stands in place of the arguments of a call once somebody has taken them.
 NO_VALUES = Values([])
-_TRACE = (1 << 63) - 1  # what a trace may be; of ids of workers it has the last 15 bits
 _LEAST = 0.001  # seconds that are left where none are: 0 is no limit
 
 
@@ -85,7 +84,7 @@ class ServedCall:
     names, arguments, segments: as
     in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
     keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
-    the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
+    the call is no stream. deadline: ``time.monotonic()`` seconds. origin: the first call of the chain.
     autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
     as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
     has to know. cancelled: whether the caller has given up, and the handler is to stop. unwaited: why no one waits for
@@ -126,6 +125,7 @@ class ServedCall:
         "node",
         "on_cancel",
         "once",
+        "origin",
         "permits",
         "record",
         "replied",
@@ -136,7 +136,6 @@ class ServedCall:
         "task",
         "thread",
         "told",
-        "trace",
         "unwaited",
         "woken",
     )
@@ -144,7 +143,12 @@ class ServedCall:
     def __init__(
         self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call, permits: Permits | None = None
     ) -> None:
-        _, self.names, remaining, trace, self.autograd, self.credit, _, self.once, self.arguments = message
+        self.names = message.names
+        self.autograd = message.autograd
+        self.credit = message.credit
+        self.once = message.once
+        self.arguments = message.payload
+        remaining = message.remaining
         self.node: CommonHome = node
         self.caller: WorkerInfo = caller
         self.caller_id: int = caller.id
@@ -155,7 +159,7 @@ class ServedCall:
         self.size: int = 0
         self.started: float = time.monotonic()
         self.deadline: float | None = None if remaining is None else self.started + remaining
-        self.trace: int = trace if trace is not None else trace_of(caller.id, frame.call_id)
+        self.origin: tuple[int, int] = message.origin or (caller.id, frame.call_id)
         self.function: str = "?"
         self.handler: Handler | None = None
         self.begun: bool = False
@@ -397,11 +401,6 @@ def _serving() -> ServedCall:
     if call is None:
         raise RpcUsageError("only a handler that serves a call can ask this")
     return call
-
-
-def trace_of(caller: int, call_id: int) -> int:
-    """The trace of a chain of calls that begins with that one. caller: the id of the worker that makes it."""
-    return (caller << 48 | call_id) & _TRACE
 
 
 def is_nested(node: CommonHome) -> bool:

@@ -19,7 +19,17 @@ from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import Future
 from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
-from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
+from ...protocol.messages import (
+    ByName,
+    Call,
+    Function,
+    Method,
+    ObjectMethod,
+    Values,
+    with_function,
+    without_function,
+    write_plain,
+)
 from ...sites import CallSite
 from ..caller.future import cannot_send
 from ..caller.known import FunctionEntry
@@ -45,9 +55,9 @@ class Home(CommonHome, Protocol):
 
 
 class _Arguments(NamedTuple):
-    """What a call has for all who get it: the last field of the message, and its buffers."""
+    """What a call has for all who get it: its body without the function, and its buffers."""
 
-    field: bytes
+    rest: bytes
     buffers: Sequence[Any]
 
 
@@ -96,10 +106,10 @@ class Sending:
         self._site = site
         self._now = time.monotonic()
         self._deadline = self._now + timeout if timeout else None
-        self._trace: int | None = None
+        self._origin: tuple[int, int] | None = None
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is home:
-            self._trace = serving.trace
+            self._origin = serving.origin
             if serving.deadline is not None and (self._deadline is None or serving.deadline < self._deadline):
                 self._deadline = serving.deadline
         self._values = list(args)
@@ -144,7 +154,7 @@ class Sending:
             key = named, peer.same_main
             body = bodies.get(key)
             if body is None:
-                body = bodies[key] = with_head(self._head(named), arguments.field)
+                body = bodies[key] = with_function(named, arguments.rest)
                 if len(body) > peer.max_body:
                     return
             self._letters[place] = _Letter(entry, body, arguments.buffers)
@@ -162,19 +172,18 @@ class Sending:
             return entry, entry.number
         return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
 
-    def _head(self, named: Function) -> tuple[object, ...]:
+    def _call(self, named: Function, values: list[Any]) -> Call:
         remaining = None if self._deadline is None else self._deadline - self._now
-        return named, self._names, remaining, self._trace, None, None, None, None
+        return Call(named, Values(values), self._names, remaining, self._origin)
 
     def _write(self, peer: Peer, named: Function) -> _Arguments | None:
         """The arguments as a message has them; None if something in them is bound to whoever gets it."""
-        head = self._head(named)
-        values = self._values if named is not None else [self._function, *self._values]
-        frame = write_plain(CALL, 0, head, values, peer.max_body)
+        call = self._call(named, self._values if named is not None else [self._function, *self._values])
+        frame = write_plain(CALL, 0, call, peer.max_body)
         if frame is not None:
-            return _Arguments(without_head(bytes(frame[0][HEAD.size :]), head), ())
+            return _Arguments(without_function(bytes(frame[0][HEAD.size :]), named), ())
         try:
-            body, buffers, out = encode(Call, head, values, peer)
+            body, buffers, out = encode(call, peer)
         except SerializationError as error:
             absence = absence_behind(error)
             if isinstance(absence, NO_VALUE):  # as `Peer.call`
@@ -184,7 +193,7 @@ class Sending:
         if out is not None:
             out.unsend()
             return None
-        return _Arguments(without_head(body, head), buffers)
+        return _Arguments(without_function(body, named), buffers)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +216,7 @@ class Sending:
             refusal = peer.refusal()
             if refusal is not None:
                 raise refusal
-        call_id, nested = next(owed.ids), self._trace is not None
+        call_id, nested = next(owed.ids), self._origin is not None
         call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
         try:
             if keeps is not None:

@@ -393,8 +393,7 @@ class Tape:
         on_unsent.append(partial(self._context.unsend, *sent[:2]))
         if self._counts is not None:
             self._counts.keep(self._context, self._to, len(sent[1]))
-        recorded: Recorded = _new(Recorded, (self._context.id, *sent))
-        return recorded
+        return Recorded(self._context.id, *sent)
 
 
 class LeafSink(Protocol):
@@ -589,7 +588,7 @@ class Gradients:
             return context
 
     def receive(
-        self, peer: PeerForContexts, said: Sequence[Any], tensors: Sequence[Tensor]
+        self, peer: PeerForContexts, said: Recorded, tensors: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
 
@@ -598,10 +597,8 @@ class Gradients:
         """
         assert peer.record is not None, "a message came from it"
         try:
-            id, number, places, behind = said
-            if type(number) is not int or min(places, default=0) < 0:
-                raise _impossible()
-            context = self._contexts.get(id)
+            number, places, behind = said.number, said.places, said.behind
+            context = self._contexts.get(said.context)
             # Left meanwhile: they are tensors like others. So they are where the sender takes no part, as it would if
             # the message were of a call in this context.
             if context is None or peer not in context.known:

@@ -42,7 +42,7 @@ class PeerForRRef(Protocol):
         kwargs: Kwargs | None,
         timeout: float,
         *,
-        creates: Sequence[int] | None = None,
+        creates: ReferenceId | None = None,
         depth: int = 2,
         keeps: object = None,
     ) -> Future[Any]: ...
@@ -420,7 +420,7 @@ def _invoke(proxy: RemoteMethods[R], name: str, depth: int, /, *args: object, **
         rref._check()
     else:  # it fails as a call by name does, for whoever waits for it
         rref._ask()
-    method: Method = _new(Method, (*rref._name(), name))
+    method = Method(*rref._name(), name)
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
         return references.create(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
