@@ -56,7 +56,15 @@ def whole() -> str:
         "## Inside of messages",
         *map(section, (messages.Values, messages.Recorded)),
         *map(section, (messages.ByName, messages.Method, messages.ObjectMethod, messages.Fetch)),
-        *map(section, (reference_messages.PassedReference, reference_messages.ReferenceId, messages.TensorEntry)),
+        *map(
+            section,
+            (
+                reference_messages.PassedReference,
+                reference_messages.ReferenceId,
+                messages.TensorEntry,
+                messages.TraceContext,
+            ),
+        ),
         "## Reference counting",
         prose(
             "The body of a REFERENCE is the array of a word and the fields behind it. [counting.md](counting.md) says "

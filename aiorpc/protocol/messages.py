@@ -30,6 +30,7 @@ from ..errors import ProtocolError
 from .frames import HEAD, MAGIC, Buffer, Kind
 from .packing import CONTAINERS, MALFORMED, NUMBERS, PLAIN, SIMPLE_SIZE, malformed, pack, unpack
 from .reference_messages import PassedReference, ReferenceId
+from .trace_context import TraceContext
 
 M = TypeVar("M")
 
@@ -154,6 +155,9 @@ class Call(Fields):
     #: Of a call that a handler makes: the first call of the chain, as its caller and the number that it had there. A
     #: worker that leaves knows by it what belongs to a call that it serves. nil in that first call.
     origin: tuple[int, int] | None = None
+    #: `traceparent` and `tracestate` of what the call is part of; nil if there is none. What W3C does not have so is
+    #: ignored.
+    trace: TraceContext | None = None
     #: The autograd context that the call is made in; nil outside of any.
     autograd: int | None = None
     #: How many items of a stream may be sent; nil if the call is no stream.

@@ -78,6 +78,7 @@ from aiorpc.protocol.reference_messages import (
     PassedReference,
     ReferenceId,
 )
+from aiorpc.protocol.trace_context import TraceContext
 from tests import colliding, wire
 from tests.documents import WIRE, wire_differences
 
@@ -101,6 +102,7 @@ FULL_CALL = Call(
     names=["n"],
     remaining=0.5,
     origin=(2, 3),
+    trace=TraceContext("p", "s"),
     autograd=3,
     credit=4,
     creates=ReferenceId(5, 6, 7),
@@ -109,39 +111,43 @@ FULL_ERROR = Error(type_name="m.E", message="t", traceback="u", worker="w", pick
 
 # A message, and its body in hexadecimal digits.
 GOLDEN: list[tuple[Any, str]] = [
-    (PLAIN_CALL, "99019990909090c000c090c0c0c0c0c0c0c0c0"),
-    (replace(PLAIN_CALL, function=ByName(number=1, name="m:f")), "99930101a36d3a669990909090c000c090c0c0c0c0c0c0c0c0"),
+    (PLAIN_CALL, "9a019990909090c000c090c0c0c0c0c0c0c0c0c0"),
+    (
+        replace(PLAIN_CALL, function=ByName(number=1, name="m:f")),
+        "9a930101a36d3a669990909090c000c090c0c0c0c0c0c0c0c0c0",
+    ),
     (
         replace(PLAIN_CALL, function=Method(worker=2, number=300, key=4, name="run")),
-        "99950202cd012c04a372756e9990909090c000c090c0c0c0c0c0c0c0c0",
+        "9a950202cd012c04a372756e9990909090c000c090c0c0c0c0c0c0c0c0c0",
     ),
     (
         replace(PLAIN_CALL, function=ObjectMethod(object="buffer", name="put")),
-        "999303a6627566666572a37075749990909090c000c090c0c0c0c0c0c0c0c0",
+        "9a9303a6627566666572a37075749990909090c000c090c0c0c0c0c0c0c0c0c0",
     ),
     (
         replace(PLAIN_CALL, function=Fetch(worker=2, number=300, key=4)),
-        "99940402cd012c049990909090c000c090c0c0c0c0c0c0c0c0",
+        "9a940402cd012c049990909090c000c090c0c0c0c0c0c0c0c0c0",
     ),
     (
         replace(PLAIN_CALL, function=None, payload=Values([None], opaque_at=[0], pickled=b"N.")),
-        "99c09991c090909100c4024e2e00c090c0c0c0c0c0c0c0c0",
+        "9ac09991c090909100c4024e2e00c090c0c0c0c0c0c0c0c0c0",
     ),
-    (replace(PLAIN_CALL, names=["k"], payload=Values([1, -2])), "9901999201fe909090c000c090c091a16bc0c0c0c0c0c0"),
-    (replace(PLAIN_CALL, remaining=2.5), "99019990909090c000c090c0c0cb4004000000000000c0c0c0c0c0"),
-    (replace(PLAIN_CALL, origin=(3, 70000)), "99019990909090c000c090c0c0c09203ce00011170c0c0c0c0"),
+    (replace(PLAIN_CALL, names=["k"], payload=Values([1, -2])), "9a01999201fe909090c000c090c091a16bc0c0c0c0c0c0c0"),
+    (replace(PLAIN_CALL, remaining=2.5), "9a019990909090c000c090c0c0cb4004000000000000c0c0c0c0c0c0"),
+    (replace(PLAIN_CALL, trace=TraceContext("p", "s")), "9a019990909090c000c090c0c0c0c092a170a173c0c0c0c0"),
+    (replace(PLAIN_CALL, origin=(3, 70000)), "9a019990909090c000c090c0c0c09203ce00011170c0c0c0c0c0"),
     (
         replace(
             PLAIN_CALL, autograd=1 << 48, payload=Values([None], tensors_at=[0], gradients=Recorded(1, 2, [0], [[]]))
         ),
-        "99019991c090910090c000c09094010291009190c0c0c0cf0001000000000000c0c0c0",
+        "9a019991c090910090c000c09094010291009190c0c0c0c0cf0001000000000000c0c0c0",
     ),
-    (replace(PLAIN_CALL, credit=16), "99019990909090c000c090c0c0c0c0c010c0c0"),
-    (replace(PLAIN_CALL, creates=ReferenceId(0, 1, 2)), "99019990909090c000c090c0c0c0c0c0c093000102c0"),
-    (replace(PLAIN_CALL, once=(300, 1)), "99019990909090c000c090c0c0c0c0c0c0c092cd012c01"),
+    (replace(PLAIN_CALL, credit=16), "9a019990909090c000c090c0c0c0c0c0c010c0c0"),
+    (replace(PLAIN_CALL, creates=ReferenceId(0, 1, 2)), "9a019990909090c000c090c0c0c0c0c0c0c093000102c0"),
+    (replace(PLAIN_CALL, once=(300, 1)), "9a019990909090c000c090c0c0c0c0c0c0c0c092cd012c01"),
     (
         FULL_CALL,
-        "99019994c001a174c0919203c4016291009103c401500291970908079106910504a1749194930102060393040500c09407089100929101c091a16ecb3fe0000000000000920203030493050607c0",
+        "9a019994c001a174c0919203c4016291009103c401500291970908079106910504a1749194930102060393040500c09407089100929101c091a16ecb3fe000000000000092020392a170a173030493050607c0",
     ),
     (Reply(NOTHING), "919990909090c000c090c0"),
     (
@@ -381,6 +387,7 @@ calls = st.builds(
     names=st.none() | st.lists(texts, max_size=2),
     remaining=st.none() | st.floats(allow_nan=False),
     origin=st.none() | st.tuples(numbers, numbers),
+    trace=st.none() | st.builds(TraceContext, texts, texts),
     autograd=some,
 )
 calls |= st.builds(Call, functions, values, credit=st.none() | counts, creates=st.none() | ids)
@@ -477,9 +484,10 @@ WRONG: dict[int, tuple[Any, ...]] = {
     0: (*_NO_FUNCTIONS, "f", 1.5, b"f"),
     2: ([1], [None], [b"a"], "a", {"a": 1}),
     4: (1, [], [1], [1, 2, 3], ["a", 1]),
-    6: (-1,),
-    7: ([], [1, 2, 3, 4], [1, 2, None], [1, 2, True], [-1, 2, 3], [1 << 63, 2, 3]),
-    8: ([], [1], [1, 2, 3], [1, None], [True, 1], ["a", 1]),
+    5: ("p", [], [1], ["p", 1], ["p", "s", "t"], {"p": "s"}),
+    7: (-1,),
+    8: ([], [1, 2, 3, 4], [1, 2, None], [1, 2, True], [-1, 2, 3], [1 << 63, 2, 3]),
+    9: ([], [1], [1, 2, 3], [1, None], [True, 1], ["a", 1]),
 }
 
 

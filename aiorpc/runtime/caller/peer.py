@@ -30,6 +30,7 @@ from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMe
 from ...protocol.packing import FLAT
 from ...protocol.reference_messages import ReferenceId
 from ...sites import CallSite
+from ..calls import tracing
 from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
@@ -163,6 +164,7 @@ class Peer(Addressee):
             names,
             remaining,
             origin,
+            tracing.current(),
             autograd if tape is not None else None,
             credit,
             creates,

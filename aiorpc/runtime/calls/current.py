@@ -25,6 +25,7 @@ from ...protocol.frames import Buffer, Frame
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
+from ...protocol.trace_context import TraceContext, valid
 from ..engine.engine import Engine
 from ..engine.forked import end_child
 from ..engine.lifetime import Lifetime
@@ -84,7 +85,8 @@ class ServedCall:
     names, arguments, segments: as
     in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
     keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
-    the call is no stream. deadline: ``time.monotonic()`` seconds. origin: the first call of the chain.
+    the call is no stream. deadline: ``time.monotonic()`` seconds. origin: the first call of the chain. trace: what it
+    is part of, as its caller has said; None for nothing.
     autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
     as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
     has to know. cancelled: whether the caller has given up, and the handler is to stop. unwaited: why no one waits for
@@ -136,6 +138,7 @@ class ServedCall:
         "task",
         "thread",
         "told",
+        "trace",
         "unwaited",
         "woken",
     )
@@ -159,6 +162,7 @@ class ServedCall:
         self.size: int = 0
         self.started: float = time.monotonic()
         self.deadline: float | None = None if remaining is None else self.started + remaining
+        self.trace: TraceContext | None = None if message.trace is None else valid(message.trace)
         self.origin: tuple[int, int] = message.origin or (caller.id, frame.call_id)
         self.function: str = "?"
         self.handler: Handler | None = None

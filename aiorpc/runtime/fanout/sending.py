@@ -37,6 +37,7 @@ from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
 from ..caller.waiting import WaitingCall, WaitingFrame, nothing
+from ..calls import tracing
 from ..calls.current import CommonHome, current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
@@ -107,6 +108,7 @@ class Sending:
         self._now = time.monotonic()
         self._deadline = self._now + timeout if timeout else None
         self._origin: tuple[int, int] | None = None
+        self._trace = tracing.current()
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is home:
             self._origin = serving.origin
@@ -174,7 +176,7 @@ class Sending:
 
     def _call(self, named: Function, values: list[Any]) -> Call:
         remaining = None if self._deadline is None else self._deadline - self._now
-        return Call(named, Values(values), self._names, remaining, self._origin)
+        return Call(named, Values(values), self._names, remaining, self._origin, self._trace)
 
     def _write(self, peer: Peer, named: Function) -> _Arguments | None:
         """The arguments as a message has them; None if something in them is bound to whoever gets it."""
