@@ -14,7 +14,7 @@ from typing import Any
 
 from aiorpc.channels import arena, bulk, shared_messages
 from aiorpc.channels.device import messages as device_messages
-from aiorpc.protocol import families, frames, handshake, messages, publication, reference_messages
+from aiorpc.protocol import families, frames, handshake, messages, publication, reference_messages, trace_context
 from aiorpc.protocol.families import Family
 from aiorpc.protocol.frames import Kind
 from aiorpc.runtime.links import messages as link_messages
@@ -62,7 +62,7 @@ def whole() -> str:
                 reference_messages.PassedReference,
                 reference_messages.ReferenceId,
                 messages.TensorEntry,
-                messages.TraceContext,
+                trace_context.TraceContext,
             ),
         ),
         "## Reference counting",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
+
+from msgspec import Meta
 
 from ..errors import ProtocolError, RpcUsageError
 from .families import Family
@@ -21,44 +23,50 @@ NAME_LIMIT = 128
 VERSIONS_LIMIT = 4096
 #: Versions count from 1 on, and go no further than this.
 LAST_VERSION = (1 << 62) - 1
-_NAME = re.compile(r"[A-Za-z0-9\-_:./]+")
+_NAME = rf"\A[A-Za-z0-9\-_:./]{{1,{NAME_LIMIT - 1}}}\Z"
+
+Name = Annotated[str, Meta(pattern=_NAME)]
+#: Numbers of versions, workers, subscriptions and bytes.
+Number = Annotated[int, Meta(ge=0, le=LAST_VERSION)]
+Span = Annotated[list[Number], Meta(min_length=2, max_length=2)]
+Versions = Annotated[list[Number], Meta(max_length=VERSIONS_LIMIT)]
 
 
 class Claim(NamedTuple):
     """Who may publish a name, as it stands in the store of the group, and as the one who may says to all members."""
 
     #: The name.
-    name: str
+    name: Name
     #: How many have had the name, this one counted. Of two claims the one with more turns is the later one.
-    turn: int
+    turn: Number
     #: The id of the worker that has it.
-    publisher: int
+    publisher: Number
     #: What that worker is called.
     worker: str
     #: Its first version.
-    first: int
+    first: Number
 
 
 class Unpublished(NamedTuple):
     """I do not publish that name any more: subscriptions to it end, and others may claim it."""
 
-    name: str
+    name: Name
     #: That of the claim that has ended.
-    turn: int
+    turn: Number
 
 
 class Want(NamedTuple):
     """Give me the newest version of that name, once it is newer than what I have."""
 
-    name: str
+    name: Name
     #: The number of the subscription, at the worker that has it.
-    subscription: int
+    subscription: Number
     #: The newest version that it has whole; 0 for none.
-    have: int
+    have: Number
     #: Whether it can map memory of this host.
     maps: bool
     #: Versions that it does not use any more.
-    released: list[int]
+    released: Versions
     #: Whether it asks for all readers of its host, to fetch the version in pieces.
     leads: bool
 
@@ -66,63 +74,63 @@ class Want(NamedTuple):
 class AskLeader(NamedTuple):
     """In place of a version: ask that worker, which fetches for all readers of your host; it may be you."""
 
-    name: str
+    name: Name
     #: Its id.
-    leader: int
+    leader: Number
     #: The newest version that there is; 0 for none.
-    newest: int
+    newest: Number
 
 
 class PieceWanted(NamedTuple):
     """Give me these bytes of a version, once you have them; they come as a tensor."""
 
-    name: str
-    version: int
+    name: Name
+    version: Number
     #: Where they begin, and how many they are.
-    start: int
-    length: int
+    start: Number
+    length: Number
 
 
 class VersionArrived(NamedTuple):
     """I have that version whole. It has come from the worker that fetches for my host, which does not say so for me."""
 
-    name: str
-    subscription: int
-    version: int
+    name: Name
+    subscription: Number
+    version: Number
 
 
 class StillFetching(NamedTuple):
     """I go on fetching for the readers of my host."""
 
-    name: str
+    name: Name
 
 
 class VersionsReleased(NamedTuple):
     """Nobody uses these versions of that subscription any more."""
 
-    name: str
+    name: Name
     #: 0 for what the worker has fetched in pieces, and does not fetch from here any more.
-    subscription: int
-    versions: list[int]
+    subscription: Number
+    versions: Versions
 
 
 class SubscriptionClosed(NamedTuple):
     """That subscription has ended; tensors of these versions are still alive."""
 
-    name: str
-    subscription: int
-    held: list[int]
+    name: Name
+    subscription: Number
+    held: Versions
 
 
 class SlotOffer(NamedTuple):
     """The memory file that a version lies in."""
 
     #: The number of the slot, at its owner.
-    slot: int
+    slot: Number
     #: Its file descriptor in the process that answers.
-    fd: int
+    fd: Number
     #: Bytes of the file.
-    size: int
+    size: Number
     #: What it begins with.
     nonce: bytes
 
@@ -130,24 +138,24 @@ class SlotOffer(NamedTuple):
 class Edition(NamedTuple):
     """A version, as it is given to one reader: how it is to be read, and where its bytes are."""
 
-    version: int
+    version: Annotated[int, Meta(ge=1, le=LAST_VERSION)]
     #: The id of the worker that has published it, and what that is called.
-    publisher: int
+    publisher: Number
     worker: str
     #: How many bytes all of its buffers take together.
-    size: int
+    size: Number
     #: Where each of its buffers begins in them, and how long it is.
-    spans: list[list[int]]
+    spans: Annotated[list[Span], Meta(max_length=MAX_SEGMENTS)]
     #: Where the bytes are; nil if they come with the answer.
     offer: SlotOffer | None
     #: Whether the reader is to copy them and release them at once, because it has not released others.
     copy: bool
     #: The numbers of all slots that the worker has: the reader unmaps the others.
-    slots: list[int]
+    slots: list[Number]
     #: The main module of the worker that has published it: others read the second form of what it says of its value.
     main: str
     #: For who leads: the worker that has the pieces, or will have them; nil for others.
-    source: int | None
+    source: Number | None
     #: The roles of the worker that has published it and of those that have handed it on, as the one who answers knows.
     roles: list[str]
 
@@ -155,30 +163,30 @@ class Edition(NamedTuple):
 class LatestWanted(NamedTuple):
     """What do you have of that name?"""
 
-    name: str
+    name: Name
 
 
 class LeaveWanted(NamedTuple):
     """May I publish that name, as far as you would read it?"""
 
-    name: str
+    name: Name
 
 
 class DigestWanted(NamedTuple):
     """What is the digest of that version that you have published?"""
 
-    name: str
-    version: int
+    name: Name
+    version: Number
 
 
 class Latest(NamedTuple):
     """What the worker has of that name."""
 
-    name: str
+    name: Name
     #: The newest version that it has published or read; 0 for none.
-    newest: int
+    newest: Number
     #: The newest one that it can hand on, although it has not published it; 0 for none.
-    kept: int
+    kept: Number
 
 
 Message = (
@@ -237,44 +245,14 @@ def read_any(said: object) -> Message:
     if type(said) is not bytes:
         raise ProtocolError(f"a message about published values that is none: {type(said).__name__}")
     message = MESSAGES.read(unpack(said))
-    if isinstance(message, Edition):
-        _check_edition(message)
-    else:
-        if not is_name(message.name):
-            raise ProtocolError("a message about published values without a name that can be")
-        numbers: list[int] = []
-        for field in message:
-            if type(field) is int:
-                numbers.append(field)
-            elif type(field) is list:
-                if len(field) > VERSIONS_LIMIT:
-                    raise ProtocolError(f"{len(field)} versions of one subscription, of at most {VERSIONS_LIMIT}")
-                numbers += field
-        _check_numbers(numbers)
+    if isinstance(message, Edition) and any(start + length > message.size for start, length in message.spans):
+        raise ProtocolError("a buffer outside of the version that it is part of")
     return message
-
-
-def _check_edition(edition: Edition) -> None:
-    _check_numbers([edition.version - 1, edition.publisher, edition.size, *edition.slots])
-    if len(edition.spans) > MAX_SEGMENTS:
-        raise ProtocolError(f"a version of {len(edition.spans)} buffers")
-    for span in edition.spans:
-        if len(span) != 2 or not 0 <= span[0] <= span[0] + span[1] <= edition.size:
-            raise ProtocolError("a buffer outside of the version that it is part of")
-    if edition.source is not None:
-        _check_numbers([edition.source])
-    if edition.offer is not None:
-        _check_numbers(list(edition.offer[:3]))
-
-
-def _check_numbers(numbers: list[int]) -> None:
-    if numbers and not 0 <= min(numbers) <= max(numbers) <= LAST_VERSION:
-        raise ProtocolError("a number in a message about published values that cannot be")
 
 
 def is_name(name: object) -> bool:
     """Whether something can be published under that name."""
-    return isinstance(name, str) and len(name) < NAME_LIMIT and _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and re.search(_NAME, name) is not None
 
 
 def check_name(name: object) -> str:

@@ -56,6 +56,7 @@ from aiorpc.protocol.plain import names_nothing
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.protocol.references import ReferenceTable
 from aiorpc.protocol.seal import HEAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
+from aiorpc.protocol.trace_context import TraceContext
 from aiorpc.queues import packing
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
@@ -264,7 +265,9 @@ def bodies() -> list[tuple[int, bytes]]:
         for function, values in zip(functions, (plain, opaque, referring, tensors, opaque), strict=True)
     ]
     calls.append(Call(messages.ObjectMethod("box", "put"), plain))
-    calls.append(Call(ByName(1, "operator:add"), plain, ["b"], 1.5, (7, 7), 8, 9, ReferenceId(0, 1, 2)))
+    calls.append(
+        Call(ByName(1, "operator:add"), plain, ["b"], 1.5, (7, 7), TraceContext("p", "s"), 8, 9, ReferenceId(0, 1, 2))
+    )
     calls.append(Call(ByName(1, "operator:add"), plain, None, 1.5, once=(3, 1)))
     made: list[tuple[Kind, Any]] = [(Kind.CALL, call) for call in calls]
     made += [(Kind.REPLY, Reply(values)) for values in (plain, opaque, referring, tensors)]
