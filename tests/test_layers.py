@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("examples",),
     ("compat",),
     ("testing",),
-    ("api", "sync", "functions", "types", "events"),
+    ("api", "sync", "functions", "types", "events", "tracing"),
     ("worker",),
     ("autograd", "optim", "nn", "queues"),
     ("runtime",),

@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from aiorpc.channels import arena, bulk, layout, shared_messages
+from aiorpc.channels import arena, bulk, shared_messages
 from aiorpc.channels.device import messages as device_messages
-from aiorpc.protocol import families, frames, handshake, messages, publication, reference_messages
+from aiorpc.protocol import families, frames, handshake, messages, publication, reference_messages, trace_context
 from aiorpc.protocol.families import Family
 from aiorpc.protocol.frames import Kind
 from aiorpc.runtime.links import messages as link_messages
@@ -56,7 +56,15 @@ def whole() -> str:
         "## Inside of messages",
         *map(section, (messages.Values, messages.Recorded)),
         *map(section, (messages.ByName, messages.Method, messages.ObjectMethod, messages.Fetch)),
-        *map(section, (reference_messages.PassedReference, reference_messages.ReferenceId, layout.TensorEntry)),
+        *map(
+            section,
+            (
+                reference_messages.PassedReference,
+                reference_messages.ReferenceId,
+                messages.TensorEntry,
+                trace_context.TraceContext,
+            ),
+        ),
         "## Reference counting",
         prose(
             "The body of a REFERENCE is the array of a word and the fields behind it. [counting.md](counting.md) says "

@@ -19,13 +19,14 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy
 import torch
 
 from ..errors import ProtocolError, SerializationError
 from ..protocol.frames import DIRECT_SIZE, Buffer
+from ..protocol.messages import TensorEntry
 from . import AnyBuffer
 from .accelerator import Accelerator, DeviceBuffer, device_index
 from .landing import Landing
@@ -71,26 +72,6 @@ _PLAIN = frozenset((torch.Tensor,))
 _IS_ZERO: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 # Said each time: the program may have set another default device for the thread that decodes.
 _CPU = torch.device("cpu")
-
-
-class TensorEntry(NamedTuple):
-    """What a message says about one of its tensors."""
-
-    #: The number of the buffer that its bytes are in; -1 if it has none, -2 if they stand in the next field.
-    buffer: int
-    #: Where they begin in the buffer, in bytes; or the bytes themselves.
-    offset: int | bytes
-    #: The code of its dtype: its place in `DTYPES`.
-    dtype: int
-    #: Its shape.
-    shape: Sequence[int]
-    #: Its strides, in elements; nil if it is contiguous and alone in its buffer.
-    strides: Sequence[int] | None
-    #: The sum of 1: it requires gradients, 2: it is a Parameter, 4: to be conjugated, 8: to be negated.
-    flags: int
-    #: The device of the receiver that it is for; nil for the host's memory. Its bytes are on that device, or come from
-    #: the host.
-    target: str | None
 
 
 _new: Any = tuple.__new__  # what TensorEntry(...) does, without its call into Python

@@ -40,7 +40,6 @@ _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later n
 
 _LONG = 1 << 20  # bytes: what is shorter does not matter where messages have their limits
 
-_new: Any = tuple.__new__
 _MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 code_reduce = cloudpickle.Pickler.dispatch_table[CodeType]
 
@@ -177,8 +176,14 @@ def encode_values(values: list[Any], out: Outgoing) -> Values:
         else:
             opaque_at.append(position)
     pickled = _pickle_all(values, opaque_at, out) if opaque_at else None
-    fields: Values = _new(Values, (plain, tensors_at, opaque_at, pickled, len(out.buffers), None, out.references, None))
-    return fields
+    return Values(
+        plain,
+        tensors_at=tensors_at,
+        opaque_at=opaque_at,
+        pickled=pickled,
+        buffers=len(out.buffers),
+        references=out.references,
+    )
 
 
 def refer(value: Travels, position: int, out: Outgoing) -> None:

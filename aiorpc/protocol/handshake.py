@@ -38,17 +38,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated
 
-import msgpack
+from msgspec import Meta, Struct
 
 from ..errors import PeerRefused, ProtocolError, RpcUsageError
 from .frames import Buffer, Frame, Kind, encode_frame
 from .identity import WorkerRecord, legible
+from .messages import Fields, reader
+from .packing import pack
 from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 
-VERSION = 6
+VERSION = 7
 NONCE_SIZE = HASH_SIZE = 32
 WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
 # Longest body taken from somebody who has not proved anything yet, in bytes.
@@ -57,9 +59,15 @@ MAX_BODY = 16 * 1024
 MOST = 1 << 62
 # Characters of what somebody else has said that are shown.
 SHOWN = 300
+# Which connection it is, and what follows the handshake: see `Introduction.flags`.
+PIPE, SEALED, SAFE, LASTING, RESUME = 1, 2, 4, 8, 16
+
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
+_Hash = Annotated[bytes, Meta(min_length=HASH_SIZE, max_length=HASH_SIZE)]
+_Flags = Annotated[int, Meta(ge=0, le=PIPE | SEALED | SAFE | LASTING | RESUME)]
 
 
-class Hello(NamedTuple):
+class Hello(Fields):
     """The first that either side says. In this form for ever, whatever the version."""
 
     #: An Introduction of the opener, or a Challenge of the acceptor, as bytes: the proofs are made from both.
@@ -68,19 +76,19 @@ class Hello(NamedTuple):
     proof: bytes
 
 
-class Introduction(NamedTuple):
+class Introduction(Fields):
     """What the opener says. Its first field keeps its place for ever; the others may differ between versions."""
 
     #: Of the protocol.
     version: int
     #: Of the worker (`identity.WorkerRecord`).
-    record: Sequence[str | int]
+    record: list[str | int]
     #: 32 random bytes, never used again.
-    nonce: bytes
+    nonce: _Nonce
     #: The worker that is wanted: the SHA-256 of its incarnation.
-    whom: bytes
+    whom: _Hash
     #: What the opener knows of it: the SHA-256 of its record, as msgpack.
-    known: bytes
+    known: _Hash
     #: The number that the opener gave to its link with the acceptor.
     link: int
     #: PIPE: this is the second connection of that link, for chunks. SEALED: what follows the handshake bears seals.
@@ -88,22 +96,20 @@ class Introduction(NamedTuple):
     #: keeps what it sends until it is acknowledged, if the other side does so too. RESUME: this is a new socket for a
     #: connection that has broken, the first one of that link, or with PIPE the second one; each side begins again
     #: behind the frames that the other one has, as PROOF and WELCOME say.
-    flags: int
+    flags: _Flags
 
 
-class Challenge(NamedTuple):
+class Challenge(Fields):
     """What the acceptor answers. Its first field keeps its place for ever; the others may differ between versions."""
 
     #: Of the protocol.
     version: int
     #: 32 random bytes, never used again.
-    nonce: bytes
+    nonce: _Nonce
     #: SEALED, SAFE and LASTING, as in an Introduction.
-    flags: int
+    flags: _Flags
 
 
-PIPE, SEALED, SAFE, LASTING, RESUME = 1, 2, 4, 8, 16
-_FLAGS = PIPE | SEALED | SAFE | LASTING | RESUME
 # In front of the proof: how many bytes of tensors of one message the side that proves itself takes, or where a
 # connection goes on, how many frames it has received.
 _NUMBER = 8  # bytes
@@ -181,10 +187,10 @@ class Handshake:
             raise RpcUsageError(f"an {side} handshake that is {self.state.value} cannot be started")
         whom, known = _hashes(self._acceptor)
         flags = (PIPE if self.pipe else 0) | (RESUME if self.resumes else 0) | self._flags()
-        record = tuple(self.record.to_wire())
-        self._mine = write_introduction(Introduction(VERSION, record, self._nonce, whom, known, self.link, flags))
+        record = self.record.to_wire()
+        self._mine = pack(Introduction(VERSION, record, self._nonce, whom, known, self.link, flags))
         self.state = self._table.next(self.state, HandshakeEvent.BEGUN)
-        return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, b"")))
+        return encode_frame(Kind.HELLO, 0, pack(Hello(self._mine, b"")))
 
     def feed(self, frame: Frame) -> list[Buffer]:
         """The peer's next frame. Raises PeerRefused or ProtocolError, with `refusal` as the frame to send first."""
@@ -213,9 +219,9 @@ class Handshake:
         if self.state is HandshakeState.START and not self._opener and frame.kind == Kind.HELLO:
             self._theirs = read_hello(frame.body).introduction
             self._candidate = self._check_introduction()
-            self._mine = write_introduction(Challenge(VERSION, self._nonce, self._flags()))
+            self._mine = pack(Challenge(VERSION, self._nonce, self._flags()))
             self.state = self._table.next(self.state, HandshakeEvent.HELLO)
-            return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, b"")))
+            return encode_frame(Kind.HELLO, 0, pack(Hello(self._mine, b"")))
         if self.state is HandshakeState.SENT and frame.kind == Kind.HELLO:
             self._theirs = read_hello(frame.body).introduction
             self._check_flags(self._acceptor, read_challenge(self._theirs).flags)
@@ -309,7 +315,7 @@ class Handshake:
 
 def _hashes(record: WorkerRecord) -> tuple[bytes, bytes]:
     """Of its incarnation, and of all of it."""
-    whole: bytes = msgpack.packb(record.to_wire())
+    whole = pack(record.to_wire())
     return hashlib.sha256(record.incarnation.encode()).digest(), hashlib.sha256(whole).digest()
 
 
@@ -323,70 +329,31 @@ def refusal(reason: str) -> list[Buffer]:
     return encode_frame(Kind.REFUSED, 0, reason.encode()[:500])
 
 
-def write_hello(hello: Hello) -> bytes:
-    """The body of a HELLO."""
-    body: bytes = msgpack.packb(hello)
-    return body
+class _Versioned(Struct, array_like=True):
+    """The first field of an introduction of any version; what follows is not looked at."""
+
+    version: int
 
 
-def read_hello(body: Buffer) -> Hello:
-    """The Hello of a body. Raises ProtocolError."""
-    fields = _unpack(body)
-    if len(fields) != len(Hello._fields) or not all(isinstance(field, bytes) for field in fields):
-        raise ProtocolError("a HELLO that is none")
-    return Hello(*fields)
-
-
-def write_introduction(introduction: Introduction | Challenge) -> bytes:
-    """The bytes of it that go into a Hello."""
-    introduced: bytes = msgpack.packb(introduction)
-    return introduced
+_read_version = reader(_Versioned)
+_read_introduction = reader(Introduction)
+_read_challenge = reader(Challenge)
+read_hello = reader(Hello)
 
 
 def read_introduction(data: Buffer) -> Introduction:
     """What a Hello of an opener says; its record is not looked at. PeerRefused: another version. ProtocolError."""
-    introduction = Introduction(*_fields(data, Introduction))
-    if not all(type(each) is bytes and len(each) == HASH_SIZE for each in (introduction.whom, introduction.known)):
-        raise ProtocolError("a HELLO that does not say whom it wants")
-    _check_fields(introduction.nonce, introduction.flags)
-    if type(introduction.link) is not int:
-        raise ProtocolError("a HELLO that does not say what the connection is for")
-    return introduction
+    _check_version(data)
+    return _read_introduction(data)
 
 
 def read_challenge(data: Buffer) -> Challenge:
     """What a Hello of an acceptor says. Raises PeerRefused for another version, or ProtocolError."""
-    challenge = Challenge(*_fields(data, Challenge))
-    _check_fields(challenge.nonce, challenge.flags)
-    return challenge
+    _check_version(data)
+    return _read_challenge(data)
 
 
-def _fields(data: Buffer, kind: type[Introduction | Challenge]) -> list[Any]:
-    fields = _unpack(data)
-    match fields:
-        case [version, *_] if version != VERSION:
-            # A number alone is shown: what else stands there is a stranger's, who may nest lists as deep as he likes.
-            said = str(version) if type(version) is int else f"({type(version).__name__})"
-            theirs = f"version {said} of the protocol"
-            raise PeerRefused(f"it speaks {theirs}, we speak {VERSION}; use one aiorpc everywhere")
-    if len(fields) != len(kind._fields):
-        raise ProtocolError("a HELLO that is none")
-    return fields
-
-
-def _check_fields(nonce: object, flags: object) -> None:
-    if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
-        raise ProtocolError("a HELLO without a nonce")
-    if type(flags) is not int or not 0 <= flags <= _FLAGS:
-        raise ProtocolError("a HELLO that does not say what the connection is for")
-
-
-def _unpack(data: Buffer) -> list[Any]:
-    try:
-        unpacked = msgpack.unpackb(data, max_array_len=64, max_map_len=0)
-    except Exception as error:
-        # msgpack says what is wrong with some of them by the type alone.
-        raise ProtocolError(f"a HELLO that is no msgpack: {str(error) or type(error).__name__}") from None
-    if type(unpacked) is not list:
-        raise ProtocolError("a HELLO that is none")
-    return unpacked
+def _check_version(data: Buffer) -> None:
+    theirs = _read_version(data).version
+    if theirs != VERSION:
+        raise PeerRefused(f"it speaks version {theirs} of the protocol, we speak {VERSION}; use one aiorpc everywhere")

@@ -5,25 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from ..errors import ProtocolError, RpcUsageError
 from ..rights import check_role
-from .packing import is_text
+from .packing import MALFORMED, is_text, malformed
 from .registered import register_safe
 
 NAME_LIMIT = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
 _TEXT_LIMIT = 4096
 VERSION_LIMIT = 64
-_TEXT_LIMITS = dict.fromkeys(("python", "torch", "aiorpc"), VERSION_LIMIT)
 UNUSABLE = "!"
 ID_LIMIT = 1 << 31
-_NUMBER_LIMITS = {"id": (0, ID_LIMIT), "rank": (0, ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
 
-
+_Text = Annotated[str, msgspec.Meta(max_length=_TEXT_LIMIT)]
+_Version = Annotated[str, msgspec.Meta(max_length=VERSION_LIMIT)]
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=ID_LIMIT)]
 #: The fields of a `WorkerRecord`, as they travel in calls of the runtime's own.
 RecordFields = Annotated[list[str | int], msgspec.Meta(max_length=32)]
 
@@ -89,22 +89,22 @@ class WorkerRecord:
     runs; "" if it does not say.
     """
 
-    name: str
-    id: int
-    incarnation: str
-    host: str
-    hostname: str
-    pid: int
-    main: str
-    unix_path: str
-    tcp_host: str
-    tcp_port: int
-    role: str = ""
-    tls: str = ""
-    rank: int = -1  # the id, where nothing else is said
-    python: str = ""
-    torch: str = ""
-    aiorpc: str = ""
+    name: _Text
+    id: _Id
+    incarnation: _Text
+    host: _Text
+    hostname: _Text
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+    main: _Text
+    unix_path: _Text
+    tcp_host: _Text
+    tcp_port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    role: _Text = ""
+    tls: _Text = ""
+    rank: _Id = -1  # the id, where nothing else is said
+    python: _Version = ""
+    torch: _Version = ""
+    aiorpc: _Version = ""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -131,11 +131,15 @@ class WorkerRecord:
     @classmethod
     def from_wire(cls, value: object) -> WorkerRecord:
         """The record that `to_wire` made; ProtocolError names the first part that is malformed."""
-        declared = fields(cls)
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != len(declared):
-            raise ProtocolError(f"a worker record is a list of {len(declared)} items, not {type(value).__name__}")
-        items: list[Any] = [_checked(f.name, str(f.type), item) for f, item in zip(declared, value, strict=True)]
-        record = cls(*items)
+        names = [each.name for each in fields(cls)]
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != len(names):
+            raise ProtocolError(f"a worker record is a list of {len(names)} items, not {type(value).__name__}")
+        try:
+            record = msgspec.convert(dict(zip(names, value, strict=True)), cls)
+        except MALFORMED as error:
+            raise malformed("a worker record", error) from None
+        if not all(is_text(each) for each in value if isinstance(each, str)):
+            raise ProtocolError("a worker record with text that is no UTF-8")
         # Their own texts show what was sent.
         try:
             check_name(record.name)
@@ -146,17 +150,3 @@ class WorkerRecord:
         except RpcUsageError:
             raise ProtocolError("worker record: role must be one that a worker can have") from None
         return record
-
-
-def _checked(name: str, kind: str, value: object) -> str | int:
-    if kind == "str":
-        most = _TEXT_LIMITS.get(name, _TEXT_LIMIT)
-        if isinstance(value, str) and len(value) <= most and (value.isascii() or is_text(value)):
-            return value
-        raise ProtocolError(f"worker record: {name} must be a string of at most {most}, not {type(value).__name__}")
-    low, high = _NUMBER_LIMITS[name]
-    if isinstance(value, int) and not isinstance(value, bool) and low <= value < high:
-        return value
-    raise ProtocolError(
-        f"worker record: {name} must be an integer from {low} to {high - 1}, not {type(value).__name__}"
-    )

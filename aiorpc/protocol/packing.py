@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgpack
+import msgspec
 
 from ..errors import ProtocolError
 from .frames import Buffer
@@ -24,25 +23,19 @@ CONTAINERS = frozenset((list, dict))
 FLAT = PLAIN | CONTAINERS
 #: Containers with more items than this are left to the general pickler.
 SIMPLE_SIZE = 64
-#: Bytes. A packer keeps room for twice the longest body that it has made, so one that has made a longer one is let go.
-MOST_KEPT = 256 * 1024
-# Making a packer costs as much as packing a call, so packers are kept here. `pop` and `append` of a deque are atomic: a
-# packer is taken out, used by one thread, and put back. If packing raises, the packer is not put back, as it may hold
-# half a message.
-packers: deque[msgpack.Packer] = deque(maxlen=32)
-new_packer: partial[msgpack.Packer] = partial(msgpack.Packer, autoreset=True)
+#: What msgspec raises for bytes that are not what is declared: its own errors and UnicodeDecodeError are ValueErrors.
+MALFORMED = (ValueError, RecursionError, OverflowError)
+# Characters of what an error says of a body.
+_SHOWN = 200
+
+#: A message body from plain values, declared messages, and lists or tuples of them. Any thread.
+pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
-def pack(fields: Sequence[object]) -> bytes:
-    """A message body from fields that are plain values, or lists or tuples of them."""
-    try:
-        packer = packers.pop()
-    except IndexError:
-        packer = new_packer()
-    body: bytes = packer.pack(fields)
-    if len(body) <= MOST_KEPT:
-        packers.append(packer)
-    return body
+def malformed(what: str, error: Exception) -> ProtocolError:
+    """The error for bytes that are no such thing. msgspec names types and places, and of what was sent only tags."""
+    said = "".join(each if each.isprintable() else "?" for each in str(error)[:_SHOWN])
+    return ProtocolError(f"{what} that is none: {said or type(error).__name__}")
 
 
 def is_text(text: str) -> bool:
@@ -86,13 +79,16 @@ def look_through(body: Buffer) -> None:
 
 
 def unpack(body: Buffer) -> list[Any]:
-    """The fields of a message body. Raises ProtocolError if it is none."""
+    """The fields of a body whose declaration is looked up by its first field. Raises ProtocolError if it is no list.
+
+    msgpack refuses maps by anything but text and bytes here, whose hashes a sender cannot choose; msgspec would not.
+    """
     try:
         if len(body) > LONG:
             look_through(body)
-        fields = msgpack.unpackb(body, ext_hook=no_extension)  # keys of maps: text or bytes
+        fields = msgpack.unpackb(body, ext_hook=no_extension)
     except Exception as error:
-        raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
+        raise malformed("a message body", error) from None
     if type(fields) is not list:
         raise ProtocolError("a message body that is no list")
     return fields

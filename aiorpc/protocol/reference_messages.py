@@ -12,27 +12,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from ..errors import ProtocolError
+from msgspec import Meta
+
 from .families import Family
-from .packing import kind_shown
 
 LARGEST = (1 << 63) - 1  # of the numbers in an id; a key has one bit more
 _KEYS = struct.Struct("=512Q")
-_SEVEN_INTS = [int] * 7
-_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
+Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 
 
 class ReferenceId(NamedTuple):
     """A reference or a fork of one."""
 
     #: The worker that named it.
-    worker: int
+    worker: Number
     #: That worker's running number.
-    number: int
-    #: Random for a reference, so that who has none cannot name it; 0 for a fork, which is worth nothing by itself.
-    key: int = 0
+    number: Number
+    #: Random for a reference, so that a worker without it cannot name it; 0 for a fork, which is worth nothing alone.
+    key: Annotated[int, Meta(ge=0)] = 0
 
     def __repr__(self) -> str:
         """Without the key: it is nobody's business who reads logs and errors."""
@@ -57,7 +56,7 @@ class PassedReference(NamedTuple):
 
     rref: ReferenceId
     #: The worker that has the value.
-    owner: int
+    owner: Number
     #: The receiver's fork, which the sender has named; (0, 0, 1), `LENT`, for a reference that a call lends to its
     #: owner, and keeps until the call has ended.
     fork: ReferenceId
@@ -240,35 +239,9 @@ class Counts:
     granted: int = 0
 
 
-def read(fields: object) -> Message:
+def read(fields: list[object]) -> Message:
     """The message that these fields of a body are. Raises ProtocolError."""
     message = MESSAGES.read(fields)
     if isinstance(message, Gone | Abandon) and len(message.reason) > REASON_LIMIT:
         message = message._replace(reason=message.reason[:REASON_LIMIT])
-    for part in message:
-        if type(part) is ReferenceId and (min(part) < 0 or max(part.worker, part.number) > LARGEST):
-            raise ProtocolError(f"{part} is no id of a reference")
     return message
-
-
-def read_passed(fields: Any) -> PassedReference:
-    """The reference that these fields of a message with values are. Raises ProtocolError.
-
-    It does what a reader that is made from the class would do, as one function, since many calls bring a reference.
-    """
-    try:
-        rref, owner, fork, position = fields
-        worker, number, key = rref
-        fork_worker, fork_number, fork_key = fork
-    except (TypeError, ValueError):
-        raise ProtocolError(f"not a reference: {kind_shown(fields)}") from None
-    numbers = (worker, number, key, owner, fork_worker, fork_number, fork_key)
-    if (
-        [*map(type, numbers)] != _SEVEN_INTS
-        or min(numbers) < 0
-        or max(worker, number, owner, fork_worker, fork_number) > LARGEST
-        or not (position is None or type(position) is int)
-    ):
-        raise ProtocolError(f"not a reference: {kind_shown(fields)}")
-    passed: PassedReference = _new(PassedReference, (_new(ReferenceId, rref), owner, _new(ReferenceId, fork), position))
-    return passed

@@ -63,7 +63,7 @@ def pack(
     worker that runs another main module may get it. copy: whether one that is kept is kept as it is now; else it is
     written, as it is then, when it is fetched. keep: memory of so many bytes for one that is kept.
     """
-    body, buffers, out = encode(Reply, (), [item], here, owner.route)
+    body, buffers, out = encode(Reply(Values([item])), here, owner.route)
     if out is not None or DeviceBuffer in map(type, buffers):
         if out is not None:  # references: the getter has to be named in them
             out.unsend()
@@ -103,7 +103,7 @@ def _in_two_forms(
     other: bytes | str
     others: Sequence[Any]
     try:
-        other, others, out = encode(Reply, (), [item], here, owner.route, other_main=True)
+        other, others, out = encode(Reply(Values([item])), here, owner.route, other_main=True)
     except SerializationError as error:
         if not owner.same_main:
             raise

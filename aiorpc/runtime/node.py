@@ -40,7 +40,7 @@ from .caller.peers import Peers
 from .caller.retrying import Retries
 from .caller.stream import Stream, open_stream
 from .calls import current
-from .calls.current import Registry, ServedCall, current_call, current_node, is_nested, trace_of
+from .calls.current import Registry, ServedCall, current_call, current_node, is_nested
 from .calls.pending import PendingCall
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
@@ -342,13 +342,13 @@ class Node:
         self.end_waits(lambda what: WorkerClosed(f"{what} got no answer: {why}"), calls=True)
         self.publications.leave()
 
-    def continues(self, trace: int) -> bool:
+    def continues(self, origin: tuple[int, int]) -> bool:
         """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
-        served = [call.trace for service in list(self.services) for call in list(service.calls.values())]
-        made = [
-            trace_of(self.engine.info.id, call_id) for peer in self.peers.all() for call_id in list(peer.owed.pending)
-        ]
-        return served.count(trace) > 1 or trace in made  # the one that arrives is served, too
+        served = [call.origin for service in list(self.services) for call in list(service.calls.values())]
+        if served.count(origin) > 1:  # the one that arrives is served, too
+            return True
+        caller, call_id = origin
+        return caller == self.engine.info.id and any(call_id in peer.owed.pending for peer in self.peers.all())
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All members this worker knows, itself included, by id; without those that have left or were lost."""

@@ -21,6 +21,7 @@ from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
 from aiorpc.errors import PeerLeft, ProtocolError, SerializationError, WouldBlockLoop
 from aiorpc.protocol.frames import CALL, HEAD
+from aiorpc.protocol.messages import Recorded
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener_of
@@ -845,16 +846,14 @@ async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> 
     async with autograd.context() as ctx:
         await workers[0].call("worker1", parts.weight, 0)
         for said in (
-            [ctx],
-            [ctx, "1", [0], [[]]],
-            [ctx, 1, [-1], [[]]],
-            [ctx, 1, [0], []],
-            [ctx, 1, [0], [[1]]],
-            [ctx, 1, ["0"], [[]]],
+            Recorded(ctx, 1, [0], []),
+            Recorded(ctx, 1, [0], [[1]]),
         ):
             with pytest.raises(ProtocolError, match="gradients"):
                 workers[0]._node.gradients.receive(peer, said, [vector().detach()])
-        tensors, past = workers[0]._node.gradients.receive(peer, [ctx, 1, [1, 2], [[], ["x"]]], [vector().detach()])
+        tensors, past = workers[0]._node.gradients.receive(
+            peer, Recorded(ctx, 1, [1, 2], [[], [1]]), [vector().detach()]
+        )
         assert not tensors[0].requires_grad and past is not None
         assert past(0, vector().detach()).grad_fn is not None
         for number in (1, 2):
@@ -928,7 +927,7 @@ async def test_what_a_message_says_of_a_context_in_which_its_sender_takes_no_par
     await workers[0].call("worker1", parts.echo, None)
     async with autograd.context() as ctx:
         context = workers[0]._node.gradients.get(ctx)
-        tensors, past = workers[0]._node.gradients.receive(peer, [ctx, 1, [0], [[]]], [vector().detach()])
+        tensors, past = workers[0]._node.gradients.receive(peer, Recorded(ctx, 1, [0], [[]]), [vector().detach()])
         assert not tensors[0].requires_grad and past is None
         assert not context.known and not context.received
 

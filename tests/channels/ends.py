@@ -25,7 +25,7 @@ from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, Buffer, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.messages import Release, read_release, write
+from aiorpc.protocol.messages import read_release
 from aiorpc.protocol.packing import pack, unpack
 from tests.channels.files_channel import LEAST, FilesContext
 
@@ -403,7 +403,7 @@ class SharedEnds(Ends):
 
     def give_back(self, way: int, blocks: Sequence[Sequence[int]]) -> None:
         """From one end to the other, in its turn among the messages."""
-        body = write(Release(blocks))
+        body = pack((blocks,))  # a Release
         self.put(f"messages {way}", lambda: self._given_back(1 - way, body))
 
     def _given_back(self, end: int, body: bytes) -> None:

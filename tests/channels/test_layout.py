@@ -18,12 +18,13 @@ from aiorpc.channels import layout
 from aiorpc.channels.accelerator import DeviceBuffer, device_index
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.landing import Landing
-from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, TensorEntry, describe_plain, rebuild
+from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, describe_plain, rebuild
 from aiorpc.channels.layout import describe as describe_routed
 from aiorpc.channels.routes import Route, going
 from aiorpc.devices import to_device_map
 from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.frames import DIRECT_SIZE
+from aiorpc.protocol.messages import TensorEntry
 from aiorpc.protocol.packing import pack, unpack
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.tensors import describe_on_host as describe

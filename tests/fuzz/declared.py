@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.messages import Call, Values, read_call, write
+from aiorpc.protocol.messages import Call, TensorEntry, Values, read_call, write
 from aiorpc.runtime import surface
 from aiorpc.runtime.calls import functions
 from aiorpc.runtime.calls.declared import declaration_of, pack
@@ -23,7 +23,7 @@ def taste(data: bytes) -> None:
     if len(data) < 2:
         raise ProtocolError("nothing")
     declaration, said = DECLARED[data[0] % len(DECLARED)], data[2:]
-    arguments = read_call(said).arguments if data[1] % 2 else Values([said], [], [], None, 0, None, [], None)
+    arguments = read_call(said).payload if data[1] % 2 else Values([said])
     try:
         declaration.read(arguments)
     except ProtocolError as error:
@@ -33,7 +33,7 @@ def taste(data: bytes) -> None:
 
 def seeds() -> list[bytes]:
     """Calls of each as honest members make them, and as they make those of others."""
-    record, entry = pack(RECORD.to_wire()), [-1, 0, 0, [0], None, 0, None]
+    record, entry = pack(RECORD.to_wire()), TensorEntry(-1, 0, 0, [0], None, 0, None)
     given = [
         *(Values([]), Values([1]), Values([b""]), Values([True]), Values([record])),
         *(Values([record, "why"]), Values(["tag", pack([0, 1]), 1.5]), Values([True, 1, 2, 3])),
@@ -41,6 +41,6 @@ def seeds() -> list[bytes]:
         Values([1, 2, bytes(16), None], tensors_at=[3], table=[entry]),
         Values([1, 2, bytes(16), False, 0.5, b"", b"", None, None], tensors_at=[8], table=[entry]),
     ]
-    calls = [b"\x01" + write(Call(1, None, None, None, None, None, None, None, each)) for each in given]
+    calls = [b"\x01" + write(Call(1, each)) for each in given]
     packed = [b"\x00" + each for each in (record, pack([0, 1, 2]), b"\xdd\xff\xff\xff\xff")]
     return [bytes((place,)) + each for place in range(len(DECLARED)) for each in (*calls, *packed)]

@@ -23,6 +23,7 @@ import numpy
 import torch
 from msgspec import Struct
 from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
 from aiorpc.channels import bulk, layout, shared_messages
 from aiorpc.channels.arena import Arena, Block
@@ -32,7 +33,7 @@ from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.errors import PeerRefused, ProtocolError, RendezvousError, SerializationError
 from aiorpc.protocol import messages, publication, reference_messages
-from aiorpc.protocol.families import Family
+from aiorpc.protocol.families import Family, reader_of
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import MAX_BODY, Handshake
 from aiorpc.protocol.messages import (
@@ -47,6 +48,7 @@ from aiorpc.protocol.messages import (
     Method,
     Parcel,
     Reply,
+    TensorEntry,
     Values,
     write,
     write_chunk,
@@ -56,6 +58,7 @@ from aiorpc.protocol.plain import names_nothing
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.protocol.references import ReferenceTable
 from aiorpc.protocol.seal import HEAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
+from aiorpc.protocol.trace_context import TraceContext
 from aiorpc.queues import packing
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
@@ -256,16 +259,18 @@ def bodies() -> list[tuple[int, bytes]]:
     opaque = Values([None, 2], opaque_at=[0], pickled=PAYLOAD)
     passed = PassedReference(ReferenceId(1, 2), 1, ReferenceId(3, 4), 0)
     referring = Values([None], references=[passed], table=None)
-    table = [[-2, b"abcdefgh", 6, [2], None, 0, None]]
+    table = [TensorEntry(-2, b"abcdefgh", 6, [2], None, 0, None)]
     tensors = Values([None], tensors_at=[0], table=table, gradients=messages.Recorded(1, 2, [0], [None]))
     functions: list[messages.Function] = [ByName(1, "operator:add"), 1, Method(0, 1, 2, "f"), Fetch(0, 1, 2), None]
     calls: list[Any] = [
-        Call(function, None, None, None, None, None, None, None, values)
+        Call(function, values)
         for function, values in zip(functions, (plain, opaque, referring, tensors, opaque), strict=True)
     ]
-    calls.append(Call(messages.ObjectMethod("box", "put"), None, None, None, None, None, None, None, plain))
-    calls.append(Call(ByName(1, "operator:add"), ["b"], 1.5, 7, 8, 9, [0, 1, 2], None, plain))
-    calls.append(Call(ByName(1, "operator:add"), None, 1.5, None, None, None, None, [3, 1], plain))
+    calls.append(Call(messages.ObjectMethod("box", "put"), plain))
+    calls.append(
+        Call(ByName(1, "operator:add"), plain, ["b"], 1.5, (7, 7), TraceContext("p", "s"), 8, 9, ReferenceId(0, 1, 2))
+    )
+    calls.append(Call(ByName(1, "operator:add"), plain, None, 1.5, once=(3, 1)))
     made: list[tuple[Kind, Any]] = [(Kind.CALL, call) for call in calls]
     made += [(Kind.REPLY, Reply(values)) for values in (plain, opaque, referring, tensors)]
     made += [
@@ -274,7 +279,7 @@ def bodies() -> list[tuple[int, bytes]]:
         (Kind.CREDIT, Credit(3)),
         (Kind.CANCEL, messages.Cancel(False)),
         (Kind.GOODBYE, messages.Goodbye("KeyError")),
-        (Kind.RELEASE, messages.Release([[0, 4096, 64, 1]])),
+        (Kind.RELEASE, messages.Release([(0, 4096, 64, 1)])),
         (Kind.PARCEL, Parcel(int(Kind.CALL), [(3, []), (1, [0, 4096, 64, 1, 0])], write(calls[0]))),
     ]
     made += [(Kind.CHANNEL, ChannelMessage(channel, fields)) for channel, fields in channel_messages()]
@@ -494,7 +499,7 @@ def messages_with_tensors() -> list[tuple[bytes, list[bytes]]]:
         [torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True)],
         [[1, {"a": torch.ones(2)}]],
     ]
-    made = [encode(Reply, (), values, To())[:2] for values in samples]
+    made = [encode(Reply(Values(values)), To())[:2] for values in samples]
     return [(body, [bytes(part) for part in parts]) for body, parts in made]
 
 
@@ -517,7 +522,7 @@ def taste_values(data: bytes) -> None:
     if type(body) is not bytes:
         raise ProtocolError("not an input")
     said = messages.read_values(body)
-    read_through(decode(said._replace(pickled=None), segments, lambda passed: [object()] * len(passed)))
+    read_through(decode(replace(said, pickled=None), segments, lambda passed: [object()] * len(passed)))
 
 
 def seeds_of_values() -> list[bytes]:
@@ -700,6 +705,9 @@ def seeds_of_bulk() -> list[bytes]:
 # --- references -------------------------------------------------------------------------------------------------------
 
 
+read_passed = reader_of(PassedReference)
+
+
 def taste_references(data: bytes) -> None:
     """Messages of two other workers, and references that they pass, to a table that holds some and has passed some on.
 
@@ -720,7 +728,9 @@ def taste_references(data: bytes) -> None:
                     if fields and type(fields[0]) is str:
                         table.on_message(sender, reference_messages.read(fields))
                     else:
-                        table.decode(reference_messages.read_passed(fields), sender)
+                        table.decode(read_passed(fields), sender)
+                except TypeError as error:
+                    raise ProtocolError(str(error)) from None
                 except ProtocolError:
                     assert table.counts() == before, "what was refused has changed something"
                     raise

@@ -102,7 +102,7 @@ def some_frames(sock: socket.socket, source: FrameDecoder | Unsealer) -> list[Fr
 
 def call(kind: Kind = Kind.CALL, *, path: str) -> bytes:
     """A call of os.mkdir."""
-    body = Call(ByName(1, "os:mkdir"), None, None, None, None, None, None, None, Values([path]))
+    body = Call(ByName(1, "os:mkdir"), Values([path]))
     return b"".join(encode_frame(kind, 1, write(body)))
 
 

@@ -161,7 +161,7 @@ async def test_a_record_that_is_not_in_the_roster_is_refused(transport: str) -> 
 
 def system_call(name: str, *args: object) -> bytes:
     """A call of a handler of the group."""
-    body = Call(ByName(1, f"{handlers.__name__}:{name}"), None, None, None, None, None, None, None, Values(list(args)))
+    body = Call(ByName(1, f"{handlers.__name__}:{name}"), Values(list(args)))
     return b"".join(encode_frame(Kind.CALL, 1, write(body)))
 
 

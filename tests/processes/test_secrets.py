@@ -7,13 +7,13 @@ import socket
 from dataclasses import replace
 from functools import partial
 
-import msgpack
 import pytest
 
 import aiorpc as rpc
 from aiorpc.protocol import handshake
 from aiorpc.protocol.frames import HEAD, Kind
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.packing import pack
 from aiorpc.runtime.group import accepting
 
 from . import bodies
@@ -83,7 +83,7 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
 DEEP = 1010  # less than what reads it takes, and more than what Python shows
 
 
-@pytest.mark.parametrize("place", [*range(len(handshake.Introduction._fields)), "instead of all"])
+@pytest.mark.parametrize("place", [*range(len(handshake.Introduction.__struct_fields__)), "instead of all"])
 async def test_a_stranger_whose_words_are_nested_deeply_does_no_harm(
     place: int | str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,13 +94,13 @@ async def test_a_stranger_whose_words_are_nested_deeply_does_no_harm(
         said = handshake.read_introduction(
             handshake.read_hello(hello(record.to_wire(), True)[HEAD.size :]).introduction
         )
-        fields = [msgpack.packb(each) for each in said]
+        fields = [pack(getattr(said, name)) for name in said.__struct_fields__]
         if isinstance(place, int):
             fields[place] = nested
         introduction = b"".join((bytes([0x90 + len(fields)]), *fields)) if isinstance(place, int) else nested
         with warnings_of(caplog) as logged:
             refused = worker.statistics().connections_refused + 1
-            data = frame(Kind.HELLO, handshake.write_hello(handshake.Hello(introduction, b"")))
+            data = frame(Kind.HELLO, pack(handshake.Hello(introduction, b"")))
             answer = await asyncio.to_thread(talk, targets(record)["tcp"], data)
             await until(partial(_has_refused, worker, refused))
         (line,) = logged

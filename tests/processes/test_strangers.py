@@ -27,6 +27,7 @@ from aiorpc.protocol import handshake, messages
 from aiorpc.protocol.frames import HEAD, MAGIC, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.packing import pack
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.transport import sockets
 from tests.ports import free_port
@@ -86,15 +87,15 @@ def hello(wanted: list[Any], sealed: bool, version: int = handshake.VERSION, rec
     target = WorkerRecord.from_wire(wanted)
     whom = hashlib.sha256(target.incarnation.encode()).digest()
     known = hashlib.sha256(msgpack.packb(target.to_wire())).digest()
-    introduction = handshake.Introduction(version, tuple(record), bytes(handshake.NONCE_SIZE), whom, known, 0, flags)
-    return frame(Kind.HELLO, handshake.write_hello(handshake.Hello(handshake.write_introduction(introduction), b"")))
+    introduction = handshake.Introduction(version, [*record], bytes(handshake.NONCE_SIZE), whom, known, 0, flags)
+    return frame(Kind.HELLO, pack(handshake.Hello(pack(introduction), b"")))
 
 
 def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
     """What strangers send, by name."""
     pickled = pickle.dumps(Bomb(bomb))
     function = messages.Values([None], opaque_at=[0], pickled=pickled)
-    first = messages.Call(None, None, None, None, None, None, None, None, function)
+    first = messages.Call(None, function)
     mine = record.to_wire()
     return {
         "garbage": os.urandom(4096),

@@ -960,37 +960,6 @@ class PollsOnce(GroupTable):
         return outputs
 
 
-class CountsNothing(GroupTable):
-    """Compares only whether all were idle, not what happened between the rounds."""
-
-    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
-        found = {member: each and Activity(each.idle, 0) for member, each in answers.items()}
-        return super().polled(found, overdue=overdue)
-
-
-class TakesBusyForIdle(GroupTable):
-    """Compares only the counts."""
-
-    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
-        found = {member: each and Activity(True, each.calls) for member, each in answers.items()}
-        return super().polled(found, overdue=overdue)
-
-
-class TakesSilenceForIdle(GroupTable):
-    """A member that does not answer is not waited for."""
-
-    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
-        found = {member: each or Activity(True, 0) for member, each in answers.items()}
-        return super().polled(found, overdue=overdue)
-
-
-class PollsTheFirst(GroupTable):
-    """Begins its rounds before all have entered."""
-
-    def _have_all_entered(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return self.leads
-
-
 class LeavesAfterALoss(GroupTable):
     """Waits for the living no longer once somebody is lost."""
 
@@ -999,39 +968,10 @@ class LeavesAfterALoss(GroupTable):
         return [*outputs, *self.give_up()] if self.leaving is Leaving.ENTERED else outputs
 
 
-class WaitsForTheGone(GroupTable):
-    """Does not look again at who has entered when a member is gone."""
-
-    def _after_parting(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return []
-
-
 class EntersOnce(GroupTable):
     """Goes on waiting for a leader that is gone."""
 
     def enter_failed(self, leader):  # type: ignore[no-untyped-def]  # as what it replaces
-        return []
-
-
-class ForgetsEarlyEnters(GroupTable):
-    """Takes an ENTER only once it knows that it leads."""
-
-    def enter(self, member):  # type: ignore[no-untyped-def]  # as what it replaces
-        return super().enter(member) if self.leads else []
-
-
-class AnswersNobody(GroupTable):
-    """Finds the group quiet, and lets nobody go."""
-
-    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
-        outputs = super().polled(answers, overdue=overdue)
-        return [output for output in outputs if not isinstance(output, AnswerEnters)]
-
-
-class RestsForEver(GroupTable):
-    """Asks no third time."""
-
-    def rested(self):  # type: ignore[no-untyped-def]  # as what it replaces
         return []
 
 
@@ -1057,60 +997,11 @@ class KeepsItsLeader(GroupTable):
         return min(self.members)
 
 
-class LeadsAtOnce(GroupTable):
-    """Takes a loss for a sign that it leads."""
-
-    @property
-    def leader(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return self.worker_id if self.lost else super().leader
-
-
 class FollowsNobody(GroupTable):
     """A leader waits until the others come to it; those that have died do not."""
 
     def start(self):  # type: ignore[no-untyped-def]  # as what it replaces
         return [output for output in super().start() if not isinstance(output, Follow)]
-
-
-class LeavesTheRestAlone(GroupTable):
-    """A leader by the goodbye of another one looks after nobody."""
-
-    def leave(self, *, hosts_store: bool = False) -> Outputs:
-        return self._nobody_else(super().leave(hosts_store=hosts_store))
-
-    def enter_failed(self, leader: int) -> Outputs:
-        return self._nobody_else(super().enter_failed(leader))
-
-    def _nobody_else(self, outputs: Outputs) -> Outputs:
-        return [output for output in outputs if not isinstance(output, (Attend, Follow, ReportLost))]
-
-
-class ReportsNothing(GroupTable):
-    """Keeps the losses to itself."""
-
-    def _report(self, losses):  # type: ignore[no-untyped-def]  # as what it replaces
-        return []
-
-
-class ReportsOnlyTheLeader(GroupTable):
-    """A new leader tells nothing of the losses before."""
-
-    def _take_over(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return [*self.start(), *self._report(self._losses[-1:])]
-
-
-class TellsTheGone(GroupTable):
-    """Tells all members, whether they live or not."""
-
-    def _others(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return [record for record in self.members.values() if record.id != self.worker_id]
-
-
-class PollsTheGone(GroupTable):
-    """Polls all members, whether they live or not."""
-
-    def _poll(self, *, first):  # type: ignore[no-untyped-def]  # as what it replaces
-        return Poll(tuple(self.members.values()), first)
 
 
 class MournsTwice(GroupTable):
@@ -1122,26 +1013,12 @@ class MournsTwice(GroupTable):
 
 MUTANTS = {
     PollsOnce: "L2",
-    CountsNothing: "L2",
-    TakesBusyForIdle: "L2",
-    TakesSilenceForIdle: "L2",
-    PollsTheFirst: "L1",
     LeavesAfterALoss: "L1",
-    WaitsForTheGone: "L4",
     EntersOnce: "L4",
-    ForgetsEarlyEnters: "L4",
-    AnswersNobody: "L4",
-    RestsForEver: "L4",
     LeavesDoorsOpen: "L3",
     ClosesEarly: "L1",
     KeepsItsLeader: "L",
-    LeadsAtOnce: "L5",
     FollowsNobody: "L",
-    LeavesTheRestAlone: "L4",
-    ReportsNothing: "L7",
-    ReportsOnlyTheLeader: "L7",
-    TellsTheGone: "L6",
-    PollsTheGone: "L6",
     MournsTwice: "L8",
 }
 

@@ -438,31 +438,6 @@ def check_walks(seeds: range) -> None:
     assert sum(len(world.returned) > 1 for world in worlds) > len(seeds) // 20
 
 
-class WelcomesAtOnce(GroupTable):
-    """Does not wait until the others know the newcomer."""
-
-    def arrive(self, newcomer: WorkerRecord) -> Outputs:
-        outputs = super().arrive(newcomer)
-        early = self._introducing.pop(newcomer.id, None) is not None
-        return [*outputs, Welcome(newcomer, self._roster())] if early else outputs
-
-
-class LetsNewcomersBehind(GroupTable):
-    """Does not look again at who has entered when a round is over."""
-
-    def _have_all_entered(self) -> bool:
-        return self.rounds is not Rounds.GATHERING or super()._have_all_entered()
-
-
-class AdmitsForTheLiving(GroupTable):
-    """Takes a claim for a proof that the one before is gone."""
-
-    def apply(self, newcomer: WorkerRecord) -> Outputs:
-        holder = self.places.holders[newcomer.rank]
-        self.places.part(holder)
-        return super().apply(newcomer)
-
-
 class ForgetsTheDeadListener(GroupTable):
     """Waits for the answer of a member that is gone."""
 
@@ -477,7 +452,7 @@ class KnowsNoNewcomerOfOthers(GroupTable):
         return super().welcomed(Roster((), ()))
 
 
-MUTANTS = {WelcomesAtOnce: "L9", LetsNewcomersBehind: "L1", ForgetsTheDeadListener: "L", KnowsNoNewcomerOfOthers: "L"}
+MUTANTS = {ForgetsTheDeadListener: "L", KnowsNoNewcomerOfOthers: "L"}
 
 
 @pytest.mark.long

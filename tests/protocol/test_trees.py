@@ -446,7 +446,7 @@ def test_no_pickle_is_read(payload: Any, protocol: int) -> None:
     """Of whatever protocol."""
     data = pickle.dumps(payload, protocol)
     with pytest.raises((ProtocolError, SerializationError)):
-        decode_values(Values([None], [], [0], data, 0, None, [], None), Incoming((), (), None, True), ())
+        decode_values(Values([None], opaque_at=[0], pickled=data), Incoming((), (), None, True), ())
 
 
 NOTHING: list[Any] = [False, [], {}, None, None, None]

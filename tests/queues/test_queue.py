@@ -1583,9 +1583,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was encoded as an item of a queue, once for each time."""
     times: list[Any] = []
 
-    def note(kind: Any, head: Any, values: list[Any], *args: Any, **options: Any) -> Any:
-        times.extend(values)
-        return encode(kind, head, values, *args, **options)
+    def note(message: Any, *args: Any, **options: Any) -> Any:
+        times.extend(message.payload.values)
+        return encode(message, *args, **options)
 
     monkeypatch.setattr("aiorpc.queues.packing.encode", note)
     return times

@@ -167,17 +167,17 @@ class BadMember:
         names = maybe(0.05, ["a", "b"][: self.chance.randrange(3)])
         remaining = maybe(0.2, self.chance.choice((0.0, 1e-9, 0.5, -1.0, 1e300, float("nan"), float("inf"))))
         credit = maybe(0.2, self.chance.choice((0, 1, 16, -5, 1 << 40)))
-        creates = maybe(0.1, self._own_id() if self.tame else [*self._reference_id()])
-        once = maybe(0.1, [self._int() % (1 << 63), self._int() % (1 << 63)])
+        creates = maybe(0.1, ReferenceId(*self._own_id()) if self.tame else self._reference_id())
+        once = maybe(0.1, (self._int() % (1 << 63), self._int() % (1 << 63)))
         once = None if credit is not None or creates is not None else once
-        trace, context = maybe(0.1, self._int() % (1 << 63)), maybe(0.3, self._context())
-        return Call(function, names, remaining, trace, context, credit, creates, once, arguments)
+        origin, context = maybe(0.1, (0, self._int() % (1 << 63))), maybe(0.3, self._context())
+        return Call(function, arguments, names, remaining, origin, context, credit, creates, once)
 
     def _use_again(self, connection: Connection) -> None:
         """A number that was given up, for another call."""
         number, call = (
             self._new_id(),
-            Call(ByName(1 << 21, "builtins:int"), None, None, None, None, None, None, None, values_of(["x"])),
+            Call(ByName(1 << 21, "builtins:int"), values_of(["x"])),
         )
         for _ in range(3):
             self._send(connection, Kind.CALL, number, call)
@@ -216,9 +216,7 @@ class BadMember:
             arguments = [self._anything() for _ in range(self.chance.randrange(4))]
         called = ByName(HANDLERS.index(function), find_name(function, True) or "?")
         maybe = self._maybe
-        call = Call(
-            called, None, maybe(0.5, 1.0), None, maybe(0.1, self._context()), None, None, None, values_of(arguments)
-        )
+        call = Call(called, values_of(arguments), remaining=maybe(0.5, 1.0), autograd=maybe(0.1, self._context()))
         self._send(connection, Kind.CALL, self._new_id(), call)
 
     def _publication(self) -> bytes:
@@ -282,9 +280,8 @@ class BadMember:
         pickled = self._maybe(0.3, chance.choice((b"", b"\x80\x05N.", b"\x80\x05]N.", chance.randbytes(9))))
         recorded = self._maybe(0.2, [self._context(), chance.randrange(9), [0], [chance.choice((None, [1, 1, 0]))]])
         table = self._maybe(0.2, chance.choice(([], [[0, 6, [3], [1], 0, False]], self._odd(2))))
-        return Values(
-            values, self._places(), self._places(), pickled, chance.choice((0, 0, 1)), table, passed, recorded
-        )
+        places = self._places(), self._places()
+        return Values(values, (), *places, pickled, chance.choice((0, 0, 1)), table, passed, recorded)
 
     def _places(self) -> list[Any]:
         return self.chance.choice(([], [], [0], [1, 0], [-1], [1 << 40]))
@@ -378,16 +375,16 @@ def serving(worker: Worker, name: str) -> Connection:
 
 def say(connection: Connection, kind: int, call_id: int, message: Any, segments: Sequence[bytes] = ()) -> None:
     """Send one message over a connection of a worker, which knows nothing of it."""
-    body = message if type(message) is bytes else pack(message)
+    body = message if type(message) is bytes else pack(message) if type(message) is list else messages.write(message)
     connection.send(encode_frame(kind, call_id, body, segments), urgent=True)
 
 
 def call_of(function: Any, *values: Any) -> Call:
     """A call with plain arguments. function: its name, or what stands for one in a message."""
     named = ByName(1 << 30, function) if type(function) is str else function
-    return Call(named, None, None, None, None, None, None, None, values_of([*values]))
+    return Call(named, values_of([*values]))
 
 
 def values_of(values: list[Any]) -> Values:
     """Values without anything but plain ones."""
-    return Values(values, [], [], None, 0, None, [], None)
+    return Values(values)

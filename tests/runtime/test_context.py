@@ -24,7 +24,7 @@ from aiorpc import RpcBackendOptions, Worker, WorkerClosed, WorkerInfo
 from aiorpc.errors import NotInitialized
 from aiorpc.events import WorkerJoined, WorkerLeft
 from aiorpc.runtime.calls import current
-from aiorpc.runtime.calls.current import current_call, registry
+from aiorpc.runtime.calls.current import registry
 from aiorpc.runtime.group import events
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until
@@ -58,20 +58,6 @@ def who_deferred() -> Any:
 class Asker:
     def who(self) -> tuple[str, WorkerInfo]:
         return aiorpc.current().name, aiorpc.caller()
-
-
-def trace() -> int:
-    context = current_call.get()
-    assert context is not None
-    return context.trace
-
-
-def traces(to: str) -> tuple[int, Any]:
-    return trace(), aiorpc.rpc_sync(to, trace)
-
-
-async def traces_async(to: str) -> tuple[int, Any]:
-    return trace(), await aiorpc.call(to, trace)
 
 
 async def from_a_task() -> tuple[str, WorkerInfo]:
@@ -115,13 +101,6 @@ async def test_the_caller_of_a_nested_call_is_the_worker_in_between(trio: list[W
         return await aiorpc.call(to, who)
 
     assert await trio[0].call("worker1", hop, "worker2") == ("worker2", trio[1].info)
-
-
-@pytest.mark.parametrize("handler", [traces, traces_async])
-async def test_nested_calls_share_their_trace(trio: list[Worker], handler: Any) -> None:
-    """All calls that one call leads to have its trace id; another call has another."""
-    first, second = await trio[0].call("worker1", handler, "worker2"), await trio[0].call("worker1", handler, "worker2")
-    assert first[0] == first[1] and second[0] == second[1] and first[0] != second[0]
 
 
 async def test_calls_at_the_same_time_do_not_mix(trio: list[Worker]) -> None:

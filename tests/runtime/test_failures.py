@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import aiorpc
 from aiorpc import foreign
@@ -409,7 +410,7 @@ def test_pickle_that_cannot_be_loaded_here_gives_a_remote_error() -> None:
     """The caller lacks the module, or the bytes are broken: the text form is used."""
     said = encode_error(Plain("plain"), "there")
     for broken in (b"cno_such_module\nE\n.", b"\x80\x05garbage", b"", b"\x80\x05K\x01."):
-        arrived = decode_error(said._replace(pickled=broken), "f")
+        arrived = decode_error(replace(said, pickled=broken), "f")
         assert type(arrived) is RemoteError
         assert arrived.remote_message == "plain"
 

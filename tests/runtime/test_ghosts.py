@@ -188,7 +188,7 @@ async def test_references_of_a_call_that_is_not_run_are_its_own_trouble(caplog: 
         passed = PassedReference(ReferenceId(0, 1, 1), 0, ReferenceId(7, 7, 0), None)
         call = call_of("no.such.module:function")
         before = workers[0].statistics().calls_failed
-        call = call._replace(arguments=call.arguments._replace(references=[passed]))
+        call.payload.references = [passed]
         say(calling(workers[1], "worker0"), Kind.CALL, 1 << 40, call)
         await until(lambda: workers[0].statistics().calls_failed > before)
         assert await workers[1].call("worker0", len, "abc") == 3

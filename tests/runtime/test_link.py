@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from msgspec import structs
 
 from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
@@ -646,7 +647,12 @@ async def test_what_waits_for_a_buffer_takes_no_more_than_may_be_under_way(behin
             if behind:
                 say(connection, Kind.CALL, 1 << 40, call)
             else:
-                say(connection, Kind.PARCEL, (1 << 40) + number + 1, parcel._replace(wires=[(2, [number + 2, 10])]))
+                say(
+                    connection,
+                    Kind.PARCEL,
+                    (1 << 40) + number + 1,
+                    structs.replace(parcel, wires=[(2, [number + 2, 10])]),
+                )
             await asyncio.sleep(0)
             most = max(most, sum(len(each.behind) + 1 for each in link.held.values()))
         await until(lambda: link.closed)

@@ -481,7 +481,7 @@ async def test_a_number_that_is_used_again_is_that_of_another_call(gate: Gate, p
         connection,
         CALL,
         number,
-        call_of(f"{__name__}:waits_for_other")._replace(function=ByName(5, f"{__name__}:waits_for_other")),
+        call_of(ByName(5, f"{__name__}:waits_for_other")),
     )
     await until(lambda: runs("waits_for_other"))
     gate.open.set()

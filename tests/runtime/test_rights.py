@@ -346,7 +346,7 @@ def bomb(path: Path) -> Values:
 async def send(worker: rpc.Worker, function: Function, given: Values, **fields: Any) -> Any:
     """A CALL to worker1 as it is written here; its result, or its error raised."""
     number = next(_numbers)
-    message = Call(function, None, None, None, None, fields.get("credit"), None, None, given)
+    message = Call(function, given, credit=fields.get("credit"))
     with seen(worker) as observed:
         worker._node.peers.find("worker1").send(Kind.CALL, number, write(message))
 
@@ -359,7 +359,7 @@ async def send(worker: rpc.Worker, function: Function, given: Values, **fields: 
     if isinstance(answer, Error):
         raise decode_error(answer, "the call")
     assert isinstance(answer, Reply)
-    return answer.result.values[0]
+    return answer.payload.values[0]
 
 
 STREAMED: tuple[dict[str, Any], ...] = ({}, {"credit": 3})

@@ -91,7 +91,7 @@ async def test_a_call_that_comes_twice_breaks_the_connection(pair: list[Worker],
     call = pair[0].call("worker1", handler, "wait")
     await until(lambda: served)
     (context,) = served
-    again = Call(ByName(0, "time:sleep"), None, None, None, None, None, None, None, Values([0]))
+    again = Call(ByName(0, "time:sleep"), Values([0]))
     pair[0]._node.peers.find("worker1").send(Kind.CALL, context.call_id, write(again))
     with pytest.raises(PeerLost):
         await asyncio.wait_for(call, 30)

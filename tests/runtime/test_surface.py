@@ -21,7 +21,7 @@ from aiorpc import RpcBackendOptions, Worker
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.codec import Outgoing
 from aiorpc.protocol.frames import Frame, Kind
-from aiorpc.protocol.messages import ByName, Call, ObjectMethod, Recorded, Values
+from aiorpc.protocol.messages import ByName, Call, ObjectMethod, Recorded, Reply, Values, read_values
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.protocol.trees import write_tree
 from aiorpc.runtime import surface
@@ -90,7 +90,7 @@ class Loose(msgspec.Struct):
 
 
 def read(function: Callable[..., Any], *values: Any, **fields: Any) -> list[Any]:
-    return Declaration(function).read(Values([*values], [], [], None, 0, None, [], None)._replace(**fields)).values
+    return Declaration(function).read(Values([*values], **fields)).values
 
 
 def takes(number: int, text: Annotated[str, msgspec.Meta(max_length=3)], data: bytes, more: float = 1.0) -> None: ...
@@ -229,12 +229,11 @@ def arguments(chance: random.Random, worker: Worker, safe: bool) -> tuple[Values
         return values_of([chance.randrange(4), chance.randrange(1, 4), *plain]), []
     if way == 2:
         written = write_tree(tuple(given[:1]), Outgoing(safe=True)) if safe else pickle.dumps((MARK, given[:1]), 5)
-        return Values([None], [], [0], written, 0, None, [], None), []
+        return Values([None], opaque_at=[0], pickled=written), []
     target = worker._node.peers.find("worker0")
-    written, buffers, sent = encode(Call, (None,) * 8, given, target)
+    written, buffers, sent = encode(Reply(Values(given)), target)
     assert sent is None
-    fields = msgspec.msgpack.decode(written)[-1]
-    return Values(*fields), [bytes(each) for each in buffers]
+    return read_values(written), [bytes(each) for each in buffers]
 
 
 @pytest.mark.random
@@ -266,8 +265,8 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
                 named = ObjectMethod("open", method) if method else ByName(1000 + place, handler.name)
                 given, segments = arguments(chance, bad, serialization == "safe")
                 names = ["a"] if chance.random() < 0.05 else None
-                creates = [2, 2 * number, 0] if chance.random() < 0.03 else None
-                call = Call(named, names, 20.0, None, None, None, creates, None, given)
+                creates = ReferenceId(2, 2 * number, 0) if chance.random() < 0.03 else None
+                call = Call(named, given, names, 20.0, creates=creates)
                 say(connection, Kind.CALL, number, call, segments)
             assert await other.call("worker0", double, 21) == 42
         number += 1

@@ -34,7 +34,7 @@ class To:
 
 def deliver(values: list[Any], *, to: To | None = None) -> list[Any]:
     """Through encode, frame, decoder and decode: the whole way but for the socket."""
-    body, segments, _ = encode(Reply, (), values, to or To())
+    body, segments, _ = encode(Reply(Values(values)), to or To())
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 30, allocate=allocate)
     frames = []
     for part in encode_frame(Kind.REPLY, 1, body, segments):
@@ -110,7 +110,7 @@ def test_optimizer_state_and_generator_arrive() -> None:
 def test_message_longer_than_the_limit_is_refused_at_the_sender(values: list[Any], position: int) -> None:
     """A body that the peer would not take is refused here, naming the value; the connection never sees it."""
     with pytest.raises(SerializationError, match=r"limit is 1000 \(max_frame_bytes\)") as caught:
-        encode(Reply, (), values, To(max_body=1000))
+        encode(Reply(Values(values)), To(max_body=1000))
     assert caught.value.position == position
     large = torch.ones(5000)
     assert torch.equal(deliver([large], to=To(max_body=1000))[0], large), "tensors do not count"
@@ -120,7 +120,7 @@ def test_message_longer_than_the_limit_is_refused_at_the_sender(values: list[Any
 def test_tensor_longer_than_the_limit_is_refused_at_the_sender(values: list[Any]) -> None:
     """A tensor or array that the peer would close the connection over is refused here; one that just fits is not."""
     with pytest.raises(SerializationError, match=r"limit is 10000 \(max_tensor_bytes\)"):
-        encode(Reply, (), values, To(max_segment=10_000))
+        encode(Reply(Values(values)), To(max_segment=10_000))
     deliver(values, to=To(max_segment=16_000))
 
 
@@ -129,7 +129,7 @@ def test_message_of_more_tensors_than_a_frame_takes_is_refused_at_the_sender(mon
     monkeypatch.setattr(calls_values, "MAX_SEGMENTS", 3)
     tensors = [torch.ones(EMBEDDED_SIZE) for _ in range(4)]
     with pytest.raises(SerializationError, match="has 4 tensors and arrays; the limit is 3"):
-        encode(Reply, (), tensors, To())
+        encode(Reply(Values(tensors)), To())
     assert len(deliver(tensors[:3])) == 3
 
 
@@ -145,7 +145,7 @@ def test_message_of_more_tensors_than_a_frame_takes_is_refused_at_the_sender(mon
         [Values([None], buffers="x", pickled=b"N.")],  # type: ignore[arg-type]  # what a peer may send
         [Values([None], buffers=-1, pickled=b"N.")],
         [Values([None], tensors_at=[0], table=5)],  # type: ignore[arg-type]  # what a peer may send
-        [Values([None], tensors_at=[0], table=[[9, 0, 0, [1], None, 0]])],
+        [Values([None], tensors_at=[0], table=[(9, 0, 0, [1], None, 0)])],  # type: ignore[list-item]  # the same
     ],
 )
 def test_fields_that_are_no_message(fields: list[Any]) -> None:
@@ -156,7 +156,7 @@ def test_fields_that_are_no_message(fields: list[Any]) -> None:
 
 def test_several_results_travel_side_by_side() -> None:
     """Those of the runtime's own calls: no pickle, which a tuple would need."""
-    body, segments, _ = encode(Reply, (), list(Results((b"names", torch.ones(3)))), To())
+    body, segments, _ = encode(Reply(Values(list(Results((b"names", torch.ones(3)))))), To())
     said = read_values(body)
     assert not said.opaque_at
     names, tensor = decode(said, [bytearray(segment) for segment in segments], lambda wires: [])
@@ -174,7 +174,9 @@ def test_what_was_recorded_of_a_message_that_is_too_long_is_undone(others: list[
 
     undone: list[int] = []
     with pytest.raises(SerializationError, match="too large"):
-        encode(Reply, (), [torch.ones(2, requires_grad=True), "x" * 999, *others], To(max_body=1000), None, Recorder())
+        encode(
+            Reply(Values([torch.ones(2, requires_grad=True), "x" * 999, *others])), To(max_body=1000), None, Recorder()
+        )
     assert undone == [1]
 
 
@@ -199,7 +201,7 @@ def test_what_is_recorded_is_no_leaf_there(others: list[Any]) -> None:
         arrived.append(said)
         return tensors, None
 
-    body, _, out = encode(Reply, (), values, To(), None, Recorder())
+    body, _, out = encode(Reply(Values(values)), To(), None, Recorder())
     assert not decode(read_values(body), [], lambda wires: [], track)[0].requires_grad
     assert arrived == [Recorded(5, 1, [0], [[]])]
     assert out is not None
@@ -238,11 +240,11 @@ def test_failed_encoding_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("not me")
 
     with pytest.raises(SerializationError, match="not me"):
-        encode(Reply, (), [Pinned(), Refuses()], To())
+        encode(Reply(Values([Pinned(), Refuses()])), To())
     assert undone
     undone.clear()
     with pytest.raises(SerializationError, match="too large"):
-        encode(Reply, (), [Pinned(), "x" * 999], To(max_body=1000))
+        encode(Reply(Values([Pinned(), "x" * 999])), To(max_body=1000))
     assert undone == ["pin"]
 
 
@@ -259,9 +261,9 @@ def test_what_is_too_long_is_refused_before_anything_is_written(nested: bool) ->
     long = bytes(3 << 20)
     values = [{"long": long, "behind": Tells()}] if nested else [long, Tells()]
     with pytest.raises(SerializationError, match=r"too large: .* more than|too large: .* at least 3145728") as caught:
-        encode(Reply, (), values, To(max_body=2 << 20))
+        encode(Reply(Values(values)), To(max_body=2 << 20))
     assert not pickled and caught.value.position == 0
-    body, _, _ = encode(Reply, (), values, To(max_body=4 << 20))
+    body, _, _ = encode(Reply(Values(values)), To(max_body=4 << 20))
     assert pickled and len(body) > len(long)
 
 

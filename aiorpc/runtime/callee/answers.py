@@ -180,7 +180,7 @@ class Answers:
             return
         values = list(result) if type(result) is Results else [result]
         if call.once is None and FLAT.issuperset(map(type, values)):  # most that have to be quick are of this kind
-            frame = write_plain(REPLY, call.call_id, (), values, self._caller.max_body)
+            frame = write_plain(REPLY, call.call_id, Reply(Values(values)), self._caller.max_body)
             if frame is not None:
                 if self._may_answer(call):
                     # With few other calls under way there is little to join it with: no reason to wait for the loop.
@@ -194,7 +194,7 @@ class Answers:
                     tape = gradients.fetched(call.autograd, self._caller, result)
                 else:
                     tape = gradients.answers(call.autograd, self._caller)
-            body, buffers, out = encode(Reply, (), values, self._caller, link.route_back, tape)
+            body, buffers, out = encode(Reply(Values(values)), self._caller, link.route_back, tape)
             del result, values
         except SerializationError as error:
             self.answer_error(call, SerializationError(f"{self._result_of(call)} {error}"))
@@ -390,13 +390,13 @@ class Answers:
         if self._engine.lifetime.forked:
             end_child(where(call))
         link = self._link
-        frame = write_plain(ITEM, call.call_id, (), [item], self._caller.max_body)
+        frame = write_plain(ITEM, call.call_id, Item(Values([item])), self._caller.max_body)
         if frame is not None:
             link.send(ITEM, call.call_id, frame, call=call)
             return
         tape: Tape | None = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
         try:
-            body, buffers, _ = encode(Item, (), [item], self._caller, link.route_back, tape)
+            body, buffers, _ = encode(Item(Values([item])), self._caller, link.route_back, tape)
         except SerializationError as error:
             raise SerializationError(f"{self._result_of(call, 'an item')} {error}") from error.__cause__
         except (SystemExit, GeneratorExit, KeyboardInterrupt) as error:

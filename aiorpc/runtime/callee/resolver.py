@@ -101,7 +101,7 @@ class Resolver:
         if type(function) is int:
             handler = self.functions.get(function)
         elif type(function) is Method:
-            future = self._references.value(*function[:3], self._caller)
+            future = self._references.value(function.worker, function.number, function.key, self._caller)
             if not future.done():
                 return None
             value, error = outcome(future)

@@ -207,11 +207,12 @@ class Runner:
         )
 
     def _take_arguments(self, call: ServedCall, *, entered: bool = False) -> tuple[list[object], dict[str, object]]:
-        values, _, _, pickled, _, table, references, _ = call.arguments
-        if pickled or references or self._devices or call.landing is not None:
+        said = call.arguments
+        values = said.values
+        if said.pickled or said.references or self._devices or call.landing is not None:
             values = self.decode(call, entered=entered)
-        elif table:
-            values = decode(call.arguments, call.segments, self._load_references, self._track, None, self._engine.safe)
+        elif said.table:
+            values = decode(said, call.segments, self._load_references, self._track, None, self._engine.safe)
         # As `drop_arguments` does, for each call that runs.
         segments, call.segments, call.arguments = call.segments, (), NO_VALUES
         if type(segments) is list:

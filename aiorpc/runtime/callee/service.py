@@ -109,7 +109,7 @@ class Home(CommonHome, Protocol):
     def orphaned(self) -> list[Service]:
         """Those whose callers are gone, and whose calls go on."""
 
-    def continues(self, trace: int) -> bool:
+    def continues(self, origin: tuple[int, int]) -> bool:
         """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
 
     def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
@@ -239,10 +239,10 @@ class Service:
                 f"worker {self._engine.name!r} takes {self._engine.options.max_call_rate:g} calls a second of "
                 f"{self.record.name!r} (max_call_rate); this one was not run"
             )
-        elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.trace):
+        elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.origin):
             failure = PeerLeft(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
-        elif message.arguments.references:
-            self._home.references.coming(message.arguments.references)
+        elif message.payload.references:
+            self._home.references.coming(message.payload.references)
         if type(failure) in (Overloaded, PeerLeft) and self._resolver.is_brief(message.function):
             failure = None  # it tells of an end, which what was accepted may wait for
         if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
@@ -300,12 +300,12 @@ class Service:
         return False
 
     def _on_cancel(self, frame: Frame) -> None:
-        self.cancel(frame.call_id, read_cancel(frame.body))
+        self.cancel(frame.call_id, read_cancel(frame.body).expired)
 
     def _on_credit(self, frame: Frame) -> None:
         call = self.calls.get(frame.call_id)
         if call is not None and call.credits is not None:
-            call.credits.add(read_credit(frame.body))
+            call.credits.add(read_credit(frame.body).items)
             if call.credits.count > self._engine.options.max_stream_window:
                 raise ProtocolError(
                     f"a credit of {call.credits.count} items for {call.function}; the limit is "
@@ -322,7 +322,7 @@ class Service:
 
     def _on_goodbye(self, frame: Frame) -> None:
         self.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
-        self._home.on_goodbye(self.record, self.sure, read_goodbye(frame.body))
+        self._home.on_goodbye(self.record, self.sure, read_goodbye(frame.body).failed)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

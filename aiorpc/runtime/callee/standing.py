@@ -131,7 +131,7 @@ class Standing:
                 return False
             if call.credit is not None or call.creates is not None or call.once is not None:
                 return False
-            references = call.arguments.references
+            references = call.payload.references
             if references and not all_lent(references):  # the loop says that it has them
                 return False
             found = service.for_threads(call.function)

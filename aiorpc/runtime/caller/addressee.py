@@ -335,7 +335,7 @@ class Addressee:
         link = self.link
         assert link is not None and self.record is not None, "a message came over it"
         link.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
-        why = read_goodbye(frame.body)
+        why = read_goodbye(frame.body).failed
         self._home.on_goodbye(self.record, True, why)  # we have dialled it
         # No answer can follow on this connection (the goodbye may have come earlier on another).
         link.when_drained(partial(self.fail, farewell(self.record, why)))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from msgspec.structs import replace
 
 from ... import foreign
 from ...channels.accelerator import DeviceBuffer
@@ -45,11 +46,10 @@ OwedCall = CallFuture | MemberCall
 
 def _is_lone(result: Values, segments: Sequence[object]) -> bool:
     """Whether a result is one tensor that has arrived on a device: to read it is no work for any stream."""
-    _, _, opaque_at, pickled, _, table, references, said = result
     return (
-        not (opaque_at or pickled or references or said)
-        and table is not None
-        and len(segments) == len(table) == 1
+        not (result.opaque_at or result.pickled or result.references or result.gradients)
+        and result.table is not None
+        and len(segments) == len(result.table) == 1
         and type(segments[0]) is DeviceBuffer
     )
 
@@ -329,7 +329,7 @@ class OwedCalls:
         landing = frame.landing if type(frame) is Message else None
         try:
             result = read_values(frame.body)
-            values, _, _, pickled, _, table, references, _ = result
+            values, pickled = result.values, result.pickled
             if entry.declaration is not None:
                 entry.declaration.check_answer(result)
             elif pickled and len(pickled) > LARGE_PICKLE:
@@ -338,7 +338,7 @@ class OwedCalls:
         except Exception as error:
             self._unreadable(future, error)
             return
-        if len(values) == 1 and not (table or pickled or references):
+        if len(values) == 1 and not (result.table or pickled or result.references):
             future._settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
         else:
             self._settle_value(future, result, frame.segments, landing)
@@ -387,7 +387,7 @@ class OwedCalls:
             told = read_error(frame.body)
             future.again = told.again
             safe = self._engine.safe or future.entry.declaration is not None
-            error = decode_error(told, future.function, safe)
+            error = decode_error(replace(told, pickled=None), future.function, safe)
             error = self._home.read_error(future.function, error)
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")

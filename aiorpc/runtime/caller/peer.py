@@ -18,15 +18,19 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from ...callbacks import current_autograd
 from ...channels.accelerator import DeviceBuffer
 from ...errors import Overloaded, RpcUsageError, SerializationError, UnknownWorker
 from ...logs import logger
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CALL, Buffer, encode_frame
-from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
+from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, Values, write_plain
 from ...protocol.packing import FLAT
+from ...protocol.reference_messages import ReferenceId
 from ...sites import CallSite
+from ..calls import tracing
 from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
@@ -63,7 +67,7 @@ class Peer(Addressee):
         kwargs: dict[str, object] | None,
         timeout: float,
         *,
-        creates: Sequence[int] | None = None,
+        creates: ReferenceId | None = None,
         credit: int | None = None,
         system: bool = False,
         stream: ItemSink | None = None,
@@ -106,10 +110,10 @@ class Peer(Addressee):
         # How long the call may take, and as part of which call it is made: a nested call inherits the rest of the time.
         now = time.monotonic()
         deadline = now + timeout if timeout else None
-        trace: int | None = None
+        origin: tuple[int, int] | None = None
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is self._home:  # as `is_nested`
-            trace = serving.trace
+            origin = serving.origin
             if serving.deadline is not None and (deadline is None or serving.deadline < deadline):
                 deadline = serving.deadline
         tape: Tape | None = None
@@ -154,12 +158,23 @@ class Peer(Addressee):
                     warn_of_copy(function, self.name, depth + 1)
         remaining = None if deadline is None else deadline - now
         once = None if one_try is None else one_try.once
-        head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
+        call = Call(
+            named,
+            Values(values),
+            names,
+            remaining,
+            origin,
+            tracing.current(),
+            autograd if tape is not None else None,
+            credit,
+            creates,
+            once,
+        )
         call_id = next(owed.ids)
         # Made before it is written: once that has counted references, all that may fail stands in the last `try`.
         future = CallFuture(self, entry, call_id, now, deadline, system)
         future.patient = wait
-        if trace is not None:
+        if origin is not None:
             future.nested = True
         if one_try is not None:
             future._site = one_try.site
@@ -169,12 +184,12 @@ class Peer(Addressee):
             caller = sys._getframe(depth)
             future._site = (caller.f_code, caller.f_lasti)
         flat = not unknown and FLAT.issuperset(map(type, values))  # as `write_plain` asks, without it if they are not
-        frame = write_plain(CALL, call_id, head, values, self.max_body) if flat else None
+        frame = write_plain(CALL, call_id, call, self.max_body) if flat else None
         body, out, otherwise = b"", None, None
         buffers: Sequence[Any] = ()
         if frame is None:
             try:
-                body, buffers, out = encode(Call, head, values, self, self.route, tape, lends=not unknown)
+                body, buffers, out = encode(call, self, self.route, tape, lends=not unknown)
             except SerializationError as error:
                 absence = absence_behind(error)
                 if type(absence) is UnknownWorker or isinstance(absence, NO_VALUE):
@@ -193,7 +208,7 @@ class Peer(Addressee):
         leaving: list[Sequence[Buffer]] | None = None
         try:
             if unknown:
-                otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
+                otherwise = self._for_other_main(entry, function, call, tape, Form(body, buffers, out))
             if out is not None and out.lent:
                 owed.lent[call_id] = out.lent
             if keeps is not None:
@@ -246,8 +261,7 @@ class Peer(Addressee):
         self,
         entry: FunctionEntry,
         function: object,
-        head: tuple[object, ...],
-        values: list[Any],
+        call: Call,
         tape: Tape | None,
         form: Form,
     ) -> Form | SerializationError | None:
@@ -258,12 +272,12 @@ class Peer(Addressee):
         if entry.of_main:
             if self.safe:
                 return self._not_by_value(entry)
-            head, values = (None, *head[1:]), [function, *values]
+            call = replace(call, function=None, payload=Values([function, *call.payload.values]))
         try:
-            other = Form(*encode(Call, head, values, self, self.route, tape, other_main=True))
+            other = Form(*encode(call, self, self.route, tape, other_main=True))
         except SerializationError as error:
             target = f"worker {self.name!r}, which runs another main module,"
-            return cannot_send(error, entry.name, target, head[0] is None, 0, None)
+            return cannot_send(error, entry.name, target, call.function is None, 0, None)
         if other.body == form.body:
             self._unsend(other.out)
             return None

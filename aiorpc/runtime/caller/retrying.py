@@ -37,8 +37,10 @@ from ...protocol.identity import WorkerInfo
 from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
+from ...protocol.trace_context import TraceContext
 from ...sites import CallSite, describe_site
 from ...undoing import on_error
+from ..calls import tracing
 from ..calls.current import CommonHome, current_call, is_nested
 from ..calls.functions import describe
 from ..calls.pending import PendingCall
@@ -126,6 +128,7 @@ class Retries:
         worker = None if callable(to) else to
         future = RetriedFuture(self, engine, tries, describe(function), worker, site, allowed)
         future.nested = is_nested(self._home)
+        future.trace = tracing.current()
         future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future), met)
         return future
 
@@ -145,7 +148,8 @@ class Retries:
         peer = self._home.peers.find(to() if callable(to) else to)
         once = None if number is None else (number, future.reached.count(peer))
         one_try = Try(future._site, once, future.allowed)
-        return peer.call(function, args, kwargs, seconds, wait=wait, one_try=one_try)
+        with tracing.using(future.trace):  # a later try is made wherever the one before has ended
+            return peer.call(function, args, kwargs, seconds, wait=wait, one_try=one_try)
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
         """That call waits for its next try from now on."""
@@ -195,6 +199,7 @@ class RetriedFuture(Unawaited, Future[object]):
     _apart = True
     tried: str = ""
     nested = False  # whether a handler has made it
+    trace: TraceContext | None = None  # what it is part of
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from ...protocol.frames import Buffer, Frame
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
+from ...protocol.trace_context import TraceContext, valid
 from ..engine.engine import Engine
 from ..engine.forked import end_child
 from ..engine.lifetime import Lifetime
@@ -37,7 +38,6 @@ from .permits import Permits
 _LAST_SECONDS = 0.5
 # Stands in place of the arguments of a call once somebody has taken them.
 NO_VALUES = Values([])
-_TRACE = (1 << 63) - 1  # what a trace may be; of ids of workers it has the last 15 bits
 _LEAST = 0.001  # seconds that are left where none are: 0 is no limit
 
 
@@ -86,7 +86,8 @@ class ServedCall:
     names, arguments, segments: as
     in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
     keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
-    the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
+    the call is no stream. deadline: ``time.monotonic()`` seconds. origin: the first call of the chain. trace: what it
+    is part of, as its caller has said; None for nothing.
     autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
     as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
     has to know. cancelled: whether the caller has given up, and the handler is to stop. unwaited: why no one waits for
@@ -127,6 +128,7 @@ class ServedCall:
         "node",
         "on_cancel",
         "once",
+        "origin",
         "permits",
         "record",
         "replied",
@@ -145,7 +147,12 @@ class ServedCall:
     def __init__(
         self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call, permits: Permits | None = None
     ) -> None:
-        _, self.names, remaining, trace, self.autograd, self.credit, _, self.once, self.arguments = message
+        self.names = message.names
+        self.autograd = message.autograd
+        self.credit = message.credit
+        self.once = message.once
+        self.arguments = message.payload
+        remaining = message.remaining
         self.node: CommonHome = node
         self.caller: WorkerInfo = caller
         self.caller_id: int = caller.id
@@ -156,7 +163,8 @@ class ServedCall:
         self.size: int = 0
         self.started: float = time.monotonic()
         self.deadline: float | None = None if remaining is None else self.started + remaining
-        self.trace: int = trace if trace is not None else trace_of(caller.id, frame.call_id)
+        self.trace: TraceContext | None = None if message.trace is None else valid(message.trace)
+        self.origin: tuple[int, int] = message.origin or (caller.id, frame.call_id)
         self.function: str = "?"
         self.handler: Handler | None = None
         self.begun: bool = False
@@ -399,11 +407,6 @@ def _serving() -> ServedCall:
     if call is None:
         raise RpcUsageError("only a handler that serves a call can ask this")
     return call
-
-
-def trace_of(caller: int, call_id: int) -> int:
-    """The trace of a chain of calls that begins with that one. caller: the id of the worker that makes it."""
-    return (caller << 48 | call_id) & _TRACE
 
 
 def is_nested(node: CommonHome) -> bool:

@@ -27,6 +27,7 @@ from operator import or_
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..._typing import T
@@ -100,10 +101,11 @@ class Declaration:
 
         names: of keyword arguments. Raises ProtocolError for a call that does not fit the declaration.
         """
-        values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = arguments
-        if pickled is not None or opaque_at or buffers:
+        values = arguments.values
+        tensors_at, table, references = arguments.tensors_at, arguments.table, arguments.references
+        if _is_pickled(arguments):
             raise self._refusal("values that are pickled, or written as a tree")
-        if gradients is not None:
+        if arguments.gradients is not None:
             raise self._refusal("tensors with a past in an autograd context")
         if names:
             raise self._refusal("keyword arguments")
@@ -116,7 +118,7 @@ class Declaration:
         if self._flat:
             if tensors_at or table or references:
                 raise self._refusal("tensors or references")
-            return arguments._replace(values=read)
+            return replace(arguments, values=read)
         taken = {
             **dict.fromkeys(self._places(tensors_at, len(table or ()), count, "tensors"), "tensor"),
             **dict.fromkeys(self._places([each.position for each in references], -1, count, "references"), "reference"),
@@ -133,16 +135,15 @@ class Declaration:
                 raise self._refusal(f"nothing as argument {self._shown(position)}")
             elif slot.packed is not None:
                 read[position] = self._unpack(slot.packed, value, position)
-        return arguments._replace(values=read)
+        return replace(arguments, values=read)
 
     def check_answer(self, answer: Values) -> None:
         """Raise ProtocolError for an answer that is none of this handler's: it has a pickle, or another type."""
-        values, _, opaque_at, pickled, buffers, _, _, gradients = answer
-        if pickled is not None or opaque_at or buffers or gradients is not None:
+        if _is_pickled(answer) or answer.gradients is not None:
             raise ProtocolError(f"{self.name} of the runtime has answered with what is pickled, or written as a tree")
         if self._answer is not None:
             try:
-                msgspec.convert(values, self._answer, strict=True, builtin_types=_BUILTIN)
+                msgspec.convert(answer.values, self._answer, strict=True, builtin_types=_BUILTIN)
             except msgspec.ValidationError as error:
                 raise ProtocolError(f"{self.name} of the runtime has answered with something else: {error}") from None
 
@@ -255,3 +256,8 @@ def declaration_of(function: Callable[..., object]) -> Declaration:
         found = Declaration(function)
         setattr(function, _declarations, found)
     return found
+
+
+def _is_pickled(said: Values) -> bool:
+    """Whether a message has values that are pickled, or in the safe encoding."""
+    return said.pickled is not None or bool(said.opaque_at) or bool(said.buffers)

@@ -73,7 +73,7 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
 
     safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text and their fields.
     """
-    name, message, text, worker, pickled, _ = told
+    name, message, text, worker, pickled = told.type_name, told.message, told.traceback, told.worker, told.pickled
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
     kind = _OWN.get(name)

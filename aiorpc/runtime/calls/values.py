@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ...channels import AnyBuffer, layout
@@ -19,7 +20,7 @@ from ...channels.routes import Route
 from ...errors import ProtocolError, SerializationError
 from ...protocol.codec import Incoming, Outgoing, Past, TooLong, decode_values, encode_values
 from ...protocol.frames import MAX_SEGMENTS, Buffer
-from ...protocol.messages import Call, Item, Recorded, Reply, Values, write_with
+from ...protocol.messages import Call, Item, Recorded, Reply, TensorEntry, Values, write
 from ...protocol.packing import PLAIN
 from ...protocol.reference_messages import PassedReference
 
@@ -28,9 +29,9 @@ LARGE_PICKLE = 64 * 1024
 _ALWAYS_PLAIN = PLAIN - {int, str}  # the others are plain as far as msgpack can say them
 _NOT_PICKLED = PLAIN | {Tensor}
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_new: Any = tuple.__new__  # what a class of a message does, without its call into Python
 
 
+M = TypeVar("M", Call, Reply, Item)
 #: Makes handles of the remote references in a message.
 ReferenceLoader = Callable[[Sequence[PassedReference]], Sequence[object]]
 #: Gives the tensors of a message their place in the autograd graph, which the message says. Returns the tensors, and a
@@ -74,9 +75,7 @@ class Destination(Protocol):
 
 
 def encode(
-    kind: type[Call | Reply | Item],
-    head: tuple[object, ...],
-    values: list[Any],
+    message: M,
     target: Destination,
     route: Route | None = None,
     tape: Recorder | None = None,
@@ -85,12 +84,13 @@ def encode(
 ) -> tuple[bytes, Sequence[Any], Outgoing | None]:
     """The body and the buffers of a message, and what to `unsend` if the message does not leave after all, or None.
 
-    kind, head: the class of the message, and its fields in front of the values. target: the worker that it goes to.
-    route: where tensors on devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the
-    autograd context that the message is made in. other_main: whether to write it for a worker with another main module
-    than ours, whatever the target says. lends: whether the caller keeps what then is in `Outgoing.lent` until there is
-    an answer. Raises SerializationError, and has then undone everything. The buffers borrow the tensors' memory.
+    message: it, with the values as the user gave them. target: the worker that it goes to. route: where tensors on
+    devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the autograd context that the
+    message is made in. other_main: whether to write it for a worker with another main module than ours, whatever the
+    target says. lends: whether the caller keeps what then is in `Outgoing.lent` until there is an answer. Raises
+    SerializationError, and has then undone everything. The buffers borrow the tensors' memory.
     """
+    values: list[Any] = message.payload.values
     out: Outgoing | None = None
     try:
         size = 0
@@ -122,14 +122,14 @@ def encode(
         if described is not None:
             buffers: Sequence[AnyBuffer]
             table, buffers = described
-            plain = [*values]
+            plain: list[Any] = [*values]
             for position in places:
                 plain[position] = None
             gradients = None
             if tape is not None and any(map(_REQUIRES_GRAD, tensors)):
                 out = Outgoing(target)
                 gradients = _record(tape, tensors, table, out)
-            said = _new(Values, (plain, places, (), None, 0, table, (), gradients))
+            said = Values(plain, tensors_at=places, table=table, gradients=gradients)
         else:
             same_main = target.same_main and not other_main
             out = Outgoing(
@@ -149,7 +149,7 @@ def encode(
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
         try:
-            body = write_with(kind, head, said)
+            body = write(replace(message, payload=said))
         except UnicodeEncodeError as error:
             raise SerializationError(f"cannot be written as UTF-8, as half of a character is in it: {error}") from error
         except ValueError as error:  # a string or bytes longer than msgpack can say
@@ -178,13 +178,12 @@ def _in_general(
     if tape is not None and (tensors or out.apart):
         gradients = _record(tape, [*tensors, *(out.apart or ())], table, out)
     if table is not None or gradients is not None:
-        plain, tensors_at, opaque_at, pickled, count, _, references, _ = said
-        said = _new(Values, (plain, tensors_at, opaque_at, pickled, count, table, references, gradients))
+        said.table, said.gradients = table, gradients
     return said, buffers
 
 
 def _record(
-    tape: Recorder, tensors: Sequence[Tensor], table: list[layout.TensorEntry] | None, out: Outgoing
+    tape: Recorder, tensors: Sequence[Tensor], table: list[TensorEntry] | None, out: Outgoing
 ) -> Recorded | None:
     """What an autograd context says of the tensors; it gives those in the table a past, so they are no leaves there."""
     recorded = tape.record(tensors, out.on_unsent)
@@ -247,23 +246,25 @@ def decode(
     safe: whether no pickles are read.
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """
-    values, tensors_at, opaque_at, pickled, count, table, passed, said = message
-    if not (table or pickled or passed):
+    values = message.values
+    table, passed, count, said = message.table, message.references, message.buffers, message.gradients
+    if not (table or message.pickled or passed):
         return values
     # The references come first: their senders wait until they are taken, so that must happen whatever fails below.
     references = load(passed) if passed else ()
     buffers: Sequence[Buffer] = ()
     if count:
-        if type(count) is not int or not 0 < count <= len(segments):
-            raise ProtocolError(f"a message of {len(segments)} segments that says {count!r:.80} are buffers")
+        if count > len(segments):
+            raise ProtocolError(f"a message of {len(segments)} segments that says {count} are buffers")
         buffers = segments[len(segments) - count :]
     tensors: Sequence[torch.Tensor] = layout.rebuild(table, segments, landing) if table else ()
     past: Past | None = None
     if said and track is not None:
         tensors, past = track(said, tensors)
-    if not (pickled or references or opaque_at) and len(tensors) == len(tensors_at):
+    places = message.tensors_at
+    if not (message.pickled or references or message.opaque_at) and len(tensors) == len(places):
         try:
-            for position, tensor in zip(tensors_at, tensors, strict=True):
+            for position, tensor in zip(places, tensors, strict=True):
                 values[position] = tensor
         except (TypeError, IndexError) as error:
             raise ProtocolError(f"a message whose tensors have no place: {error}") from None

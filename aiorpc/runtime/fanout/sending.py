@@ -19,7 +19,17 @@ from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import Future
 from ...protocol.frames import CALL, HEAD, encode_frame
-from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
+from ...protocol.messages import (
+    ByName,
+    Call,
+    Function,
+    Method,
+    ObjectMethod,
+    Values,
+    with_function,
+    without_function,
+    write_plain,
+)
 from ...sites import CallSite
 from ..caller.future import cannot_send
 from ..caller.known import FunctionEntry
@@ -27,6 +37,7 @@ from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
 from ..caller.waiting import WaitingCall, WaitingFrame, nothing
+from ..calls import tracing
 from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
@@ -37,9 +48,9 @@ from .home import Home
 
 
 class _Arguments(NamedTuple):
-    """What a call has for all who get it: the last field of the message, and its buffers."""
+    """What a call has for all who get it: its body without the function, and its buffers."""
 
-    field: bytes
+    rest: bytes
     buffers: Sequence[Any]
 
 
@@ -95,10 +106,11 @@ class Sending:
         self._site = site
         self._now = time.monotonic()
         self._deadline = self._now + timeout if timeout else None
-        self._trace: int | None = None
+        self._origin: tuple[int, int] | None = None
+        self._trace = tracing.current()
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is home:
-            self._trace = serving.trace
+            self._origin = serving.origin
             if serving.deadline is not None and (self._deadline is None or serving.deadline < self._deadline):
                 self._deadline = serving.deadline
         self._values = list(args)
@@ -143,7 +155,7 @@ class Sending:
             key = named, peer.same_main
             body = bodies.get(key)
             if body is None:
-                body = bodies[key] = with_head(self._head(named), arguments.field)
+                body = bodies[key] = with_function(named, arguments.rest)
                 if len(body) > peer.max_body:
                     return
             self._letters[place] = _Letter(entry, body, arguments.buffers)
@@ -161,19 +173,18 @@ class Sending:
             return entry, entry.number
         return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
 
-    def _head(self, named: Function) -> tuple[object, ...]:
+    def _call(self, named: Function, values: list[Any]) -> Call:
         remaining = None if self._deadline is None else self._deadline - self._now
-        return named, self._names, remaining, self._trace, None, None, None, None
+        return Call(named, Values(values), self._names, remaining, self._origin, self._trace)
 
     def _write(self, peer: Peer, named: Function) -> _Arguments | None:
         """The arguments as a message has them; None if something in them is bound to the worker that gets it."""
-        head = self._head(named)
-        values = self._values if named is not None else [self._function, *self._values]
-        frame = write_plain(CALL, 0, head, values, peer.max_body)
+        call = self._call(named, self._values if named is not None else [self._function, *self._values])
+        frame = write_plain(CALL, 0, call, peer.max_body)
         if frame is not None:
-            return _Arguments(without_head(bytes(frame[0][HEAD.size :]), head), ())
+            return _Arguments(without_function(bytes(frame[0][HEAD.size :]), named), ())
         try:
-            body, buffers, out = encode(Call, head, values, peer)
+            body, buffers, out = encode(call, peer)
         except SerializationError as error:
             absence = absence_behind(error)
             if isinstance(absence, NO_VALUE):  # as `Peer.call`
@@ -183,7 +194,7 @@ class Sending:
         if out is not None:
             out.unsend()
             return None
-        return _Arguments(without_head(body, head), buffers)
+        return _Arguments(without_function(body, named), buffers)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +217,7 @@ class Sending:
             refusal = peer.refusal()
             if refusal is not None:
                 raise refusal
-        call_id, nested = next(owed.ids), self._trace is not None
+        call_id, nested = next(owed.ids), self._origin is not None
         call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
         if keeps is not None:
             owed.lent[call_id] = [keeps]

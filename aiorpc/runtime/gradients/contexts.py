@@ -174,7 +174,7 @@ class AutogradContext:
         if not places:
             return None
         number = next(self._numbers)
-        behind: list[object] = []
+        behind: list[list[int] | None] = []
         for place in places:
             edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
             found = self.behind(edge)
@@ -562,7 +562,7 @@ class Gradients:
             return context
 
     def receive(
-        self, peer: PeerForContexts, said: Sequence[Any], tensors: Sequence[Tensor]
+        self, peer: PeerForContexts, said: Recorded, tensors: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
 
@@ -571,10 +571,8 @@ class Gradients:
         """
         assert peer.record is not None, "a message came from it"
         try:
-            id, number, places, behind = said
-            if type(number) is not int or min(places, default=0) < 0:
-                raise _impossible()
-            context = self._contexts.get(id)
+            number, places, behind = said.number, said.places, said.behind
+            context = self._contexts.get(said.context)
             # Left meanwhile: they are tensors like others. So they are where the sender takes no part, as it would if
             # the message were of a call in this context.
             if context is None or peer not in context.known:

@@ -279,7 +279,8 @@ class Link:
         kind, call_id, body = frame.kind, frame.call_id, bytes(frame.body)
         size, names = sum(map(len, frame.segments)), list[str]()
         if kind == PARCEL:
-            kind, wires, body = read_parcel(frame.body)
+            parcel = read_parcel(frame.body)
+            kind, wires, body = parcel.kind, parcel.wires, parcel.body
             try:
                 size, names = self.distribution.size(wires, frame.segments), self.distribution.names(wires)
             except (TypeError, ValueError, IndexError, KeyError) as error:

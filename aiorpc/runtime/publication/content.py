@@ -117,7 +117,7 @@ def _bring_to_host(driver: Accelerator, found: Sequence[AnyBuffer]) -> tuple[Seq
 
 
 def _encode(value: object, reader: _AnyReader, route: Route | None, *, other_main: bool) -> tuple[bytes, Sequence[Any]]:
-    body, buffers, out = encode(Reply, (), [value], reader, route, other_main=other_main)
+    body, buffers, out = encode(Reply(Values([value])), reader, route, other_main=other_main)
     if out is not None:  # a reference in it is to be counted
         out.unsend()
         raise SerializationError("holds a remote reference, which is sent to one worker and not published")
