@@ -38,6 +38,7 @@ from .runtime.caller.reworded import RewordedFuture, Words, reworded
 from .runtime.caller.stream import Stream, open_stream
 from .runtime.calls.batched import Batched
 from .runtime.calls.current import CommonHome, current_node
+from .runtime.calls.options import WAITING_CALL
 from .runtime.calls.pending import PendingCall
 from .runtime.engine.loops import LoopThread
 from .runtime.fanout.members import make_members
@@ -307,7 +308,7 @@ class Worker:
         node.engine.lifetime.check_begin()
         peers = node.peers
         peer = peers.find(to)
-        call = peer.call(present, (), None, limit, system=True, wait=True)
+        call = peer.call(present, (), None, limit, system=True, options=WAITING_CALL)
         call.parked = True
         return reworded(call, partial(peers.not_come, peer), partial(_Coming, peer))
 

@@ -24,6 +24,7 @@ from ..futures import Future
 from ..protocol.registered import register_safe
 from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import brief
+from ..runtime.calls.options import CallOptions
 from ..runtime.gradients.contexts import current_autograd, opener_of
 from ..runtime.node import Node, registry, serving
 from ..sites import call_site
@@ -213,7 +214,8 @@ class _Farewell:
         """Tell that worker (`Peer`), in no call: nobody is to forget because of a deadline that he had to forget."""
         serving = current_call.set(None)
         try:
-            call: Future[bytes] = peer.call(forget, (self._id,), None, 0.0, system=True, later=later)
+            options = CallOptions(later=later, part_of=("context", self._id))
+            call: Future[bytes] = peer.call(forget, (self._id,), None, 0.0, system=True, options=options)
             return call
         finally:
             current_call.reset(serving)

@@ -21,19 +21,18 @@ from ..errors import Overloaded, RpcError, RpcTimeout, UnknownObject, UnknownWor
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
 from ..protocol.states import PeerState
+from ..runtime.caller.arriving import NotArrived
 from ..runtime.caller.future import CallFuture
-from ..runtime.caller.owed import NotArrived
-from ..runtime.caller.peer import Peer, Try
+from ..runtime.caller.peer import Peer
 from ..runtime.caller.reworded import reworded
 from ..runtime.calls.failures import without_frames
+from ..runtime.calls.options import CallOptions
 from ..runtime.node import Node
 from ..sites import CallSite
 from .packing import hand_over
 from .waiting import JoinFuture
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
-# A call puts and takes for several callers, and none of them is on the stack.
-_NOWHERE = Try(None, None)
 
 #: What is called with the value of a call, or with its error. The loop's current streams have waited for the value.
 Then = Callable[[Any, BaseException | None], None]
@@ -62,7 +61,7 @@ class Calls:
             peer = self.peer = self._node.peers.find(self._owner)
             # What does not wait there cannot be withdrawn there, so that its number does not matter.
             said = (wait, number if wait else 0, *args)
-            future = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, one_try=_NOWHERE)
+            future = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, options=self._options(None))
             self._under_way[number] = peer, future
             return future
 
@@ -91,7 +90,11 @@ class Calls:
 
     def _call(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> tuple[Peer, CallFuture]:
         peer = self._node.peers.find(self._owner)
-        return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, one_try=Try(site, None))
+        return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, options=self._options(site))
+
+    def _options(self, site: CallSite | None) -> CallOptions:
+        """site: where the call was made; None for one that puts and takes for several callers."""
+        return CallOptions(site=site, begun=site is None, part_of=("queue", self._queue))
 
     def knows_owner(self) -> bool:
         """Whether it is known which worker the owner is. Also true where the group cannot have it: a call says that."""
@@ -107,7 +110,7 @@ class Calls:
             return False
         peer, future = found
         if not peer.take_back(future.call_id):
-            peer.owed.give_up(future.call_id)
+            peer.pending.give_up(future.call_id)
             return False
         del self._under_way[number]
         return True
@@ -129,7 +132,9 @@ class Calls:
         def call() -> Future[Any]:
             peer = self._node.peers.find(self._owner)
             # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
-            return peer.call(ObjectMethod(self._queue, method), args, None, 0.0, system=True)
+            return peer.call(
+                ObjectMethod(self._queue, method), args, None, 0.0, system=True, options=self._options(None)
+            )
 
         def told(_: object, error: BaseException | None) -> None:
             if isinstance(error, Overloaded):

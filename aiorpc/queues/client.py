@@ -42,7 +42,7 @@ from ..errors import (
 )
 from ..futures import Future
 from ..protocol.states import PeerState
-from ..runtime.caller.owed import NotArrived
+from ..runtime.caller.arriving import NotArrived
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results

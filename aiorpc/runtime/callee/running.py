@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
 from types import GeneratorType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import is_grad_enabled, set_grad_enabled
 
@@ -47,14 +47,21 @@ from ..engine.engine import Engine
 from ..engine.pool import NoThread
 from ..engine.shares import Share
 from ..gradients.contexts import current_autograd
-from ..links.accelerators import Accelerators
+from ..links.links import Links
 from .answers import Answers, pass_on
 from .backlog import Backlog
 from .batches import NotRun, run_batch
 from .producing import serve_async_generator, serve_generator
+from .served_calls import ServedCalls
 from .standing import Standing
 
 _REF = "ref is the reference, or the handle of the object, that it is called through"
+
+
+class RunnerHome(CommonHome, Protocol):
+    """What running calls needs of the worker."""
+
+    links: Links
 
 
 class Runner:
@@ -65,9 +72,9 @@ class Runner:
 
     def __init__(
         self,
-        node: CommonHome,
+        node: RunnerHome,
         answers: Answers,
-        accelerators: Accelerators,
+        served: ServedCalls,
         load_references: ReferenceLoader,
         track: GradientLoader,
         backlog: Backlog,
@@ -77,8 +84,9 @@ class Runner:
         self._node = node
         self._engine: Engine = node.engine
         self._answers = answers
-        self._accelerators = accelerators
-        self._devices = accelerators.accelerator is not None
+        self._served = served
+        self._accelerators = node.links.accelerators
+        self._devices = node.links.accelerators.accelerator is not None
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
@@ -102,65 +110,73 @@ class Runner:
         """Run a call, whose handler was found by now, the way it has to be run. On the loop, or in any thread if its
         mode says so.
         """
-        call.handler = handler
-        call.function = handler.name
-        if handler.system:
-            call.system = True
-            # Else it was cancelled while its module was imported.
-            if self._answers.calls.get(call.call_id) is call:
-                self._answers.system += 1
-        else:
-            self._engine.counters.served_users += 1
+        self._served.identify(call, handler)
         if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
             self.refuse(call, _not_run(call))
             return
-        if handler.declared is not None:
-            try:
-                self._read_declared(call, handler.declared)
-            except ProtocolError as error:
-                self.refuse(call, error)
-                return
-        if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
-            self.refuse(call, refusal)
-            return
-        streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
-        if streamed != (call.credit is not None):
-            if not (streamed and handler.wrapper):
-                self.refuse(call, _wrong_verb(call, streamed))
-                return
-            handler = call.handler = handler._replace(mode=Mode.THREAD)  # it may make one result of the items
-            streamed = False
-        if streamed:
-            most = self._engine.options.max_stream_window
-            assert call.credit is not None, "a stream comes with its credit"
-            if call.credit > most:
-                self.refuse(call, self._too_much_credit(call, most))
+        mode = handler.mode
+        if (
+            handler.declared is not None
+            or call.autograd is not None
+            or call.credit is not None
+            or mode is Mode.GENERATOR
+            or mode is Mode.ASYNC_GENERATOR
+        ):
+            refusal = self._prepare(call, handler)
+            if refusal is not None:
+                self.refuse(call, refusal)
                 return
         backlog = self._backlog
         if (
             backlog.parked or backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
         ) and not handler.system:
-            backlog.park(call)
-            return
+            self._park(call)
+        else:
+            self._launch(call)
+
+    def _launch(self, call: ServedCall) -> None:
+        assert call.handler is not None, "it was found before the call was started"
         try:
-            if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
-                self.submitted += 1
-                self.share.submit(self._run_thread, call, self.refuse)
-            else:
-                self._ways[handler.mode._value_](call)
-        except Exception as error:  # no thread can be had; where the loop has called this, nobody else would answer
+            self._ways[call.handler.mode._value_](call)
+        except Exception as error:  # there is no thread for it; where the loop has called this, no one else answers
             self.refuse(call, error)
+
+    def _park(self, call: ServedCall) -> None:
+        """The call waits until its caller has read more of its answers."""
+        if self._engine.call_observers:
+            self._served.tell("queued", call)
+        self._backlog.park(call)
 
     def resume(self, call: ServedCall) -> None:
         """Run a call that was parked. On the loop."""
         if call.over:  # by now
             self.refuse(call, _not_run(call))
-            return
-        assert call.handler is not None, "it was found before the call was parked"
-        try:
-            self._ways[call.handler.mode._value_](call)
-        except Exception as error:  # as in `start`
-            self.refuse(call, error)
+        else:
+            self._launch(call)
+
+    def _prepare(self, call: ServedCall, handler: Handler) -> RpcError | None:
+        """Make a call ready that is one of the runtime's own, in an autograd context, or a stream; why it is refused.
+
+        A wrapper of a generator function may make one result of the items: it runs in a thread then.
+        """
+        if handler.declared is not None:
+            try:
+                self._read_declared(call, handler.declared)
+            except ProtocolError as error:
+                return error
+        if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
+            return refusal
+        streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
+        if call.credit is None:
+            if streamed and not handler.wrapper:
+                return _wrong_verb(call, True)
+            if streamed:
+                call.handler = handler._replace(mode=Mode.THREAD)
+            return None
+        if not streamed:
+            return _wrong_verb(call, False)
+        most = self._engine.options.max_stream_window
+        return self._too_much_credit(call, most) if call.credit > most else None
 
     def _too_much_credit(self, call: ServedCall, most: int) -> Overloaded:
         return Overloaded(
@@ -256,7 +272,7 @@ class Runner:
         token = current_call.set(call)
         try:
             args, kwargs = self._take_arguments(call)
-            call.begun = True
+            self._served.run(call)
             result = handler.function(*args, **kwargs)
         except BaseException as error:
             self._answers.answer_error(call, error)
@@ -274,6 +290,8 @@ class Runner:
 
     def _start_thread(self, call: ServedCall) -> None:
         self.submitted += 1
+        if self._engine.call_observers:
+            self._served.tell("queued", call)
         self.share.submit(self._run_thread if call.landing is None else self._run_landed, call, self.refuse)
 
     def _run_landed(self, call: ServedCall) -> None:
@@ -296,40 +314,16 @@ class Runner:
             and not call.system
             and not call.unwaited
         ):
-            backlog.park(call)
+            self._park(call)
             return
-        handler = call.handler
-        assert handler is not None, "it was found before the call was started"
-        mode = handler.mode
         token = current_call.set(call)
         call.thread = threading.get_ident()
         within = current_autograd.set(call.autograd) if call.autograd else None
         with_gradients = is_grad_enabled()
+        # The result is kept in a list and taken out below, so that nothing here holds it longer than needed.
+        result: list[Any] = []
         try:
-            args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
-            if call.arrival is not None:
-                call.arrival.join()
-            if call.landing is not None and mode is not Mode.BATCHED:
-                call.landing.carriers.clear()  # the arguments are the handler's alone
-            call.begun = True
-            if mode is Mode.BATCHED:
-                self._join_batch(call, args, kwargs)
-                return
-            # The result is kept in a list and taken out below, so that nothing here holds it longer than needed. The
-            # same goes for the arguments: shared memory that nobody looks at any more then goes back with the answer,
-            # and is used again while it is still in the caches.
-            # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
-            context = copy_context()
-            result: list[Any] = [context.run(handler.function, *args, **kwargs)]
-            args.clear()
-            kwargs.clear()
-            if handler.wrapper:
-                _check_items(call, result[0])
-            if mode is Mode.GENERATOR:
-                assert call.credit is not None, "a stream comes with its credit"
-                context.run(serve_generator, self._answers, call, result.pop(), call.credit, self._backlog)
-                result.append(None)
-            del context
+            self._call_handler(call, result)
         except BaseException as error:
             self._answers.answer_error(call, error)
             return
@@ -340,18 +334,57 @@ class Runner:
                 current_autograd.reset(within)
             if is_grad_enabled() is not with_gradients:  # as of its context: torch keeps that for the thread
                 set_grad_enabled(with_gradients)
-            # Behind the handler: while that runs, the loop hears of all that its caller has to say.
-            standing = self.standing
-            # Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
-            # worker that waits for the others in `shutdown` has one at the leader all the time.
-            if standing is not None and len(self._answers.calls) < 2 + self._answers.system:
-                if standing.pause:
-                    standing.pause -= 1
-                else:
-                    standing.running = call.call_id
-                    self._engine.pool.lookout.stand_by(standing)
+            if self.standing is not None:
+                self._stand_by(call, self.standing)
+        if result:
+            self._take_result(call, result)
+
+    def _call_handler(self, call: ServedCall, result: list[Any]) -> None:
+        """Call the handler in this thread, and add what it returns to `result`, unless its batch answers."""
+        handler = call.handler
+        assert handler is not None, "it was found before the call was started"
+        args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
+        if call.arrival is not None:
+            call.arrival.join()
+        if handler.mode is Mode.BATCHED:
+            call.begun = True
+            self._join_batch(call, args, kwargs)
+            return
+        if call.landing is not None:
+            call.landing.carriers.clear()  # the arguments are the handler's alone
+        self._served.run(call)
+        # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
+        context = copy_context()
+        result.append(context.run(handler.function, *args, **kwargs))
+        # Shared memory that only the arguments hold goes back with the answer, and is used again while it is cached.
+        args.clear()
+        kwargs.clear()
+        if handler.wrapper:
+            _check_items(call, result[0])
+        if handler.mode is Mode.GENERATOR:
+            assert call.credit is not None, "a stream comes with its credit"
+            context.run(serve_generator, self._answers, call, result.pop(), call.credit, self._backlog)
+            result.append(None)
+
+    def _stand_by(self, call: ServedCall, standing: Standing) -> None:
+        """Wait here for the next call of this caller. Behind the handler: while that runs, the loop reads for it.
+
+        Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
+        worker that waits for the others in `shutdown` has one at the leader all the time.
+        """
+        if len(self._served.calls) >= 2 + self._served.system:
+            return
+        if standing.pause:
+            standing.pause -= 1
+        else:
+            standing.running = call.call_id
+            self._engine.pool.lookout.stand_by(standing)
+
+    def _take_result(self, call: ServedCall, result: list[Any]) -> None:
+        """A handler has returned in a thread."""
+        assert call.handler is not None, "it has run"
         try:
-            if mode is Mode.DEFERRED:
+            if call.handler.mode is Mode.DEFERRED:
                 self._defer(call, result.pop())
             elif (
                 hasattr(type(result[0]), "__await__")  # else that is known without a function of Python's
@@ -387,15 +420,8 @@ class Runner:
     def _answer_deferred(self, waiting: list[ServedCall], future: AnyFuture) -> None:
         """The Future is done. It may run twice, with the same list, which has the call in it until it is answered.
 
-        Nobody changes later what was read, as the answer to another call is. A value that a program has settled its own
-        Future with it may change.
+        A program may change the value that it has settled its own Future with, so that is copied.
         """
-        if getattr(future, "_apart", False):
-            self._engine.apart_from_signals(self._answer_waiting, waiting, future)
-        else:
-            self._answer_waiting(waiting, future)
-
-    def _answer_waiting(self, waiting: list[ServedCall], future: AnyFuture) -> None:
         try:
             call = waiting.pop()
         except IndexError:  # it was handed over twice
@@ -423,7 +449,16 @@ class Runner:
 
         call.on_cancel = partial(batcher.discard, call)
         arrived = call.landing.arrival() if call.landing is not None else None
-        batch = batcher.add(tuple(args), kwargs, done, arm, call, join=None if arrived is None else arrived.join)
+
+        def join(number: int) -> None:
+            call.batch = number
+            self._served.run(call)
+            if arrived is not None:
+                arrived.join()
+
+        if self._engine.call_observers:
+            self._served.tell("queued", call)
+        batch = batcher.add(tuple(args), kwargs, done, arm, call, join=join)
         if call.cancelled:
             batcher.discard(call)
         run_batch(self._node, batch)
@@ -466,7 +501,7 @@ class Runner:
         # The task copies this context, so it and all it starts know the call that they serve.
         token = current_call.set(call)
         within = current_autograd.set(call.autograd) if call.autograd else None
-        call.begun = True
+        self._served.run(call)
         try:
             self._serve_coroutine(call, handler.function, args, kwargs)
         finally:

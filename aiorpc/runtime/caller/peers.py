@@ -98,7 +98,7 @@ class Peers:
 
     def _scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
-        return min((peer.owed.scan_deadlines(now) for peer in self.all()), default=float("inf"))
+        return min((peer.pending.scan_deadlines(now) for peer in self.all()), default=float("inf"))
 
     def close(self) -> None:
         """This worker leaves: say goodbye to all peers, and end the calls that are still pending. On the loop."""
@@ -139,7 +139,7 @@ class Peers:
         while len(self._resting) > UNMET:
             oldest = next(iter(self._resting))
             del self._resting[oldest]
-            if oldest.record is not None or oldest.state is PeerState.CONNECTING or oldest.owed.pending:
+            if oldest.record is not None or oldest.state is PeerState.CONNECTING or oldest.pending.calls:
                 continue  # it is known now, or will come here again
             if self._peers.get(oldest.name) is not oldest:
                 continue

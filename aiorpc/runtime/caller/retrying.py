@@ -40,11 +40,12 @@ from ...protocol.states import RetriedEvent
 from ...sites import CallSite, describe_site
 from ..calls.current import CommonHome, current_call, is_nested
 from ..calls.functions import describe
+from ..calls.options import CallOptions
 from ..calls.pending import PendingCall
 from ..engine.engine import Engine
 from ..gradients.contexts import Gradients
 from .future import CallFuture
-from .peer import Peer, Try
+from .peer import Peer
 from .peers import Peers, To
 from .unawaited import Unawaited
 
@@ -143,8 +144,9 @@ class Retries:
         seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
         peer = self._home.peers.find(to() if callable(to) else to)
         once = None if number is None else (number, future.reached.count(peer))
-        one_try = Try(future._site, once, future.allowed)
-        return peer.call(function, args, kwargs, seconds, wait=wait, one_try=one_try)
+        part_of = "retries", future.number
+        options = CallOptions(wait, site=future._site, once=once, allowed=future.allowed, part_of=part_of)
+        return peer.call(function, args, kwargs, seconds, options=options)
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
         """That call waits for its next try from now on."""
@@ -206,6 +208,7 @@ class RetriedFuture(Unawaited, Future[object]):
         allowed: float | None,
     ) -> None:
         super().__init__()
+        self.number: int = next(engine.numbers)
         self._deadline, self.allowed = tries.deadline, allowed
         self.function, self.to = function, to
         self._subject: str = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"

@@ -24,6 +24,7 @@ from ...errors import ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.frames import Buffer, Kind
 from ...protocol.messages import Credit, Method, ObjectMethod, Values, write
+from ..calls.options import CallOptions
 from ..calls.values import decode
 from ..engine.blocking import BlockingIterator
 from .future import CallFuture
@@ -258,10 +259,7 @@ def open_stream(
     """
     window = peer.engine.options.stream_window
     stream: Stream[object] = Stream(peer, window, timeout)
-    end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
-    try:
-        stream._start(end)
-    except BaseException:  # a signal handler has raised it: nobody will get the stream, so nobody could end it
-        end.cancel()
-        raise
+    options = CallOptions(wait, credit=window, stream=stream, keeps=keeps)
+    end = peer.call(function, args, kwargs, 0.0, depth=depth + 1, options=options)
+    stream._start(end)
     return stream

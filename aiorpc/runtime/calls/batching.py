@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import time
 import weakref
@@ -40,14 +41,14 @@ class _Entry(NamedTuple):
     """One caller of a batch.
 
     args, kwargs: what it has passed. done: is called with its result or error. token: by what `discard` knows it. join:
-    is called before its arguments are used, in the thread that uses them.
+    is called with the number of the batch before its arguments are used, in the thread that uses them.
     """
 
     args: Args
     kwargs: Mapping[str, object]
     done: Done
     token: object
-    join: Callable[[], None] | None
+    join: Callable[[int], None] | None
 
 
 class Batch:
@@ -59,6 +60,7 @@ class Batch:
     """
 
     def __init__(self, batcher: Batcher[object], target: Function, deadline: float | None) -> None:
+        self.number: int = next(batcher.numbers)
         self._batcher = batcher
         self._target = target
         self._entries: list[_Entry] = []
@@ -129,7 +131,7 @@ class Batch:
     def _call(self, entries: Sequence[_Entry]) -> object:
         for entry in entries:
             if entry.join is not None:
-                entry.join()
+                entry.join(self.number)
         columns = [list(column) for column in zip(*(entry.args for entry in entries), strict=True)]
         named = {key: [entry.kwargs[key] for entry in entries] for key in entries[0].kwargs}
         return self._target(*columns, **named)
@@ -186,6 +188,7 @@ class Batcher(Generic[T_co]):
         self._max_size = max_size
         self._signature, self._plain_count = _signature(function, owner is not None)
         self._owner = owner
+        self.numbers = itertools.count(1)
         self._lock = Lock()
         self._open: Batch | None = None
         self._waiting: dict[Batch, None] = {}
@@ -220,7 +223,7 @@ class Batcher(Generic[T_co]):
         done: Done,
         arm: Arm | None = None,
         token: object = None,
-        join: Callable[[], None] | None = None,
+        join: Callable[[int], None] | None = None,
     ) -> Batch | None:
         """A caller arrives. Returns the batch, ready to run, if this arrival filled it.
 
@@ -228,7 +231,7 @@ class Batcher(Generic[T_co]):
         arm: ``arm(seconds, take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it
         returns, if any. It is called at most once per ``max_wait``, not once per batch; without it only full ones go.
         token: what ``discard`` will know this caller by: an object, a number or a text; ``done`` if None.
-        join: called before the function, in the thread that runs the batch.
+        join: called with the number of the batch before the function, in the thread that runs that.
         """
         try:
             entry = _Entry(*self._normalise(args, kwargs), done, done if token is None else token, join)

@@ -74,7 +74,7 @@ class Cancellable(Protocol):
 
 
 class ServedCall:
-    """One call that is being served, from its message to its answer; its states are `protocol.states.SERVED`.
+    """One call that is being served, from its message to its answer; see `protocol.states.SERVED`.
 
     It may be read in the thread or task of the handler. It is written on the loop, or by the thread that has read its
     message, with two exceptions: `replied` is written by whoever answers; the arguments, `begun`, `on_cancel` and
@@ -94,7 +94,8 @@ class ServedCall:
     of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
     streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
     credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator. thread: the
-    id of the thread that runs the handler, 0 for none. told: whether that has heard that the caller has given up, or is
+    id of the thread that runs the handler, 0 for none. batch: the number of the batch in which it runs, 0 for
+    none. told: whether that has heard that the caller has given up, or is
     about to, as it was woken for that.
     """
 
@@ -110,6 +111,7 @@ class ServedCall:
         "arguments",
         "arrival",
         "autograd",
+        "batch",
         "begun",
         "call_id",
         "caller",
@@ -170,6 +172,7 @@ class ServedCall:
         self.credits: Cancellable | None = None
         self.task: asyncio.Task[None] | None = None
         self.thread: int = 0
+        self.batch: int = 0
         self.told = self.woken = False
 
     @property

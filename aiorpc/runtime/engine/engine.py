@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from ...transport.certificates import Credentials
 from ...transport.lasting import LastingConnection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
+from .call_events import CallObservers
 from .counters import Counters
 from .host import cores
 from .lifetime import Lifetime, loop_has_ended
@@ -61,7 +63,8 @@ class Engine:
     poll: what keeps the loop awake for a moment after each message; None if nothing does (option ``busy_wait``).
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
-    whole and never changed.
+    whole and never changed. call_observers: the same of those that are shown each step of each call.
+    numbers: what group calls, calls with retries and batches have their numbers from.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class Engine:
         self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
+        self.call_observers: CallObservers = ()
+        self.numbers: itertools.count[int] = itertools.count(1)
         # A lone core is left to whoever has to answer.
         busy = options.busy_wait if cores() >= 2 else 0.0
         threads = options.num_worker_threads

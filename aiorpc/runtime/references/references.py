@@ -56,6 +56,7 @@ from ...protocol.references import ReferenceTable
 from ...sites import describe_site
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
+from ..calls.options import CallOptions
 from ..engine.engine import Engine
 from ..engine.looking import Looking
 from ..engine.soon import Soon
@@ -246,7 +247,8 @@ class References:
                 self._handles[fork] = watched
             handle._bind(self, rref, fork, owner, sys._getframe(depth))
             handle._confirmed = False
-            call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
+            options = CallOptions(creates=rref, keeps=keeps)
+            call = peer.call(function, args, kwargs, timeout, depth=depth + 1, options=options)
             handle._creation = call
             handle._creating = creating = Creation(self, rref, fork)
             call._when_settled(creating)
@@ -282,7 +284,7 @@ class References:
         """
         error, peer = creation._error, getattr(creation, "peer", None)
         if peer is not None and error is not None and issubclass(type(error), RpcError) and not came_from_afar(error):
-            peer.owed.fail_calls_of(rref, error)
+            peer.pending.fail_calls_of(rref, error)
 
     def load(
         self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
