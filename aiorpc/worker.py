@@ -40,6 +40,7 @@ from .runtime.calls.batched import Batched
 from .runtime.calls.current import CommonHome, current_node
 from .runtime.calls.options import WAITING_CALL
 from .runtime.calls.pending import PendingCall
+from .runtime.engine.call_events import CallObserver, Observation, check_observer
 from .runtime.engine.loops import LoopThread
 from .runtime.fanout.members import make_members
 from .runtime.fanout.options import GroupOptions, Quorum, check_quorum
@@ -353,6 +354,17 @@ class Worker:
         early.
         """
         return self._news.listen()
+
+    def observe_calls(self, observer: CallObserver) -> Observation:
+        """Show each step of each call of this worker to an observer from now on, those it makes and those it serves.
+
+        observer: see `aiorpc.events.CallObserver`. The `Observation` ends it: by `close`, or as a context manager.
+        Without observers calls cost nothing more. Any thread.
+
+        Raised here: WorkerClosed if it has not joined, RpcUsageError for what lacks a method of an observer.
+        """
+        check_observer(observer)
+        return Observation(self._node.engine, observer)
 
     def statistics(self) -> Statistics:
         """What this worker has done and is doing, as numbers. Any thread.

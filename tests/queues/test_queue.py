@@ -2097,13 +2097,13 @@ async def test_an_interrupted_answer_is_told_once(pair: list[Worker], outcome: A
     """The thread that reads it may be interrupted anywhere; whoever put or takes items hears of it, and only once."""
     make(pair[0])
     told: list[Any] = []
-    owed = pair[1]._node.peers.find("worker0").owed
+    pending = pair[1]._node.peers.find("worker0").pending
     value, error = (None, outcome) if isinstance(outcome, Exception) else (outcome, None)
 
     async def play(at: int) -> str | None:
         made = Calls(pair[1]._node, "q", "worker0")
         made.call("take_items", True, at + 1, (1,), lambda *said: told.append(said))
-        (call,) = [each for each in owed.pending.values() if each.function.endswith("take_items")]
+        (call,) = [each for each in pending.calls.values() if each.function.endswith("take_items")]
         answer = partial(call._settle, value, error)
         place = await asyncio.to_thread(interrupted, answer, at, calls.__file__, futures.__file__)
         answer()  # if it had not begun
@@ -2111,7 +2111,7 @@ async def test_an_interrupted_answer_is_told_once(pair: list[Worker], outcome: A
         await asyncio.sleep(0)
         assert told == [(value, error)], place
         told.clear()
-        owed.cancel(call.call_id)
+        pending.cancel(call.call_id)
         return place
 
     at = 0
@@ -2135,7 +2135,7 @@ async def test_a_join_whose_answer_is_interrupted_ends(pair: list[Worker]) -> No
         answer()  # if it had not begun
         assert joined.done(), place
         joined._mark_seen()
-        pair[1]._node.peers.find("worker0").owed.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
+        pair[1]._node.peers.find("worker0").pending.cancel(call.call_id)  # type: ignore[attr-defined]  # it is one of a call
         if place is None:
             break
         at += 1

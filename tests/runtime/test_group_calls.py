@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,25 +20,16 @@ from aiorpc import (
     PeerLost,
     RpcBackendOptions,
     RpcCancelled,
-    RpcError,
     RpcTimeout,
     RpcUsageError,
     RRef,
     Worker,
 )
 from aiorpc.errors import GroupError, SerializationError, UnknownWorker
-from aiorpc.futures import Future
-from aiorpc.runtime.caller import member_call
-from aiorpc.runtime.caller.known import FunctionEntry
-from aiorpc.runtime.caller.member_call import MemberCall
-from aiorpc.runtime.fanout import group_call
-from aiorpc.runtime.fanout.group_call import GroupCall
 from aiorpc.runtime.fanout.options import count_of
-from aiorpc.sites import call_site
 from aiorpc.testing import Faults, cluster
 from aiorpc.types import Outcome
-from tests.runtime.waiting import LIMIT, until, until_no_references
-from tests.transport.ends import interrupted
+from tests.runtime.waiting import until, until_no_references
 
 _holds: dict[str, threading.Event] = {}
 _stopped: list[str] = []
@@ -532,125 +519,3 @@ async def test_without_pickles() -> None:
         assert len((await group.call(with_name, {"a": torch.ones(3)})).values()) == 3
         with pytest.raises(SerializationError, match="by value"):
             group.call(lambda: 1)
-
-
-# --- interrupted ------------------------------------------------------------------------------------------------------
-
-
-class _Peer:
-    """The worker of a member's call, as far as that knows it: notes which calls are called off."""
-
-    name = "there"
-
-    def __init__(self) -> None:
-        self.owed = self
-        self.cancelled: list[int] = []
-        self.pending: dict[int, Any] = {}
-        self.interruption: tuple[BaseException, BaseException] | None = None
-
-    def cancel(self, call_id: int) -> None:
-        self.cancelled.append(call_id)
-
-    def settle(self, call_id: int, error: RpcError) -> None:
-        raise AssertionError
-
-    def end_overdue(self, call_id: int, now: float) -> float:
-        raise AssertionError
-
-
-class Three:
-    """A call to three workers, as it goes on: one after the other answers, and somebody takes outcomes as they come."""
-
-    def __init__(self, quorum: int | None) -> None:
-        engine: Any = SimpleNamespace(loop=asyncio.get_running_loop(), thread=threading.get_ident(), pool=None)
-        self.peer = _Peer()
-        self.call = call = GroupCall[Any](engine, "function", ["a", "b", "c"], quorum, call_site(sys._getframe()))
-        self.members = [
-            MemberCall(call, place, self.peer, FunctionEntry("f"), place, 0.0, None, None) for place in range(3)
-        ]
-        call._calls.update(enumerate(self.members))
-        self.seen: list[tuple[str, Any, str]] = []
-        self.consumer = asyncio.ensure_future(self._consume())
-
-    async def _consume(self) -> None:
-        with contextlib.suppress(GroupError):
-            async for name, outcome in self.call:
-                self.seen.append((name, outcome.value, repr(outcome.error)))
-
-    async def until_seen(self) -> list[tuple[str, Any, str]]:
-        """What has been taken, after those that came just now."""
-        for _ in range(6):
-            await asyncio.sleep(0)
-        return list(self.seen)
-
-    async def end(self) -> Any:
-        """The others answer, unless their calls were called off: what is told in the end."""
-        for member in self.members:
-            if member.call_id not in self.peer.cancelled:
-                with contextlib.suppress(AttributeError):  # it has answered
-                    member._settle("late")
-        async with asyncio.timeout(LIMIT):
-            await self.consumer
-        error = self.call.exception()
-        if isinstance(error, GroupError):
-            return str(error), error.failed, error.lost, error.missing, sorted(set(self.peer.cancelled))
-        told = [(each.name, each.value, repr(each.error), each.answered) for each in self.call.value()]
-        return told, sorted(set(self.peer.cancelled)), dict(self.call._calls)
-
-
-def bring(call: MemberCall | Future[Any], outcome: Any) -> None:
-    if isinstance(outcome, Exception):
-        call._settle(None, outcome)
-    else:
-        call._settle(outcome)
-
-
-CASES: list[tuple[int | None, list[Any], Any]] = [
-    (None, [1, 2], 3),
-    (None, [1], 2),
-    (None, [1, ValueError("no")], 3),
-    (None, [1, 2], ValueError("no")),
-    (2, [1], 2),
-    (2, [ValueError("no")], ValueError("nor this")),
-    (1, [], 1),
-]
-
-
-@pytest.mark.parametrize("kind", ["part", "future"])
-@pytest.mark.parametrize(("quorum", "before", "last"), CASES)
-async def test_whoever_brings_an_answer_may_be_interrupted_anywhere(
-    quorum: int | None, before: list[Any], last: Any, kind: str
-) -> None:
-    """The answer counts all the same, the call ends, and who takes outcomes as they come gets them.
-
-    Only before it is taken it may be lost: then the member has given no value.
-    """
-
-    async def play(last: Any, at: int) -> tuple[str | None, Any]:
-        three = Three(quorum)
-        place = len(before)
-        for member, outcome in zip(three.members, before, strict=False):
-            bring(member, outcome)
-        await three.until_seen()
-        brings: MemberCall | Future[Any] = three.members[place]
-        if kind == "future":
-            brings = Future[Any]()
-            three.call._calls[place] = brings
-            three.call._follow(place, brings)
-        where = interrupted(partial(bring, brings, last), at, group_call.__file__, member_call.__file__)
-        if where is not None and kind == "part":  # as whoever reads answers does then
-            with contextlib.suppress(AttributeError):
-                bring(brings, lost)
-        return where, (three.call.done(), await three.until_seen(), await three.end())
-
-    lost = RpcCancelled("interrupted")
-    _, whole = await play(last, -1)
-    _, without = await play(lost, -1)
-    taken = kind == "future"
-    for at in itertools.count():
-        where, got = await play(last, at)
-        taken = taken or got == whole
-        assert got == whole or (got == without and not taken), where
-        if where is None:
-            break
-    assert at > 50

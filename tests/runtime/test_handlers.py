@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,13 +24,9 @@ from aiorpc import (
     Worker,
     async_execution,
     batched,
-    callbacks,
 )
-from aiorpc.runtime.callee import answers, running
-from aiorpc.runtime.engine import engine
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until, wait_until
-from tests.transport.ends import interrupted
 
 
 def thread_name() -> str:
@@ -334,29 +329,6 @@ async def test_async_execution_of_functions_static_and_class_methods(pair: list[
 async def test_async_execution_may_chain_calls(trio: list[Worker]) -> None:
     """A handler may return ``rpc_async(...).then(...)``; it gives its thread up meanwhile."""
     assert await trio[0].call("worker1", deferred_then, "worker2", 5) == 11
-
-
-def test_a_deferred_answer_that_is_interrupted_is_not_lost() -> None:
-    """The main thread, which waits for another call, reads what a deferred one waits for as a signal handler raises."""
-    files = [module.__file__ or "" for module in (callbacks, running, engine, answers)]
-    with asyncio.Runner() as runner:
-        group = cluster(2, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT))
-        workers = runner.run(group.__aenter__())
-        at = 0
-        _over.clear()
-        while True:
-            _waiting.clear()
-            outer = workers[0].call("worker1", deferred_by_a_call, "worker0")
-            wait_until(lambda: _waiting and _waiting[0]._waiters)
-            settle = partial(_waiting[0]._settle, 7)
-            place = interrupted(settle, at, *files)
-            assert outer.wait(LIMIT) == 7, place
-            if place is None:
-                break
-            at += 1
-        _over.set()
-        runner.run(group.__aexit__(None, None, None))
-    assert at > 10, "it was not interrupted"
 
 
 async def test_errors_of_async_execution(pair: list[Worker]) -> None:

@@ -661,7 +661,7 @@ async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate
     gate.open.set()
     assert await call == 3
     await until(lambda: not Thing.alive)
-    assert not workers[0]._node.peers.find("worker1").owed.lent
+    assert not workers[0]._node.peers.find("worker1").pending.lent
 
 
 async def test_a_reference_inside_of_others_is_lent_as_well(workers: list[Worker]) -> None:

@@ -28,18 +28,14 @@ from aiorpc import (
     RpcUsageError,
     Worker,
     WorkerClosed,
-    futures,
 )
 from aiorpc.protocol.retries import Backoff
-from aiorpc.runtime.caller import retrying
-from aiorpc.runtime.caller.future import CallFuture
 from aiorpc.runtime.caller.retrying import RetryOptions
 from aiorpc.runtime.calls.functions import describe
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
 from tests.runtime.waiting import until
 from tests.scripts import run
-from tests.transport.ends import interrupted
 from tests.unlooked import unlooked_at
 
 QUICK = (0.001, 0.01)
@@ -424,64 +420,6 @@ async def test_a_call_that_was_refused_here_and_is_in_a_pause_is_pending(store: 
                 await call
 
 
-@pytest.mark.parametrize("at", ["first try", "answer"])
-async def test_a_call_that_is_interrupted_keeps_nobody_from_leaving(
-    store: Store, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """A signal handler raises as a try is made, or as its end is dealt with: the call has ended, and is not counted."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    async with cluster(2, store=store) as workers:
-        await die(workers)
-        peer = workers[0].peer("worker1", retries=3, backoff=QUICK)
-        if at == "first try":
-            monkeypatch.setattr(workers[0]._node.peers, "find", interrupted)
-        else:
-            monkeypatch.setattr(workers[0]._node.retries, "pause", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            peer.call(where)
-        assert workers[0].is_idle()
-        monkeypatch.undo()
-
-
-async def test_a_call_that_is_interrupted_anywhere_keeps_nobody_from_leaving(pair: list[Worker]) -> None:
-    """A signal handler raises as the call is begun, or as it is cancelled, at each place where it may."""
-    peer = pair[0].peer("worker1", timeout=0, retries=3, backoff=QUICK)
-    assert await peer.call(where) == "worker1"
-
-    async def interrupt(at: int) -> str | None:
-        place = interrupted(lambda: peer.call(for_ever).cancel(), at, retrying.__file__, signals=True)
-        await until(pair[0].is_idle)
-        return place
-
-    found: list[str] = []
-    while (place := await interrupt(len(found))) is not None:
-        found.append(place)
-    assert len(found) > 10 and any("_on_cancel" in place for place in found), "it was not interrupted"
-
-
-async def test_an_interrupted_answer_ends_the_call(pair: list[Worker]) -> None:
-    """Wherever a signal handler raises in who brings it: else nobody could end the call, nor leave."""
-    peer = pair[0].peer("worker1", timeout=0, retries=3, backoff=QUICK)
-    at = 0
-    while True:
-        future = peer.call(for_ever)
-        (call,) = future._sources
-        assert isinstance(call, CallFuture)
-        answer = partial(call._settle, "answer")
-        place = interrupted(answer, at, futures.__file__)
-        answer()  # if it had not begun
-        assert future.done(), place
-        pair[0]._node.peers.find("worker1").owed.cancel(call.call_id)
-        if place is None:
-            break
-        at += 1
-    assert at > 5, "it was not interrupted"
-    await until(pair[0].is_idle)
-
-
 async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a test can seed."""
     async with cluster(2, store=store) as workers:
@@ -557,13 +495,13 @@ async def test_a_result_that_was_dropped_is_given_again(pair: list[Worker], monk
 async def test_calls_of_one_number_run_once(pair: list[Worker]) -> None:
     """Whatever the connection carries twice: one that comes while the first runs has the same answer."""
     await pair[0].call("worker1", where)
-    from aiorpc.runtime.caller.peer import Try
+    from aiorpc.runtime.calls.options import CallOptions
 
     peer = pair[0]._node.peers.find("worker1")
     site = (test_calls_of_one_number_run_once.__code__, 0)
 
     def send(number: int, before: int, function: Callable[..., Any], *args: Any) -> Any:
-        return peer.call(function, args, None, 30.0, one_try=Try(site, (number, before)))
+        return peer.call(function, args, None, 30.0, options=CallOptions(site=site, once=(number, before)))
 
     gate: asyncio.Event = asyncio.Event()
     both = [send(7, before, wait_for_gate, "gate") for before in range(2)]
@@ -606,7 +544,7 @@ async def test_callers_have_numbers_of_their_own(store: Store) -> None:
 
 async def test_what_is_forgotten_is_refused(store: Store) -> None:
     """Nobody knows any more whether it has run: an error says so, with the option."""
-    from aiorpc.runtime.caller.peer import Try
+    from aiorpc.runtime.calls.options import CallOptions
 
     options = [RpcBackendOptions(), RpcBackendOptions(max_remembered_answers=2, max_remembered_bytes=1000)]
     async with cluster(2, store=store, options=options) as workers:
@@ -614,7 +552,7 @@ async def test_what_is_forgotten_is_refused(store: Store) -> None:
         site = (test_what_is_forgotten_is_refused.__code__, 0)
 
         def send(number: int, before: int, function: Callable[..., Any], *args: Any) -> Any:
-            return peer.call(function, args, None, 30.0, one_try=Try(site, (number, before)))
+            return peer.call(function, args, None, 30.0, options=CallOptions(site=site, once=(number, before)))
 
         assert [await send(number, 0, ran, "a") for number in range(4)] == [1, 2, 3, 4]
         (service,) = workers[1]._node.services
@@ -750,7 +688,7 @@ async def ran_first_for_ever(key: str) -> int:
 
 async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store) -> None:
     """Beyond eight for each answer that may be kept the first are refused, as calls with forgotten answers are."""
-    from aiorpc.runtime.caller.peer import Try
+    from aiorpc.runtime.calls.options import CallOptions
 
     options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
     async with cluster(2, store=store, options=options) as workers:
@@ -758,7 +696,7 @@ async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store
         site = (test_the_calls_that_are_known_not_to_have_run_are_bounded.__code__, 0)
 
         def send(number: int, before: int) -> Any:
-            return peer.call(ran, ("a",), None, 30.0, one_try=Try(site, (number, before)))
+            return peer.call(ran, ("a",), None, 30.0, options=CallOptions(site=site, once=(number, before)))
 
         held = workers[0].call("worker1", for_ever)
         await until(lambda: RUNS["for ever"])

@@ -20,6 +20,7 @@ import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.protocol.frames import ITEM
 from aiorpc.runtime.caller.stream import Stream
+from aiorpc.runtime.calls.options import CallOptions
 from aiorpc.runtime.engine import blocking as blocking_module
 from aiorpc.runtime.engine import loops as loops_module
 from aiorpc.testing import cluster
@@ -622,21 +623,6 @@ def test_a_stream_that_is_half_made_may_be_dropped() -> None:
     stream.__del__()
 
 
-async def test_a_stream_whose_opening_is_interrupted_is_over(
-    pair: list[Worker], producer: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler raises when the call is on its way: nobody has the stream, and its producer is stopped."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Stream, "_start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pair[0].stream("worker1", plain, "it")
-    await until(lambda: all(worker.is_idle() for worker in pair))
-
-
 class Slow:
     """An argument that is read when the test says so."""
 
@@ -658,7 +644,7 @@ async def test_a_producer_without_credit_that_was_given_up_before_it_began_ends(
     pair: list[Worker], producer: Producer
 ) -> None:
     """The word came while its arguments were read: it does not wait for credit that nobody will give."""
-    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
+    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, options=CallOptions(credit=0))
     await until(lambda: producer.made == -1)
     end.cancel()
     await until(lambda: pair[1].statistics().calls_cancelled == 1)

@@ -13,9 +13,9 @@ from .known import FunctionEntry
 
 
 class CallOfGroup(Protocol):
-    """The call of the whole group (`GroupCall`). number: of it among the group calls of this process."""
+    """The call of the whole group (`GroupCall`). _number: of it among the group calls of this process."""
 
-    number: int
+    _number: int
 
     def _take(self, place: int, value: object, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
@@ -80,7 +80,7 @@ class MemberCall:
         self._deadline: float | None = deadline
         self._site: CallSite | None = site
         self.parent: tuple[str, int] | None = parent
-        self.part_of: tuple[str, int | str] = "group", group.number
+        self.part_of: tuple[str, int | str] = "group", group._number
         self.size = 0
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None

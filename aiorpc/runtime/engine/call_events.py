@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ... import foreign
+from ...errors import RpcUsageError
 from ...logs import logger
 from ...protocol.states import CallOutcome
 from ...sites import spates
@@ -77,6 +78,18 @@ class CallObserver(Protocol):
 
     def ended(self, call: CallEvent, outcome: CallOutcome) -> None:
         """It has ended on this side: at the caller with an answer or without, at the other when that is on its way."""
+
+
+_METHODS = ("started", "queued", "running", "ended")
+
+
+def check_observer(observer: object) -> None:
+    """Raise RpcUsageError for what is no `CallObserver`."""
+    missing = [name for name in _METHODS if not callable(getattr(observer, name, None))]
+    if missing:
+        raise RpcUsageError(
+            f"an observer of calls has the methods {', '.join(_METHODS)}; {observer!r:.80} lacks {missing}"
+        )
 
 
 CallObservers = tuple[CallObserver, ...]

@@ -192,7 +192,7 @@ class Sending:
         keeps = self._keeps[place] if self._keeps else None
         if letter is None:
             function: Any = self._methods[place] if self._methods else self._function
-            options = CallOptions(self._wait, site=self._site, keeps=keeps, part_of=("group", group.number))
+            options = CallOptions(self._wait, site=self._site, keeps=keeps, part_of=("group", group._number))
             return peer.call(function, self._args, self._kwargs, self._timeout, options=options)
         entry, body, buffers = letter
         pending, link, connection = peer.pending, peer.link, peer.connection
