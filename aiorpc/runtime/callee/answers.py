@@ -161,7 +161,8 @@ class Answers:
             if frame is not None:
                 size = sum(map(len, frame)) - HEAD.size if self._engine.call_observers else 0
                 if self._may_answer(call, size):
-                    self._link.send(REPLY, call.call_id, frame, urgent=self._urgent(), call=call)
+                    urgent = len(self._served.calls) < FEW + self._served.system  # as `_urgent`
+                    self._link.send(REPLY, call.call_id, frame, urgent=urgent, call=call)
                 return
         written = self._encode(call, result, values)
         if written is not None:

@@ -126,18 +126,15 @@ class Runner:
             if refusal is not None:
                 self.refuse(call, refusal)
                 return
+            mode = call.handler.mode if call.handler is not None else mode  # `_prepare` may have chosen another one
         backlog = self._backlog
         if (
             backlog.parked or backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
         ) and not handler.system:
             self._park(call)
-        else:
-            self._launch(call)
-
-    def _launch(self, call: ServedCall) -> None:
-        assert call.handler is not None, "it was found before the call was started"
+            return
         try:
-            self._ways[call.handler.mode._value_](call)
+            self._ways[mode._value_](call)
         except Exception as error:  # there is no thread for it; where the loop has called this, no one else answers
             self.refuse(call, error)
 
@@ -151,8 +148,12 @@ class Runner:
         """Run a call that was parked. On the loop."""
         if call.over:  # by now
             self.refuse(call, _not_run(call))
-        else:
-            self._launch(call)
+            return
+        assert call.handler is not None, "it was found before the call was parked"
+        try:
+            self._ways[call.handler.mode._value_](call)
+        except Exception as error:  # as in `start`
+            self.refuse(call, error)
 
     def _prepare(self, call: ServedCall, handler: Handler) -> RpcError | None:
         """Make a call ready that is one of the runtime's own, in an autograd context, or a stream; why it is refused.

@@ -77,13 +77,14 @@ class Arriving:
             self._late(frame)
         elif frame.kind == ERROR:
             self._on_error(call, frame, now)
-        elif pending.end(call_id, _VALUE, now, self._size(frame)) is None:
+        elif pending.end(call_id, _VALUE, now, self._size(frame) if self._engine.call_observers else 0) is None:
             self._late(frame)
         else:
             self._on_reply(call, frame)
 
-    def _size(self, frame: Frame) -> int:
-        return len(frame.body) + sum(map(len, frame.segments)) if self._engine.call_observers else 0
+    @staticmethod
+    def _size(frame: Frame) -> int:
+        return len(frame.body) + sum(map(len, frame.segments))
 
     def _on_reply(self, call: MadeCall, frame: Frame) -> None:
         """A call of ours has ended with this value."""

@@ -28,7 +28,7 @@ from ...protocol.frames import CALL, HEAD, Buffer, encode_frame
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
 from ...protocol.packing import FLAT
 from ...rights import FETCH
-from ..calls.current import ServedCall, current_call
+from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.options import PLAIN_CALL, CallOptions
@@ -86,9 +86,9 @@ class Peer(Addressee):
         names = self._add_named(function, kwargs, values) if kwargs else None
         now = time.monotonic()
         deadline = now + timeout if timeout else None
-        serving = self._serving()
+        serving = current_call.get()
         trace = None
-        if serving is not None:
+        if serving is not None and not serving.replied and serving.node is self._home:  # as `is_nested`
             trace, deadline = serving.trace, _earlier(deadline, serving.deadline)
         context = current_autograd.get()
         tape = None
@@ -102,7 +102,7 @@ class Peer(Addressee):
         within = context if tape is not None else None
         head = (named, names, remaining, trace, within, options.credit, options.creates, options.once)
         call = CallFuture(self, entry, next(self.pending.ids), now, deadline, system)
-        if serving is not None:
+        if trace is not None and serving is not None:
             call.parent = serving.caller.name, serving.call_id
         if options is not PLAIN_CALL:
             self._take_options(call, options)
@@ -131,32 +131,33 @@ class Peer(Addressee):
         """Raise WorkerClosed where no call may be begun, and Overloaded where there are too many."""
         if self._lifetime.shut:
             self._lifetime.check_begin(begun=system or begun)
-        if not system:
-            refusal = self.refusal()
-            if refusal is not None:
-                raise refusal
+        if system:
+            return
+        pending, connection = self.pending, self.connection
+        count, limit = len(pending.calls), self.engine.options.max_pending_calls
+        unsent = len(connection.queue.frames) + len(connection.queue.begun) if connection else len(self._waiting)
+        if count - pending.system >= limit or unsent - count >= limit:
+            raise self._overloaded(count, unsent)
 
     def refusal(self) -> Overloaded | None:
-        """Why no further call of users is taken now; None if one is.
+        """Why no further call of users is taken now; None if one is."""
+        try:
+            self._admit(False, True)
+        except Overloaded as error:
+            return error
+        return None
 
-        The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its own. Unsent
-        frames of calls that were given up do: a peer that does not read must not fill our memory.
+    def _overloaded(self, count: int, unsent: int) -> Overloaded:
+        """The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its own.
+
+        Unsent frames of calls that were given up do: a peer that does not read must not fill our memory.
         """
-        pending = self.pending
-        count, limit, unsent = len(pending.calls), self.engine.options.max_pending_calls, self.unsent
-        if count - pending.system < limit and unsent - count < limit:
-            return None
         logger.debug("worker %r is overloaded with %d calls, %d messages unsent", self.name, count, unsent)
         given_up = f", and {unsent - count} frames of calls given up wait to be sent" if unsent > count else ""
         return Overloaded(
-            f"{count - pending.system} calls to worker {self.name!r} wait for answers{given_up} "
+            f"{count - self.pending.system} calls to worker {self.name!r} wait for answers{given_up} "
             "(max_pending_calls); await some before making more"
         )
-
-    def _serving(self) -> ServedCall | None:
-        """The call that this worker serves here and has not answered; a call that is made now is part of it."""
-        serving = current_call.get()
-        return serving if serving is not None and not serving.replied and serving.node is self._home else None
 
     def _in_context(self, context: int, function: Named, options: CallOptions) -> tuple[Tape | None, CallOptions]:
         """The tape of a call that is made in an autograd context, and its options."""
