@@ -34,7 +34,7 @@ from .runtime.caller.future import CallFuture
 from .runtime.caller.handle import PeerHandle, make_handle, retry_options
 from .runtime.caller.peer import Peer
 from .runtime.caller.peers import To
-from .runtime.caller.reworded import RewordedFuture, Words, reworded
+from .runtime.caller.reworded import RewordedFuture, Words
 from .runtime.caller.stream import Stream, open_stream
 from .runtime.calls.batched import Batched
 from .runtime.calls.current import CommonHome, current_node
@@ -311,7 +311,7 @@ class Worker:
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, options=WAITING_CALL)
         call.parked = True
-        return reworded(call, partial(peers.not_come, peer), partial(_Coming, peer))
+        return _Coming(peer, call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: object) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""

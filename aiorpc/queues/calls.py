@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from .. import foreign
@@ -24,7 +23,7 @@ from ..protocol.states import PeerState
 from ..runtime.caller.arriving import NotArrived
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.peer import Peer
-from ..runtime.caller.reworded import reworded
+from ..runtime.caller.reworded import RewordedFuture
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.options import CallOptions
 from ..runtime.node import Node
@@ -72,7 +71,7 @@ class Calls:
 
         timeout: seconds, 0 for no limit. site: where that was. Any thread. Raises what `Peer.call` raises.
         """
-        return reworded(self._call(method, args, timeout, site)[1], self._advised)
+        return RewordedFuture(self._call(method, args, timeout, site)[1], self._advised)
 
     def join(self, number: int, timeout: float, site: CallSite, late: Late) -> Future[Any]:
         """As `ask`, for a `join`. number: no other call has it. late: gives the error for when the time is over."""
@@ -86,7 +85,7 @@ class Calls:
             if peer.state is not PeerState.CONNECTING and not self._node.engine.closed:  # else nothing was sent
                 self._node.engine.run_on_loop(self.tell, "tell_again", number)
 
-        return reworded(call, advised, partial(JoinFuture, not_heard=not_heard))
+        return JoinFuture(call, advised, not_heard=not_heard)
 
     def _call(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> tuple[Peer, CallFuture]:
         peer = self._node.peers.find(self._owner)

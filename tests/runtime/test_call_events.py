@@ -242,10 +242,10 @@ async def test_what_an_observer_raises_is_logged_alone(pair: list[Worker], caplo
     """The call goes on as without it, and other observers are shown it."""
 
     class Broken(Noted):
-        def started(self, call: CallEvent) -> None:
+        def started(self, call: CallEvent, *more: object) -> None:
             raise RuntimeError("the observer's own")
 
-        ended = running = queued = started  # type: ignore[assignment]
+        ended = running = queued = started
 
     noted = Noted()
     with pair[0].observe_calls(Broken()), pair[1].observe_calls(Broken()), pair[0].observe_calls(noted):
@@ -279,7 +279,8 @@ async def test_calls_of_many_threads_end_once(pair: list[Worker]) -> None:
         threads = [threading.Thread(target=calls, args=(number,)) for number in range(6)]
         for thread in threads:
             thread.start()
-        await asyncio.get_running_loop().run_in_executor(None, lambda: [thread.join(LIMIT) for thread in threads])
+        for thread in threads:
+            await asyncio.to_thread(thread.join, LIMIT)
         await until(lambda: len(noted.ends("double", "made")) == 600)
     noted.check()
     assert pair[0].statistics().calls_made - before.calls_made == 600

@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from typing import Protocol
 
 from ...channels.bulk import Bulk
 from ...errors import Overloaded, ProtocolError
@@ -42,21 +41,12 @@ from ...transport.connection import Connection
 from ...transport.send_queue import SendQueue
 from ..calls.current import ServedCall
 from ..engine.engine import Engine
+from ..links.link import Link
 
 # So many parked calls are begun at once: nobody knows yet what their answers will be.
 _AT_ONCE = 64
 # Seconds between two looks whether there is room: the first such pause, and the longest.
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-
-
-class LinkForBacklog(Protocol):
-    """The link whose answers these are."""
-
-    @property
-    def bulk(self) -> Bulk: ...
-
-    @property
-    def pipe(self) -> Connection | None: ...
 
 
 class Backlog:
@@ -66,7 +56,7 @@ class Backlog:
     parked: the calls that wait to be started.
     """
 
-    def __init__(self, engine: Engine, link: LinkForBacklog, connection: Connection) -> None:
+    def __init__(self, engine: Engine, link: Link, connection: Connection) -> None:
         self.limit: int = engine.options.max_unsent_bytes
         self.half: int = self.limit // 2
         self.most: int = 2 * self.limit

@@ -215,8 +215,6 @@ class Runner:
         except RpcError:  # not of what was sent: the runtime refuses the references in it, or it is no message
             raise
         except BaseException as error:
-            if foreign.from_signal(error):
-                raise
             raise self._unreadable(call, error) from error
 
     def _unreadable(self, call: ServedCall, error: BaseException) -> SerializationError:

@@ -171,10 +171,6 @@ class Service:
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
         return self._home.references.load(passed, self.record.id)
 
-    def call_of(self, call_id: int) -> ServedCall | None:
-        """See `MessageSink`."""
-        return self.calls.get(call_id)
-
     # --- messages from the caller -------------------------------------------------------------------------------------
 
     def on_failed(self, frame: Frame, error: Exception) -> None:

@@ -44,7 +44,7 @@ from .arriving import Arriving
 from .arriving import Home as ArrivingHome
 from .future import CallFuture
 from .known import KnownFunctions
-from .pending import MadeCall, PendingCalls
+from .pending import PendingCalls
 from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
 
 
@@ -119,7 +119,6 @@ class Addressee:
             Kind.GOODBYE: self._on_goodbye,
         }
         self.on_failed: Callable[[Frame, Exception], None] = self._arriving.on_failed
-        self.call_of: Callable[[int], MadeCall | None] = self.pending.calls.get
         self._home = home
         self._lifetime = home.engine.lifetime
         self._waiting = WaitingMessages()

@@ -28,7 +28,7 @@ from ...protocol.frames import CALL, HEAD, Buffer, encode_frame
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
 from ...protocol.packing import FLAT
 from ...rights import FETCH
-from ..calls.current import current_call
+from ..calls.current import ServedCall, current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.options import PLAIN_CALL, CallOptions
@@ -96,16 +96,13 @@ class Peer(Addressee):
             tape, options = self._in_context(context, function, options)
         entry, named = self.name_of(function)
         if named is None:
-            self._check_by_value(entry, function, depth + 1)
-            values.insert(0, function)
+            self._add_by_value(entry, function, values, depth + 1)
         remaining = None if deadline is None else deadline - now
         within = context if tape is not None else None
         head = (named, names, remaining, trace, within, options.credit, options.creates, options.once)
         call = CallFuture(self, entry, next(self.pending.ids), now, deadline, system)
-        if trace is not None and serving is not None:
-            call.parent = serving.caller.name, serving.call_id
-        if options is not PLAIN_CALL:
-            self._take_options(call, options)
+        if trace is not None or options is not PLAIN_CALL:
+            self._take_options(call, options, None if trace is None else serving)
         if not (system or options.site or options.begun):
             caller = sys._getframe(depth)
             call._site = caller.f_code, caller.f_lasti
@@ -166,8 +163,10 @@ class Peer(Addressee):
             options = options._replace(part_of=("context", context))
         return tape, options
 
-    def _take_options(self, call: CallFuture, options: CallOptions) -> None:
-        """Note on a call what is special about it."""
+    def _take_options(self, call: CallFuture, options: CallOptions, serving: ServedCall | None) -> None:
+        """Note on a call what is special about it, and the call whose handler makes it."""
+        if serving is not None:
+            call.parent = serving.caller.name, serving.call_id
         call.patient, call._site = options.wait, options.site
         if options.allowed is not None:
             call.allowed = options.allowed
@@ -203,14 +202,17 @@ class Peer(Addressee):
         values.extend(kwargs.values())
         return list(kwargs)
 
-    def _check_by_value(self, entry: FunctionEntry, function: Named, depth: int) -> None:
-        """Raise for a function that cannot travel by value, and warn of a method that takes a copy of its object."""
+    def _add_by_value(self, entry: FunctionEntry, function: Named, values: list[object], depth: int) -> None:
+        """Put a function in front of the values. Raises for one that cannot travel so; warns of a method, which takes a
+        copy of its object along.
+        """
         if self.safe:
             raise self._not_by_value(entry)
         if not callable(function):
             raise RpcUsageError(no_function(function, self.name))
         if type(function) is MethodType and not self._home.gradients.as_torch:
             warn_of_copy(function, self.name, depth + 1)
+        values.insert(0, function)
 
     def _not_by_value(self, entry: FunctionEntry) -> SerializationError:
         return SerializationError(

@@ -109,8 +109,10 @@ class Peers:
     def find(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it."""
         known = self._peers.get(to) if type(to) is str else None
-        if known is not None and known.gone is None:
-            return known
+        return known if known is not None and known.gone is None else self._find(to)
+
+    def _find(self, to: To) -> Peer:
+        """As `find`, for what is no name of a peer that is there."""
         number = _number_in(to.name) if isinstance(to, WorkerInfo) else None
         if number is not None:  # as `info` says where the name is not known
             return self.by_id(number)

@@ -227,17 +227,15 @@ class RetriedFuture(Unawaited, Future[object]):
     def begin(self, make: Callable[[], CallFuture], met: bool) -> None:
         """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
         self._make = make
+        self._retries.calls.add(self)
         try:
-            self._retries.calls.add(self)
-            try:
-                call = make()
-            except (Overloaded, UnknownWorker) as error:
-                if isinstance(error, UnknownWorker) and not met:
-                    raise
-                self._failed(error)
-                return
-            self._follow(call)
-        except BaseException:  # of `make`, or a signal handler has raised it: nobody will get this Future
+            self._follow(make())
+        except (Overloaded, UnknownWorker) as error:
+            if isinstance(error, UnknownWorker) and not met:
+                self.cancel()
+                raise
+            self._failed(error)
+        except BaseException:  # the program does not get this Future
             self.cancel()
             raise
 
@@ -252,14 +250,6 @@ class RetriedFuture(Unawaited, Future[object]):
         call._when_settled(Again(self._on_settled))
 
     def _on_settled(self, call: Future[object]) -> None:
-        try:
-            self._take(call)
-        except BaseException:
-            # A signal handler has raised it, in a thread that reads the answer: nobody else would end this call.
-            self.cancel()
-            raise
-
-    def _take(self, call: Future[object]) -> None:
         """A try has ended."""
         assert type(call) is CallFuture, "it was made by `Peer.call`"
         call._mark_seen()

@@ -40,14 +40,9 @@ class RewordedFuture(Unawaited, Future[Any]):
         return self._call._subject
 
     def _on_settled(self, call: Future[object]) -> None:
-        try:
-            call._mark_seen()
-            self._arrival = call._arrival
-            self._settle(self._value_of(call), self._words(call._error))
-        except BaseException:
-            # A signal handler has raised it, in a thread that reads the answer: nobody else would settle this Future.
-            self.cancel()
-            raise
+        call._mark_seen()
+        self._arrival = call._arrival
+        self._settle(self._value_of(call), self._words(call._error))
 
     def _value_of(self, call: Future[object]) -> object:
         """What this has for the value of the call, which has settled."""
@@ -55,14 +50,3 @@ class RewordedFuture(Unawaited, Future[Any]):
 
     def _on_cancel(self) -> None:
         self._call.cancel()
-
-
-def reworded(
-    call: CallFuture, words: Words, make: Callable[[CallFuture, Words], RewordedFuture] = RewordedFuture
-) -> RewordedFuture:
-    """That Future of a call that was just made. make: makes it, where it is one of another class."""
-    try:
-        return make(call, words)
-    except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
-        call.cancel()
-        raise

@@ -105,8 +105,6 @@ class Stream(BlockingIterator[T_co]):
             return self._decode(*item)
         except BaseException as error:
             await self.aclose()
-            if foreign.is_a(error, Exception) and foreign.from_signal(error):  # others would end the loop
-                raise
             raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
     def _decode(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> T_co:

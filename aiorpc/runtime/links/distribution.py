@@ -260,14 +260,6 @@ class Distribution:
         for buffer in buffers:
             self._inline.traffic._count_received(len(buffer))
 
-    def names(self, wires: Sequence[_Given]) -> list[str]:
-        """The names of the channels of those buffers that do not go with the frame. KeyError for what is no channel."""
-        return [self._channel(code).name for code, _ in wires if code != INLINE]
-
-    def size(self, wires: Sequence[_Given], riders: Sequence[Buffer]) -> int:
-        """How many bytes those buffers have, as their wires say. See `Channel.size_of`; KeyError as of `names`."""
-        return sum(self._channel(code).size_of(wire, riders) for code, wire in wires)
-
     def _channel(self, code: int) -> Channel | Devices:
         return self.devices if code == DEVICE else self.channels[code]
 

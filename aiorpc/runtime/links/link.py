@@ -42,7 +42,7 @@ from ...protocol.packing import pack
 from ...transport.connection import Connection
 from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
-from ..engine.observing import Passage, ask, frame_passage, tell
+from ..engine.observing import Passage, ask, frame_passage
 from .accelerators import Accelerators
 from .distribution import Distribution, Prepared
 from .memory import Memory
@@ -80,10 +80,6 @@ class MessageSink(Protocol):
 
     @property
     def methods(self) -> dict[int, KindMethod]: ...
-
-    @property
-    def call_of(self) -> Callable[[int], object]:
-        """Gives what is kept of the call of a number; None if there is none, or if it has ended. Any thread."""
 
     @property
     def on_failed(self) -> Callable[[Frame, Exception], None]:
@@ -228,8 +224,7 @@ class Link:
             passage = frame_passage(kind, call_id, frame, call, self.record)
         else:
             size = len(prepared.body) + prepared.size
-            names = self.distribution.names(prepared.wires)
-            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, names)
+            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record)
 
         def drop() -> None:
             if prepared is not None:
@@ -248,11 +243,7 @@ class Link:
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
         """
         if not again:
-            count = len(frames)
-            self.messages_received += count
-            if self.engine.observers:
-                for frame in frames:
-                    tell(self.engine.observers, self._passage_of(frame))
+            self.messages_received += len(frames)
         methods = self._methods
         for frame in frames:
             if pipe is not None:
@@ -280,19 +271,6 @@ class Link:
                 self.on_frames([frame])
         except ProtocolError as error:
             self.connection.abort(error)
-
-    def _passage_of(self, frame: Frame) -> Passage:
-        """A frame that has arrived, as observers are shown it. Raises ProtocolError."""
-        kind, call_id, body = frame.kind, frame.call_id, bytes(frame.body)
-        size, names = sum(map(len, frame.segments)), list[str]()
-        if kind == PARCEL:
-            kind, wires, body = read_parcel(frame.body)
-            try:
-                size, names = self.distribution.size(wires, frame.segments), self.distribution.names(wires)
-            except (TypeError, ValueError, IndexError, KeyError) as error:
-                raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
-        call = self._receiver.call_of(call_id) if kind in self._methods else None
-        return Passage(kind, call_id, body, len(body) + size, call, self.record, names)
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 
