@@ -15,6 +15,7 @@ import aiorpc as rpc
 from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.events import CallEvent, CallOutcome
 from aiorpc.protocol.states import MADE, SERVED, CallState, CallStep
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
 from tests.runtime.waiting import LIMIT, until
 
@@ -221,10 +222,28 @@ async def test_what_a_call_is_part_of(pair: list[Worker]) -> None:
     owned = pair[1].Queue("jobs")
     await owned.put(1)
     assert await pair[0].queue("jobs", owner="worker1").get() == 1
-    queued = {call.part_of for _, call, _ in here.of("take_items", "made")}
-    assert queued == {("queue", "jobs")}
+    assert {call.part_of for _, call, _ in here.of("take_items", "made")} == {("queue", "jobs")}
+    await pair[1].publish("weights", torch.ones(4))
+    async with pair[0].subscribe("weights") as weights:
+        await anext(weights)
+    assert {call.part_of for _, call, _ in here.of(":wanted", "made")} == {("published", "weights")}
     here.check()
     there.check()
+
+
+async def test_a_backward_pass_names_its_context(pair: list[Worker]) -> None:
+    """The calls of the program in a context, and those of the pass through it."""
+    here = Noted()
+    tensor = torch.ones(4, requires_grad=True)
+    with pair[0].observe_calls(here):
+        current_node.set(pair[0]._node)
+        async with rpc.autograd.context() as context:
+            total = (await pair[0].call("worker1", torch.neg, tensor)).sum()
+            await context.backward([total])
+    passes = {call.part_of for _, call, _ in here.steps if call.side == "made" and "autograd" in call.function}
+    program = {call.part_of for _, call, _ in here.of("neg", "made")}
+    assert len(program) == 1 and passes == program
+    assert [kind for kind, _ in program if kind == "context"]  # type: ignore[misc]  # it is not None
 
 
 async def test_tries_are_calls_of_one(pair: list[Worker]) -> None:

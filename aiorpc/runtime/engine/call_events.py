@@ -35,8 +35,9 @@ class CallEvent:
     parent: at the caller: of the call whose handler has made this one, its caller and its number; None for a call that
         the program has made.
     part_of: what it is one of several calls of: ("group", number) of a group call, ("retries", number) of the tries of
-        one call, ("queue", name) of what a queue does, ("context", number) of an autograd context and its backward
-        pass, ("batch", number) from when its batch runs. None for a call that stands alone.
+        one call, ("queue", name) of what a queue does, ("published", name) of a published value, ("context", number) of
+        an autograd context and its backward pass, ("batch", number) from when its batch runs. None for a call that
+        stands alone.
     started: when it began on this side, and time: when this step was, in seconds of ``time.monotonic()``.
     deadline: when its time is up, in the same seconds; None if it has no limit.
     request_bytes, answer_bytes: of the message with its buffers, tensors among them; 0 as long as there is none.

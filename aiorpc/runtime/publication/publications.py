@@ -40,6 +40,7 @@ from ...protocol.publication import (
 from ...sites import call_site, outside
 from ..caller.peers import Peers
 from ..calls.current import within_call
+from ..calls.options import CallOptions
 from ..calls.values import Results
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
@@ -456,7 +457,8 @@ class Publications:
     def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
         said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
-        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
+        options = CallOptions(part_of=("published", name))
+        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True, options=options)
 
     @property
     def access(self) -> Access:
@@ -491,7 +493,8 @@ class Publications:
 
     def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
         """Ask a worker for its newest version. limit: seconds, 0 for none."""
-        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
+        said, options = write(message), CallOptions(part_of=("published", message.name))
+        return self._home.peers.of(record).call(wanted, (said,), None, limit, system=True, options=options)
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
