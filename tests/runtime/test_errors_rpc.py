@@ -7,7 +7,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import signal
 import sys
 import threading
 import traceback
@@ -399,27 +398,6 @@ class Refused:
 
     def __reduce__(self) -> Any:
         return raise_it, (aiorpc.Overloaded("no room"),)
-
-
-class Signals:
-    """Its unpickling is interrupted by a signal."""
-
-    def __reduce__(self) -> Any:
-        return signal.raise_signal, (signal.SIGUSR1,)
-
-
-async def test_what_a_signal_handler_raises_in_unpickling_stays_what_it_is(pair: list[Worker]) -> None:
-    """It says nothing about the argument: the loop, which unpickles it, runs in the main thread."""
-
-    def handler(*_: object) -> None:
-        raise Simple("from a signal")
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(Simple, match="from a signal"):
-            await pair[0].call("worker1", take_async, Signals())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 async def test_a_module_that_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:

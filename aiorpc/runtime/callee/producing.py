@@ -37,7 +37,7 @@ class AsyncCredits:
         self._more.set()
 
     async def take(self) -> bool:
-        """Wait until one item may be sent; False once nobody wants any more items."""
+        """Wait until one item may be sent; False once the consumer wants no more."""
         while not self._stopped and (self.count <= 0 or self._room.crowded()):
             self._more.clear()
             if self.count > 0:
@@ -82,7 +82,7 @@ class ThreadCredits:
             self._changed.notify()
 
     def take(self) -> bool:
-        """Block until one item may be sent; False once nobody wants any more items.
+        """Block until one item may be sent; False once the consumer wants no more.
 
         The pool is told that this thread waits, so that another thread may run meanwhile.
         """
@@ -101,7 +101,7 @@ class ThreadCredits:
 
 
 def serve_generator(sender: Answers, call: ServedCall, generator: Iterator[object], credit: int, room: Backlog) -> None:
-    """In a pool thread: send what a generator yields, until it ends or nobody listens."""
+    """In a pool thread: send what a generator yields, until it or its consumer ends."""
     credits = call.credits = ThreadCredits(credit, room)
     if call.cancelled:  # before there was anything that `Service.cancel` could stop
         credits.stop()
@@ -121,7 +121,7 @@ def serve_generator(sender: Answers, call: ServedCall, generator: Iterator[objec
 async def serve_async_generator(
     sender: Answers, call: ServedCall, generator: AsyncIterator[object], credit: int, room: Backlog
 ) -> None:
-    """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
+    """On the loop: send what an async generator yields. Cancelled when the consumer has ended."""
     credits = call.credits = AsyncCredits(credit, room)
     try:
         while await credits.take():

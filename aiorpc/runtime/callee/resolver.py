@@ -139,7 +139,7 @@ class Resolver:
     def route(self, function: Function, call: ServedCall, found: Found | None = None) -> None:
         """Find what the call names, if that is no number of `functions`, and have it started as soon as it is there.
 
-        found: what `for_threads` has found by now. Raises if that cannot be; whoever calls this answers with the error.
+        found: what `for_threads` has found by now. Raises if that cannot be; the caller answers with the error.
         """
         if type(function) is int:
             raise ProtocolError(f"function number {function} was never named")
@@ -249,7 +249,7 @@ class Resolver:
             return
         try:
             self._look_up(name, call, value, "")
-        except Exception as failure:  # there is no thread for it; whoever settles a Future answers nobody
+        except Exception as failure:  # there is no thread for it; the settler of a Future answers no call
             self._runner.refuse(call, failure)
 
     def _call(self, name: str, call: ServedCall, value: object, of: str) -> None:

@@ -21,7 +21,6 @@ from torch import is_grad_enabled, set_grad_enabled
 
 from ... import foreign
 from ..._typing import Coro, T
-from ...callbacks import Again
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import (
     NotAllowed,
@@ -35,7 +34,7 @@ from ...errors import (
     SerializationError,
     WorkerClosed,
 )
-from ...futures import AnyFuture, is_future, when_done
+from ...futures import is_future, when_done
 from ...logs import logger
 from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
@@ -254,7 +253,9 @@ class Runner:
         """Answer a call with that error, and do not run it. Any thread."""
         if isinstance(error, NoThread):  # its caller may try again, as this worker goes on
             error = Overloaded(str(error))
-        elif type(error) is WorkerClosed and self._engine.closed:  # whoever has connected since has heard no goodbye
+        elif (
+            type(error) is WorkerClosed and self._engine.closed
+        ):  # a caller that has connected since has heard no goodbye
             error = PeerLeft(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
         elif type(error) in (NotAllowed, ProtocolError, Overloaded):
             # It may stay as the value of a reference, and its frames have the one whose method was called. And to write
@@ -263,7 +264,7 @@ class Runner:
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
 
-    # --- on the loop, or by whoever has read the call, between two frames ---------------------------------------------
+    # --- on the loop, or in the thread that has read the call, between two frames -------------------------------------
 
     def _run_inline(self, call: ServedCall) -> None:
         handler = call.handler
@@ -399,7 +400,8 @@ class Runner:
 
     def _defer(self, call: ServedCall, result: object) -> None:
         if is_future(result):
-            when_done(result, Again(self._answer_deferred, [call]))
+            # A copy: a program may change the value that it has settled its own Future with.
+            when_done(result, partial(self._answers.answer_future, call, True))
             return
         kind = type(result).__qualname__
         given = "it returns"
@@ -416,17 +418,6 @@ class Runner:
             ),
         )
 
-    def _answer_deferred(self, waiting: list[ServedCall], future: AnyFuture) -> None:
-        """The Future is done. It may run twice, with the same list, which has the call in it until it is answered.
-
-        A program may change the value that it has settled its own Future with, so that is copied.
-        """
-        try:
-            call = waiting.pop()
-        except IndexError:  # it was handed over twice
-            return
-        self._answers.answer_future(call, True, future)
-
     def _join_batch(self, call: ServedCall, args: list[object], kwargs: dict[str, object]) -> None:
         batcher = get_batcher(_function_of(call), self._node)
         assert batcher is not None, "the function was classified as batched"
@@ -435,7 +426,7 @@ class Runner:
             if error is None:
                 self._answers.answer(call, result, copy=True)
             elif type(error) is NotRun:
-                call.begun = False  # so whoever serves it elsewhere may run it
+                call.begun = False  # so another worker may run it
                 self.refuse(call, WorkerClosed(str(error)))
             else:
                 self._answers.answer_error(call, error)
@@ -609,7 +600,7 @@ def _itself(coroutine: T) -> T:
 
 
 def _not_run(call: ServedCall) -> RpcError:
-    """Its caller hears it from nobody else by then; but a value that it was to create may be waited for."""
+    """Its caller does not hear of it any more; but a value that it was to create may be waited for."""
     if call.cancelled or call.deadline is None:
         return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
     seconds, worker = max(0.0, round(call.deadline - call.started, 6)), call.node.engine.name  # as the caller does

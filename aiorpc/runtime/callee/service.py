@@ -389,7 +389,7 @@ class Service:
         )
 
     def close(self) -> None:
-        """The connection has ended: nobody waits for these calls any more. Some go on all the same (`_goes_on`).
+        """The connection has ended: no one waits for these calls any more. Some go on all the same (`_goes_on`).
 
         Of such there are no more, with no more bytes of arguments, than one caller may have: a member that comes and
         goes again and again would leave ever more behind.
@@ -414,7 +414,7 @@ class Service:
 
     def _goes_on(self, call: ServedCall) -> bool:
         """Whether a call goes on although its caller is gone, as with torch all do: others may wait for the value that
-        `remote` has begun to create. Not a stream, whose items nobody takes, nor what this worker ends as it leaves.
+        `remote` has begun to create. Not a stream, whose consumer is gone, nor what this worker ends as it leaves.
         """
         if call.system or call.credit is not None or call.once is not None or self._engine.closed:
             return False

@@ -6,10 +6,10 @@ pending then or is made later.
 
 Invariants
 1. GONE is final: a worker that comes back under the same name is a new one (it has another incarnation).
-2. Whoever holds the lock of the references may send here, and sending takes `_lock`. So nothing that holds `_lock` may
-   take the lock of the references.
-3. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and whoever
-   sends meanwhile waits for the lock, so that no message overtakes them.
+2. A thread that holds the lock of the references may send here, and sending takes `_lock`. So nothing that holds
+   `_lock` may take the lock of the references.
+3. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and a
+   thread that sends meanwhile waits for the lock, so that no message overtakes them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Addressee:
             self.known.forget_main()
         self.other_python = record.minor if record.minor != self.engine.record.minor else ""
         self.former = None
-        self.record = record  # at last: whoever sees it relies on the above
+        self.record = record  # at last: a thread that sees it relies on the above
 
     @property
     def as_torch(self) -> bool:
@@ -170,7 +170,7 @@ class Addressee:
     def send_later(self, message: WaitingFrame) -> None:
         """Keep a message until there is a link; send it if there is one by now. Any thread."""
         if not message.passed and self.record is not None and self.engine.observers:
-            # It leaves as far as its sender is concerned; once there is a link nobody is asked again.
+            # It leaves as far as its sender is concerned; once there is a link no observer is asked again.
             passage = frame_passage(message.kind, message.call_id, message.frame, message.call, self.record)
             ask(self.engine.observers, passage, partial(self.send_later, message._replace(passed=True)), nothing)
             return
@@ -324,7 +324,7 @@ class Addressee:
             return self.record is None and self._waiting.take_back(call_id)
 
     def turn_away(self, before: float, error: Callable[[], RpcError]) -> None:
-        """Nobody of that name is there: the calls made before that time end, but for those that wait. On the loop."""
+        """No worker has that name: the calls made before that time end, but for those that wait. On the loop."""
         for call in list(self.pending.calls.values()):
             if not call.patient and call.started <= before:
                 with self._lock:
@@ -378,7 +378,7 @@ class Addressee:
         with self._lock:
             link = self.link
             assert link is not None, "it was made when the connection was"
-            while True:  # in order; whoever calls meanwhile waits for the lock
+            while True:  # in order; a thread that calls meanwhile waits for the lock
                 if not self._waiting:
                     break
                 for each in self._waiting.take_all():

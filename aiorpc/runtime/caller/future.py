@@ -79,9 +79,10 @@ class CallFuture(Unawaited, Future[Any]):
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
     limit. system: whether it is the runtime's own. again: what its Error said of another try; None: no Error has come.
     streamed: whether it stands for the end of a stream. patient: whether it waits for a worker of that name to join,
-    whoever bore the name before. allowed: seconds that all tries of the call have together, if it is tried again.
-    unsent: whether it has failed as it was about to be sent. parked: whether it waits at its callee for what others do,
-    and no code of users runs there for it. kind, parent, part_of, size: as in a `CallEvent`; size is set for observers.
+    whichever worker bore the name before. allowed: seconds that all tries of the call have together, if it is tried
+    again. unsent: whether it has failed as it was about to be sent. parked: whether it waits at its callee for what
+    others do, and no code of users runs there for it. kind, parent, part_of, size: as in a `CallEvent`; size is set for
+    observers.
     """
 
     # Defaults on the class, which few calls change.

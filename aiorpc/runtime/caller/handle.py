@@ -55,7 +55,9 @@ class PeerHandle:
     def remote(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
 
     def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> RRef[object]:
-        """An RRef of the function's result on that worker, with this handle's timeout; it waits for nobody to join."""
+        """An RRef of the function's result on that worker, with this handle's timeout; it does not wait for the worker
+        to join.
+        """
         home = self._home
         return home.references.create(home.peers.find(self._to), function, args, kwargs, self._timeout, depth=2)
 

@@ -25,7 +25,7 @@ class CallOfGroup(Protocol):
 
 
 class MemberCall:
-    """What a `CallFuture` is to whoever settles it, without being a Future: nobody waits for this one.
+    """What a `CallFuture` is to its settler, without being a Future: no thread or task waits for this one.
 
     Its fields are those of a CallFuture. place: of the member in the group.
     """
@@ -101,7 +101,7 @@ class MemberCall:
         return self._subject
 
     def _settle(self, value: object, error: BaseException | None = None) -> bool:
-        """It has ended. By the one that took it out of `PendingCalls.calls`, once."""
+        """It has ended. `PendingCalls.end` gives it to one thread, which calls this."""
         self._error = error
         self._group._take(self.place, value, error)
         del self._group  # it holds this call: what comes of both must not wait for the garbage collector
@@ -112,7 +112,7 @@ class MemberCall:
         return self.peer.pending.end_overdue(self.call_id, now)
 
     def cancel(self) -> None:
-        """Nobody wants its answer any more: the callee is told so. Any thread."""
+        """Its answer is not wanted any more: tell the callee. Any thread."""
         self.peer.pending.cancel(self.call_id)
 
     def refuse(self, error: RpcError) -> None:

@@ -2,7 +2,7 @@
 
 A try is worth another one if it ended because the worker was lost, has left, or could not be reached, or because a
 queue was full, here or there, or because the worker serves no object of that name, which its replacement may do by
-and by; and if nobody is in a group just now, as its last member was lost. Whatever the function itself raised is its
+and by; and if a group is empty just now, as its last member was lost. What the function itself raised is its
 answer, and so is what the callee refuses for good. The callee's word decides: an Error says whether the call may be
 sent again.
 """
@@ -104,7 +104,7 @@ class Retries:
     ) -> Future[object]:
         """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
 
-        to: the worker, or what chooses one for each try. met: whether there was somebody to choose before, so that
+        to: the worker, or what chooses one for each try. met: whether there was a worker to choose before, so that
         UnknownWorker is a try that has failed, as it is behind the first one.
         Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
         """

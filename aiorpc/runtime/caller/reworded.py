@@ -12,7 +12,7 @@ from ...sites import CallSite
 from .future import CallFuture
 from .unawaited import Unawaited
 
-#: Gives the error that whoever waits is to get for the one that a call has ended with; None if it has a value.
+#: Gives the error of a wait for the one that a call has ended with; None if it has a value.
 Words = Callable[[BaseException | None], BaseException | None]
 
 

@@ -5,7 +5,7 @@ runs nothing and keeps no time by itself: the arrival that fills a batch gets it
 lends a timer for the rest. So the same code serves coroutine handlers, handler threads and tests.
 
 How many batches of one ``Batcher`` run at once is its ``concurrency``. Who has a batch to run asks `Batch.begin` first;
-one that may not run yet is kept, and whoever ends a batch gets the next one from `Batch.end`. An incomplete batch whose
+one that may not run yet is kept, and the end of a batch gives the next one by `Batch.end`. An incomplete batch whose
 time has passed while others run stays open, so that it grows until its turn comes.
 """
 
@@ -149,7 +149,7 @@ class Batch:
                 _tell(entry.done, row, None)
 
     def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
-        """Tell every caller; an exit or a cancellation then goes on to whoever runs the batch."""
+        """Tell every caller; an exit or a cancellation then goes on to the thread or task that runs the batch."""
         told = self._told(error)
         for entry in entries:
             _tell(entry.done, None, told)
@@ -280,7 +280,7 @@ class Batcher(Generic[T_co]):
         size = self._max_size() if callable(self._max_size) else self._max_size
         if isinstance(size, bool) or not isinstance(size, int):
             raise RpcUsageError(f"max_size of {self.name} must give an integer, not {size!r}")
-        # A group that has become empty has nobody to wait for.
+        # A group that has become empty has no callers to wait for.
         return max(1, size)
 
     def _target(self) -> Function:

@@ -259,12 +259,13 @@ def decode(
     segments: its buffers. load: makes handles of its references. landing: where tensors on devices arrive; its streams
     must be the current ones. None if there can be no such tensors. track: for what the message says about gradients.
     safe: whether no pickles are read.
-    Raises whatever unpickling raises, and ProtocolError for a message that is none.
+    Raises what unpickling raises, and ProtocolError for a message that is none.
     """
     values, tensors_at, opaque_at, pickled, count, table, passed, said = message
     if not (table or pickled or passed):
         return values
-    # The references come first: their senders wait until they are taken, so that must happen whatever fails below.
+    # The references come first: their senders wait until they are taken, so that must happen before anything below can
+    # fail.
     references = load(passed) if passed else ()
     buffers: Sequence[Buffer] = ()
     if count:
