@@ -290,7 +290,7 @@ class Answers:
         if taken and call.creates is not None:
             self._references.settle_created(call, None, error)
         if call.unwaited:
-            self._end_unwaited(call, error)
+            self._end_unwaited(call, error, counted=taken)
             return
         if not taken:
             return
@@ -317,8 +317,11 @@ class Answers:
 
     # --- outcomes that no one waits for -------------------------------------------------------------------------------
 
-    def _end_unwaited(self, call: ServedCall, error: BaseException) -> None:
-        """The handler has raised that, and its caller does not hear of it: it is told here, once."""
+    def _end_unwaited(self, call: ServedCall, error: BaseException, counted: bool) -> None:
+        """The handler has raised that, and its caller does not hear of it: it is logged here, once.
+
+        counted: whether it counts as the end of the call.
+        """
         if call.system or not call.begun:
             return
         # An item that could not be sent as the connection has ended is no error of the handler's.
@@ -326,7 +329,8 @@ class Answers:
         if call.cancelled and (unsent or foreign.is_a(error, _STOPPED)):
             self.stopped(call)
             return
-        self._engine.counters.failed_unheard += 1
+        if not counted:
+            self._engine.counters.failed_unheard += 1
         more = spates.line(f"{call.function} raised unheard")
         if more is not None:
             said = "worker %s: %s, called by worker %s, raised %s, and no one waits for that: %s%s"

@@ -132,7 +132,9 @@ class Peer(Addressee):
             return
         pending, connection = self.pending, self.connection
         count, limit = len(pending.calls), self.engine.options.max_pending_calls
-        unsent = len(connection.queue.frames) + len(connection.queue.begun) if connection else len(self._waiting)
+        unsent = len(self._waiting)
+        if connection is not None:
+            unsent = len(connection.queue.frames) + len(connection.queue.begun)
         if count - pending.system >= limit or unsent - count >= limit:
             raise self._overloaded(count, unsent)
 

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from ... import foreign
 from ...errors import RpcUsageError
+from ...locks import Lock
 from ...logs import logger
 from ...protocol.states import CallOutcome
 from ...sites import spates
@@ -128,14 +129,15 @@ class Observation:
     def __init__(self, engine: ObservedEngine, observer: CallObserver) -> None:
         self._engine = engine
         self._observer = observer
-        engine.call_observers = (*engine.call_observers, observer)
+        with engine.observing:
+            engine.call_observers = (*engine.call_observers, observer)
 
     def close(self) -> None:
         """Show the observer nothing more. Idempotent. Steps that are under way in other threads may still be shown."""
-        left = list(self._engine.call_observers)
-        if self._observer in left:
-            left.remove(self._observer)
-            self._engine.call_observers = tuple(left)
+        with self._engine.observing:
+            self._engine.call_observers = tuple(
+                each for each in self._engine.call_observers if each is not self._observer
+            )
 
     def __enter__(self) -> Observation:
         return self
@@ -145,6 +147,10 @@ class Observation:
 
 
 class ObservedEngine(Protocol):
-    """The engine whose calls are observed. call_observers: read without a lock, so it is replaced as a whole."""
+    """The engine whose calls are observed. call_observers: read without a lock, so it is replaced as a whole.
+
+    observing: for changes of it.
+    """
 
     call_observers: CallObservers
+    observing: Lock
