@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ... import foreign
 from ...errors import RpcUsageError
-from ...locks import Lock
 from ...logs import logger
 from ...protocol.states import CallOutcome
 from ...sites import spates
@@ -153,4 +153,6 @@ class ObservedEngine(Protocol):
     """
 
     call_observers: CallObservers
-    observing: Lock
+
+    @property
+    def observing(self) -> AbstractContextManager[bool]: ...

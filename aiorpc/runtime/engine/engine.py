@@ -107,7 +107,7 @@ class Engine:
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
         self.call_observers: CallObservers = ()
-        self.observing: Lock = Lock()  # for changes of that tuple
+        self.observing = Lock()  # for changes of that tuple
         self.numbers: itertools.count[int] = itertools.count(1)
         # A lone core is left to whoever has to answer.
         busy = options.busy_wait if cores() >= 2 else 0.0
