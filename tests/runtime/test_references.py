@@ -9,12 +9,10 @@ import dataclasses
 import gc
 import logging
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -40,7 +38,7 @@ from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.references import references as references_module
 from aiorpc.runtime.references import rref as rref_module
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+from tests.runtime.waiting import LIMIT, until, until_no_references
 from tests.transport.ends import interrupted
 
 
@@ -1198,37 +1196,6 @@ async def test_the_death_of_a_handle_is_told_if_its_end_was_interrupted(
     monkeypatch.undo()
     pair[0]._node.references.flush()  # as soon as anything of the kind is looked after
     await until_no_references(pair)
-
-
-def test_a_reference_in_an_answer_that_is_interrupted_is_taken(tmp_path: Path) -> None:
-    """Its sender waits for that, although whoever was to have it has got an alarm in its place."""
-
-    def handler(*_: object) -> None:
-        raise KeyError("alarm")
-
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", busy_wait=0.1)
-    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    references = aiorpc.current()._node.references
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        real = references.load
-
-        def load(*args: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                signal.raise_signal(signal.SIGUSR1)
-            return real(*args)
-
-        for _ in range(20):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(references, "load", load)
-                with contextlib.suppress(KeyError):
-                    aiorpc.rpc_sync("alone", give_reference)
-        aiorpc.rpc_sync("alone", len, ((),))
-        references.flush()
-        wait_until(lambda: references.counts().owned == 0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        aiorpc.shutdown()
 
 
 def give_reference() -> RRef[Thing]:
