@@ -286,37 +286,21 @@ class References:
         if peer is not None and error is not None and issubclass(type(error), RpcError) and not came_from_afar(error):
             peer.pending.fail_calls_of(rref, error)
 
-    def load(
-        self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
-    ) -> list[RRef[Any]]:
-        """Handles of the references in a message from `sender`.
-
-        left: the same; each that is taken is taken out of it. So who is interrupted knows which ones have to be taken.
-        """
-        left = [*passed] if left is None else left
+    def load(self, passed: Sequence[PassedReference], sender: int) -> list[RRef[Any]]:
+        """Handles of the references in a message from `sender`."""
         self._tell_first()
         handles = []
         for each in passed:
             if each.fork == LENT:
                 handles.append(self._load_lent(each, sender))
-                del left[0]
                 continue
             handle = self.handle_class.__new__(self.handle_class)
             handle._bind(self, each.rref, each.fork, each.owner)
             watched = _Watched(handle, self._died.append)
             watched.rref, watched.fork = each.rref, each.fork
             with self._lock:
-                try:
-                    outputs = self._table.decode(each, sender)  # as in `own`
-                except ProtocolError:
-                    raise
-                except BaseException:  # a signal handler has raised it
-                    if self._table.has(each.fork):
-                        del left[0]
-                        self._dropped.append((each.rref, each.fork))
-                    raise
+                outputs = self._table.decode(each, sender)  # as in `own`
                 self._handles[watched.fork] = watched
-                del left[0]
                 freed = self._carry_out(outputs)
             self._release(freed)
             handles.append(handle)
