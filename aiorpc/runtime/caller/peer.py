@@ -91,14 +91,13 @@ class Peer(Addressee):
         if serving is not None and not serving.replied and serving.node is self._home:  # as `is_nested`
             trace, deadline = serving.trace, _earlier(deadline, serving.deadline)
         context = current_autograd.get()
-        tape = None
+        tape = within = None
         if context and not system:
-            tape, options = self._in_context(context, function, options)
+            tape, within, options = self._in_context(context, function, options)
         entry, named = self.name_of(function)
         if named is None:
             self._add_by_value(entry, function, values, depth + 1)
         remaining = None if deadline is None else deadline - now
-        within = context if tape is not None else None
         head = (named, names, remaining, trace, within, options.credit, options.creates, options.once)
         call = CallFuture(self, entry, next(self.pending.ids), now, deadline, system)
         if trace is not None or options is not PLAIN_CALL:
@@ -158,12 +157,14 @@ class Peer(Addressee):
             "(max_pending_calls); await some before making more"
         )
 
-    def _in_context(self, context: int, function: Named, options: CallOptions) -> tuple[Tape | None, CallOptions]:
-        """The tape of a call that is made in an autograd context, and its options."""
+    def _in_context(
+        self, context: int, function: Named, options: CallOptions
+    ) -> tuple[Tape | None, int | None, CallOptions]:
+        """The tape of a call that is made in an autograd context, that context if it takes part, and its options."""
         tape = self._home.gradients.calls(context, self, function)
         if tape is not None and options.part_of is None:
             options = options._replace(part_of=("context", context))
-        return tape, options
+        return tape, None if tape is None else context, options
 
     def _take_options(self, call: CallFuture, options: CallOptions, serving: ServedCall | None) -> None:
         """Note on a call what is special about it, and the call whose handler makes it."""
