@@ -32,6 +32,7 @@ from .protocol.trees import fill
 from .runtime.caller.misuse import check_arguments
 from .runtime.caller.peers import To
 from .runtime.calls.current import permits
+from .runtime.calls.options import CallOptions
 from .runtime.gradients.contexts import current_autograd
 from .runtime.node import Node, node_of, registry
 from .runtime.references.rref import RRef
@@ -182,7 +183,7 @@ class RemoteModule(Module):
         depth = _depth_of_user()
         if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move, so no reference travels
             method = Method(*rref._name(), "__call__")
-            return peer.call(method, args, kwargs, timeout, depth=depth, keeps=rref)
+            return peer.call(method, args, kwargs, timeout, depth=depth, options=CallOptions(keeps=rref))
         values = (rref, self.device, self._is_led_to(), args, kwargs)
         return peer.call(forward, values, None, timeout, depth=depth)
 

@@ -33,11 +33,13 @@ from .runtime.caller.future import CallFuture
 from .runtime.caller.handle import PeerHandle, make_handle, retry_options
 from .runtime.caller.peer import Peer
 from .runtime.caller.peers import To
-from .runtime.caller.reworded import RewordedFuture, Words, reworded
+from .runtime.caller.reworded import RewordedFuture, Words
 from .runtime.caller.stream import Stream, open_stream
 from .runtime.calls.batched import Batched
 from .runtime.calls.current import CommonHome, current_node
+from .runtime.calls.options import WAITING_CALL
 from .runtime.calls.pending import PendingCall
+from .runtime.engine.call_events import CallObserver, Observation, check_observer
 from .runtime.engine.loops import LoopThread
 from .runtime.fanout.members import make_members
 from .runtime.fanout.options import GroupOptions, Quorum, check_quorum
@@ -306,9 +308,9 @@ class Worker:
         node.engine.lifetime.check_begin()
         peers = node.peers
         peer = peers.find(to)
-        call = peer.call(present, (), None, limit, system=True, wait=True)
+        call = peer.call(present, (), None, limit, system=True, options=WAITING_CALL)
         call.parked = True
-        return reworded(call, partial(peers.not_come, peer), partial(_Coming, peer))
+        return _Coming(peer, call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: object) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
@@ -351,6 +353,17 @@ class Worker:
         early.
         """
         return self._events.listen()
+
+    def observe_calls(self, observer: CallObserver) -> Observation:
+        """Show each step of each call of this worker to an observer from now on, those it makes and those it serves.
+
+        observer: see `aiorpc.events.CallObserver`. The `Observation` ends it: by `close`, or as a context manager.
+        Without observers calls cost nothing more. Any thread.
+
+        Raised here: WorkerClosed if it has not joined, RpcUsageError for what lacks a method of an observer.
+        """
+        check_observer(observer)
+        return Observation(self._node.engine, observer)
 
     def statistics(self) -> Statistics:
         """What this worker has done and is doing, as numbers. Any thread.

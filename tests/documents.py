@@ -38,6 +38,7 @@ TABLES: tuple[AnyTable, ...] = (
     states.WORKER,
     states.PEER,
     states.RETRIED,
+    states.MADE,
     states.SERVED,
     states.MESSAGE,
     states.TRANSFER,

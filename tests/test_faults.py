@@ -119,7 +119,7 @@ async def test_a_cancel_stays_behind_its_delayed_call(workers: Workers) -> None:
         call = workers[0].call("worker1", forever)
         call.cancel()
         assert rule.count == 1
-        await until(lambda: workers[1]._node.engine.counters.cancelled == 1)
+        await until(lambda: workers[1].statistics().calls_cancelled == 1)
 
 
 async def test_what_waits_is_sent_when_the_faults_end(workers: Workers) -> None:

@@ -500,13 +500,13 @@ async def test_backward_and_step_take_one_call_for_each_owner(apart: list[Worker
         for at_once in (False, True):
             with autograd.context() as context_id:
                 losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))]
-                before = next(node.peers.find("worker1").owed.ids)
+                before = next(node.peers.find("worker1").pending.ids)
                 if at_once:
                     optimizer.backward_and_step(context_id, losses)
                 else:
                     autograd.backward(context_id, losses)
                     optimizer.step(context_id)
-                calls.append(next(node.peers.find("worker1").owed.ids) - before - 1)
+                calls.append(next(node.peers.find("worker1").pending.ids) - before - 1)
         torch.testing.assert_close(here(weight), values(0) - 4)
         return calls
 

@@ -24,6 +24,7 @@ from ..futures import Future
 from ..protocol.registered import register_safe
 from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import brief
+from ..runtime.calls.options import CallOptions
 from ..runtime.gradients.contexts import current_autograd, opener_of
 from ..runtime.node import Node, registry, serving
 from ..sites import call_site
@@ -245,7 +246,8 @@ def _call(peer: Any, function: Any, context_id: int, later: bool = False) -> Fut
     """Call a handler of this module at that worker (`Peer`), in no call: so no deadline of a handler ends it."""
     serving = current_call.set(None)
     try:
-        call: Future[Any] = peer.call(function, (context_id,), None, 0.0, system=True, later=later)
+        options = CallOptions(later=later, part_of=("context", context_id))
+        call: Future[Any] = peer.call(function, (context_id,), None, 0.0, system=True, options=options)
         return call
     finally:
         current_call.reset(serving)

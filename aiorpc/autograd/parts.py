@@ -40,6 +40,7 @@ from ..futures import Future
 from ..locks import Lock
 from ..runtime.calls.current import permits
 from ..runtime.calls.functions import async_execution, brief, carries, intrinsic
+from ..runtime.calls.options import CallOptions
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd, opener_of
 from ..runtime.gradients.kept import PeerForContexts
 from ..runtime.gradients.reach import Leaf, ReceivedTensor, SentName, bits_of
@@ -482,12 +483,13 @@ def ask(
 ) -> Future[Any]:
     """Call a function of the runtime's on a worker, in no context.
 
-    until: on ``time.monotonic``'s clock, or None. system: as of `Peer.call`.
+    args: the id of the context is the first. until: on ``time.monotonic``'s clock, or None. system: as of `Peer.call`.
     """
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
     try:
-        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system)
+        options = CallOptions(part_of=("context", args[0]))
+        return node.peers.by_id(worker_id).call(function, args, None, timeout, system=system, options=options)
     finally:
         current_autograd.reset(token)
 

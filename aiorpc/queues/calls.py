@@ -18,12 +18,13 @@ from .. import foreign
 from ..errors import Overloaded, RpcError, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
+from ..runtime.caller.arriving import NotArrived
 from ..runtime.caller.future import CallFuture
-from ..runtime.caller.owed import NotArrived
-from ..runtime.caller.peer import Peer, Try
-from ..runtime.caller.reworded import Words, reworded
+from ..runtime.caller.peer import Peer
+from ..runtime.caller.reworded import RewordedFuture, Words
 from ..runtime.calls.declared import pack
 from ..runtime.calls.failures import without_frames
+from ..runtime.calls.options import CallOptions
 from ..runtime.node import Node
 from ..sites import CallSite
 from .items import Named
@@ -31,8 +32,6 @@ from .packing import hand_over
 from .waiting import Request, State
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
-# A call puts and takes for several callers, and none of them is on the stack.
-_NOWHERE = Try(None, None)
 
 #: Takes the value of a call, or its error. The current streams of the loop have waited for the value.
 Then = Callable[[Any, BaseException | None], None]
@@ -58,7 +57,7 @@ class Calls:
         def call() -> Future[Any]:
             peer = request.peer = self.peer = self._node.peers.find(self._owner)
             said = (waits, request.number if waits else 0, *args)
-            request.call = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, one_try=_NOWHERE)
+            request.call = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, options=self._options(None))
             return request.call
 
         def ended(value: Any, error: BaseException | None) -> None:
@@ -76,7 +75,7 @@ class Calls:
             request.state = State.ENDED
             return True
         request.state = State.WITHDRAWN
-        peer.owed.give_up(call.call_id)
+        peer.pending.give_up(call.call_id)
         if request.waits:
             self.tell("withdraw", request.number)
         return False
@@ -86,18 +85,22 @@ class Calls:
 
         timeout: seconds, 0 for no limit. site: of that caller. Any thread. Raises what `Peer.call` raises.
         """
-        return reworded(self._call(method, args, timeout, site)[1], self._advised)
+        return RewordedFuture(self._call(method, args, timeout, site)[1], self._advised)
 
     def join(self, timeout: float, site: CallSite, words: Callable[[Peer], Words]) -> Future[Any]:
         """As `ask`, for a `join`. words: gives the words for its errors, for the owner as a peer."""
         peer, call = self._call("join_items", (), timeout, site)
         call.parked = True
         late = words(peer)
-        return reworded(call, lambda error: late(self._advised(error)))
+        return RewordedFuture(call, lambda error: late(self._advised(error)))
 
     def _call(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> tuple[Peer, CallFuture]:
         peer = self._node.peers.find(self._owner)
-        return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, one_try=Try(site, None))
+        return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, options=self._options(site))
+
+    def _options(self, site: CallSite | None) -> CallOptions:
+        """site: where the call was made; None for one that puts and takes for several callers."""
+        return CallOptions(site=site, begun=site is None, part_of=("queue", self._queue))
 
     def knows_owner(self) -> bool:
         """Whether it is known which worker the owner is. Also true where the group cannot have it: a call says that."""
@@ -115,7 +118,9 @@ class Calls:
         def call() -> Future[Any]:
             peer = self._node.peers.find(self._owner)
             # The runtime's own: a limit of users' calls that refused it would lose items.
-            return peer.call(ObjectMethod(self._queue, method), args, None, 0.0, system=True)
+            return peer.call(
+                ObjectMethod(self._queue, method), args, None, 0.0, system=True, options=self._options(None)
+            )
 
         def told(_: object, error: BaseException | None) -> None:
             if isinstance(error, Overloaded):

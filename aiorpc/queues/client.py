@@ -46,7 +46,7 @@ from ..errors import (
 from ..futures import Future
 from ..logs import logger
 from ..protocol.states import PeerState
-from ..runtime.caller.owed import NotArrived
+from ..runtime.caller.arriving import NotArrived
 from ..runtime.caller.peer import Peer
 from ..runtime.caller.reworded import Words
 from ..runtime.calls import declared

@@ -285,7 +285,7 @@ class Node:
     def is_idle(self) -> bool:
         """Whether no call of users is under way, in either direction."""
         return (
-            not any(peer.owed.user_calls() for peer in self.peers.all())
+            not any(peer.pending.user_calls() for peer in self.peers.all())
             and not any(service.user_calls() for service in list(self.services))
             and not self.retries.calls
             and not self.links.busy()
@@ -299,14 +299,14 @@ class Node:
     def activity(self) -> tuple[bool, int]:
         """Whether the worker is idle, and how many calls of users it has seen. Graceful shutdown compares these."""
         counters = self.engine.counters
-        return self.is_idle(), counters.made + counters.served_users
+        return self.is_idle(), counters.made + counters.served
 
     def pending_calls(self) -> list[PendingCall]:
         """The calls under way at this worker, those it made and those it serves, oldest first.
 
         Also those that are between two tries.
         """
-        calls = [call for peer in self.peers.all() for call in peer.owed.pending_calls()]
+        calls = [call for peer in self.peers.all() for call in peer.pending.pending_calls()]
         calls += [call for service in (*self.services, *self.orphaned) for call in service.pending_calls()]
         calls += self.retries.pending_calls()
         return sorted(calls, key=lambda call: -call.seconds)
@@ -325,7 +325,7 @@ class Node:
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
         """See `Departure`. Not what handlers wait for, which is part of the calls that they serve."""
         ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(why)]
-        ended += [each for peer in self.peers.all() for each in peer.owed.end_waits(why, calls=calls)]
+        ended += [each for peer in self.peers.all() for each in peer.pending.end_waits(why, calls=calls)]
         return [*ended, *self.retries.end_waits()]
 
     def loop_ends(self) -> None:
@@ -348,7 +348,7 @@ class Node:
         if served.count(origin) > 1:  # the one that arrives is served, too
             return True
         caller, call_id = origin
-        return caller == self.engine.info.id and any(call_id in peer.owed.pending for peer in self.peers.all())
+        return caller == self.engine.info.id and any(call_id in peer.pending.calls for peer in self.peers.all())
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All members this worker knows, itself included, by id; without those that have left or were lost."""

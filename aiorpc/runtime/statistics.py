@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..channels import Traffic
+from ..protocol.states import CallOutcome
 from .node import Node
+
+# How a served call has ended that its caller does not wait for.
+_CANCELLED = (CallOutcome.CANCELLED, CallOutcome.TIMEOUT, CallOutcome.LOST)
 
 COUNTER, GAUGE, MAXIMUM = "counter", "gauge", "maximum"
 
@@ -73,19 +77,20 @@ def collect(node: Node) -> Statistics:
     peers = node.peers.all()
     connections = node.links.connections()
     references = node.references.counts()
+    ended = counters.served_ended
     return Statistics(
         calls_made=counters.made,
         calls_answered=counters.answered(),
-        calls_pending=sum(peer.owed.user_calls() for peer in peers),
-        calls_timed_out=counters.timed_out,
+        calls_pending=sum(peer.pending.user_calls() for peer in peers),
+        calls_timed_out=counters.made_ended[CallOutcome.TIMEOUT],
         calls_retried=counters.retried,
         late_answers=counters.late_answers,
         latency_p50=counters.quantile(0.5),
         latency_p99=counters.quantile(0.99),
-        calls_served=counters.served_users,
+        calls_served=counters.served,
         calls_running=sum(service.user_calls() for service in (*node.services, *node.orphaned)),
-        calls_failed=counters.failed,
-        calls_cancelled=counters.cancelled,
+        calls_failed=ended[CallOutcome.ERROR] + ended[CallOutcome.REFUSED] + counters.failed_unheard,
+        calls_cancelled=sum(ended[outcome] for outcome in _CANCELLED),
         connections=len(connections),
         connections_refused=counters.refused,
         connections_given_up=counters.given_up,

@@ -252,9 +252,6 @@ class _AtWork:
                 error = fault.error or RpcError(f"a message to {name!r} could not be sent (on purpose)")
                 passage.call.refuse(error)
 
-    def arriving(self, passage: Passage) -> None:
-        """See `Observer.arriving`: what arrives is left alone."""
-
     def holds(self) -> bool:
         """See `Observer.holds`."""
         return self._lanes.waiting

@@ -17,7 +17,6 @@ class Seen:
 
     def __init__(self, passes: Callable[[Passage], bool] = lambda passage: True) -> None:
         self.left: list[Passage] = []
-        self.arrived: list[Passage] = []
         self._passes = passes
 
     def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
@@ -26,9 +25,6 @@ class Seen:
             send()
         else:
             drop()
-
-    def arriving(self, passage: Passage) -> None:
-        self.arrived.append(passage)
 
     def holds(self) -> bool:
         return False

@@ -254,42 +254,28 @@ async def test_a_cancelled_waiter_cancels_the_call_it_alone_waits_for(pair: list
     await until(flags.cancelled.is_set)
 
 
-def hold_and_refer() -> aiorpc.RRef[object]:
-    hold()
-    return aiorpc.RRef(object())
+class Held:
+    """Its pickling lasts until the test goes on."""
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        hold()
+        return object, ()
+
+
+def refer() -> list[object]:
+    return [aiorpc.RRef(object()), Held()]
 
 
 async def test_an_answer_that_meets_its_cancellation_takes_its_references_along(
-    pair: list[Worker], flags: Flags, monkeypatch: pytest.MonkeyPatch
+    pair: list[Worker], flags: Flags
 ) -> None:
     """A thread finds that the call was taken out just as it has its answer ready: it is sent all the same, as the
     caller has to take the reference in it. Else the owner would keep the value for ever."""
-    ready, taken_out, answered = threading.Event(), threading.Event(), threading.Event()
-    await pair[0].call("worker1", len, "")
-    (answers,) = [service._answers for service in pair[1]._node.services if service.record.name == "worker0"]
-    take, may_answer = answers.take, answers._may_answer
-
-    def meet(call: Any) -> bool:
-        taken = take(call)
-        taken_out.set()
-        assert answered.wait(LIMIT)
-        return taken
-
-    def tell(call: Any) -> bool:
-        ready.set()
-        taken_out.wait(LIMIT)
-        try:
-            return may_answer(call)
-        finally:
-            answered.set()
-
-    monkeypatch.setattr(answers, "take", meet)
-    monkeypatch.setattr(answers, "_may_answer", tell)
-    flags.release.set()
-    call = pair[0].call("worker1", hold_and_refer)
-    await until(ready.is_set)
+    call = pair[0].call("worker1", refer)
+    await until(flags.entered.is_set)
     call.cancel()
-    await until(answered.is_set)
+    await until(lambda: pair[1].statistics().calls_cancelled)
+    flags.release.set()
     await until_no_references(pair)
 
 

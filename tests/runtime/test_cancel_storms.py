@@ -726,8 +726,8 @@ def what_is_left(worker: rpc.Worker) -> dict[str, Any]:
     names = ("calls_pending", "calls_running", "shared_lent", "shared_leases", "jobs_queued")
     references = ("references_held", "references_pending")
     left: dict[str, Any] = {name: getattr(found, name) for name in (*names, *references) if getattr(found, name)}
-    left |= {f"owed by {peer.name}": len(peer.owed.pending) for peer in node.peers.all() if peer.owed.pending}
-    left |= {f"streams of {peer.name}": len(peer.owed.streams) for peer in node.peers.all() if peer.owed.streams}
+    left |= {f"pending at {peer.name}": len(peer.pending.calls) for peer in node.peers.all() if peer.pending.calls}
+    left |= {f"streams of {peer.name}": len(peer.pending.streams) for peer in node.peers.all() if peer.pending.streams}
     more = {
         "calls with retries": node.retries.calls,
         "prefetchers": node.publications.prefetchers,

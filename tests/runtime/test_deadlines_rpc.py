@@ -608,24 +608,24 @@ async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> N
     """The collector may start in the middle of a look, and let other threads call: the look goes on all the same."""
     calls = [pair[0].call("worker1", for_ever) for _ in range(50)]
     peer = pair[0]._node.peers.find("worker1")
-    pending = list(peer.owed.pending.values())
+    pending = list(peer.pending.calls.values())
     numbers = itertools.count(-1, -1)
 
     def collected(phase: str, info: object) -> None:
         if phase == "stop":
-            peer.owed.pending[next(numbers)] = pending[0]  # what a thread does that was let in
+            peer.pending.calls[next(numbers)] = pending[0]  # what a thread does that was let in
 
     drained = [(number, number) for number in range(5000)]  # new pairs need memory, which is when the collector runs
     thresholds = gc.get_threshold()
     gc.callbacks.append(collected)
     gc.set_threshold(1)
     try:
-        earliest = [peer.owed.scan_deadlines(time.monotonic()) for _ in range(20)]
+        earliest = [peer.pending.scan_deadlines(time.monotonic()) for _ in range(20)]
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)
         for number in range(-1, next(numbers), -1):
-            del peer.owed.pending[number]
+            del peer.pending.calls[number]
         for call in calls:
             call.cancel()
     assert len(drained) == 5000

@@ -406,7 +406,7 @@ async def test_who_waits_in_vain_is_told_for_whom(store: Store) -> None:
             await asyncio.to_thread(worker.wait_for("late", timeout=0.05).wait)
         cancelled = worker.wait_for("late", timeout=0)
         assert cancelled.cancel()
-        await until(lambda: not worker._node.peers.find("late").owed.pending)
+        await until(lambda: not worker._node.peers.find("late").pending.calls)
         async with aiorpc.init("late", store=store):
             peers, over = worker._node.peers, RpcTimeout("as the call has it", worker="late", seconds=0.5)
             assert await worker.call("late", where) == "late"

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import signal
 import sys
 import threading
 import traceback
@@ -399,13 +398,6 @@ class Refused:
 
     def __reduce__(self) -> Any:
         return raise_it, (aiorpc.Overloaded("no room"),)
-
-
-class Signals:
-    """Its unpickling is interrupted by a signal."""
-
-    def __reduce__(self) -> Any:
-        return signal.raise_signal, (signal.SIGUSR1,)
 
 
 async def test_a_module_that_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,9 +216,9 @@ async def test_one_of_the_runtimes_that_is_cancelled_before_it_is_found_is_not_c
         await until(lambda: not service.calls)
     finally:
         go_on.set()
-    await until(lambda: service._functions and service._answers.system == 0)
+    await until(lambda: service._functions and service._served.system == 0)
     assert await pair[0].call("worker1", abs, -2) == 2
-    assert service._answers.system == 0
+    assert service._served.system == 0
 
 
 async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> None:

@@ -588,7 +588,7 @@ async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate
     gate.open.set()
     assert await call == 3
     await until(lambda: not Thing.alive)
-    assert not workers[0]._node.peers.find("worker1").owed.lent
+    assert not workers[0]._node.peers.find("worker1").pending.lent
 
 
 async def test_a_reference_inside_of_others_is_lent_as_well(workers: list[Worker]) -> None:
@@ -944,18 +944,3 @@ async def test_who_waits_for_a_value_of_its_own_worker_hears_that_it_shuts_down(
         await owner.shutdown(graceful=False)
         with pytest.raises(WorkerClosed, match="worker 'worker0', which owns the value, shut down"):
             await asyncio.wait_for(WAITING.pop(), LIMIT)
-
-
-# --- signal handlers that raise ---------------------------------------------------------------------------------------
-
-
-def own(worker: Worker) -> None:
-    worker._node.references.refer_to(Thing())
-
-
-def create(worker: Worker) -> None:
-    worker.remote("worker1", Thing)
-
-
-def pass_on(worker: Worker) -> None:
-    worker.call("worker1", type, worker._node.references.refer_to(Thing())).wait()

@@ -495,13 +495,13 @@ async def test_a_result_that_was_dropped_is_given_again(pair: list[Worker], monk
 async def test_calls_of_one_number_run_once(pair: list[Worker]) -> None:
     """Whatever the connection carries twice: one that comes while the first runs has the same answer."""
     await pair[0].call("worker1", where)
-    from aiorpc.runtime.caller.peer import Try
+    from aiorpc.runtime.calls.options import CallOptions
 
     peer = pair[0]._node.peers.find("worker1")
     site = (test_calls_of_one_number_run_once.__code__, 0)
 
     def send(number: int, before: int, function: Callable[..., Any], *args: Any) -> Any:
-        return peer.call(function, args, None, 30.0, one_try=Try(site, (number, before)))
+        return peer.call(function, args, None, 30.0, options=CallOptions(site=site, once=(number, before)))
 
     gate: asyncio.Event = asyncio.Event()
     both = [send(7, before, wait_for_gate, "gate") for before in range(2)]
@@ -544,7 +544,7 @@ async def test_callers_have_numbers_of_their_own(store: Store) -> None:
 
 async def test_what_is_forgotten_is_refused(store: Store) -> None:
     """Nobody knows any more whether it has run: an error says so, with the option."""
-    from aiorpc.runtime.caller.peer import Try
+    from aiorpc.runtime.calls.options import CallOptions
 
     options = [RpcBackendOptions(), RpcBackendOptions(max_remembered_answers=2, max_remembered_bytes=1000)]
     async with cluster(2, store=store, options=options) as workers:
@@ -552,7 +552,7 @@ async def test_what_is_forgotten_is_refused(store: Store) -> None:
         site = (test_what_is_forgotten_is_refused.__code__, 0)
 
         def send(number: int, before: int, function: Callable[..., Any], *args: Any) -> Any:
-            return peer.call(function, args, None, 30.0, one_try=Try(site, (number, before)))
+            return peer.call(function, args, None, 30.0, options=CallOptions(site=site, once=(number, before)))
 
         assert [await send(number, 0, ran, "a") for number in range(4)] == [1, 2, 3, 4]
         (service,) = workers[1]._node.services
@@ -688,7 +688,7 @@ async def ran_first_for_ever(key: str) -> int:
 
 async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store) -> None:
     """Beyond eight for each answer that may be kept the first are refused, as calls with forgotten answers are."""
-    from aiorpc.runtime.caller.peer import Try
+    from aiorpc.runtime.calls.options import CallOptions
 
     options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
     async with cluster(2, store=store, options=options) as workers:
@@ -696,7 +696,7 @@ async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store
         site = (test_the_calls_that_are_known_not_to_have_run_are_bounded.__code__, 0)
 
         def send(number: int, before: int) -> Any:
-            return peer.call(ran, ("a",), None, 30.0, one_try=Try(site, (number, before)))
+            return peer.call(ran, ("a",), None, 30.0, options=CallOptions(site=site, once=(number, before)))
 
         held = workers[0].call("worker1", for_ever)
         await until(lambda: RUNS["for ever"])

@@ -23,12 +23,11 @@ from aiorpc import autograd
 from aiorpc.compat.torch import script
 from aiorpc.compat.torch.rpc import internal
 from aiorpc.optim import DistributedOptimizer
-from aiorpc.protocol.frames import Kind
-from aiorpc.protocol.messages import ByName, Call, Error, Fetch, Function, Method, Reply, Values, write
+from aiorpc.protocol.frames import Frame, Kind
+from aiorpc.protocol.messages import ByName, Call, Error, Fetch, Function, Method, Reply, Values, read, write
 from aiorpc.runtime.calls.failures import decode_error
 from aiorpc.testing import cluster
 from tests.runtime import served
-from tests.runtime.observers import seen
 from tests.runtime.waiting import until
 
 HERE = "tests.runtime.served"
@@ -347,15 +346,23 @@ async def send(worker: rpc.Worker, function: Function, given: Values, **fields: 
     """A CALL to worker1 as it is written here; its result, or its error raised."""
     number = next(_numbers)
     message = Call(function, given, credit=fields.get("credit"))
-    with seen(worker) as observed:
-        worker._node.peers.find("worker1").send(Kind.CALL, number, write(message))
+    peer = worker._node.peers.find("worker1")
+    came: list[Frame] = []
+    methods = dict(peer.methods)
 
-        def answers() -> list[Any]:
-            kinds = (Kind.REPLY, Kind.ERROR)
-            return [each for each in observed.arrived if each.call_id == number and each.kind in kinds]
+    def take(frame: Frame) -> None:
+        if frame.call_id == number:
+            came.append(frame)
+        else:
+            methods[frame.kind](frame)
 
-        await until(answers)
-        answer = answers()[0].message()
+    peer.methods.update({Kind.REPLY: take, Kind.ERROR: take})
+    try:
+        peer.send(Kind.CALL, number, write(message))
+        await until(lambda: came)
+    finally:
+        peer.methods.update(methods)
+    answer = read(came[0].kind, came[0].body)
     if isinstance(answer, Error):
         raise decode_error(answer, "the call")
     assert isinstance(answer, Reply)

@@ -20,9 +20,9 @@ import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.protocol.frames import ITEM
 from aiorpc.runtime.caller.stream import Stream
+from aiorpc.runtime.calls.options import CallOptions
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import say, serving, values_of
-from tests.runtime.observers import seen
 from tests.runtime.waiting import until, until_no_references
 
 
@@ -288,11 +288,11 @@ async def test_references_in_items(trio: list[Worker]) -> None:
 
 
 async def take_the_first_of_some(worker: Worker) -> None:
-    with seen(worker) as messages:
-        stream = worker.stream("worker1", references, 10)
-        assert await (await anext(stream)) == 0
-        await until(lambda: sum(passage.kind == ITEM for passage in messages.arrived) > 4)
-        await stream.aclose()
+    before = worker.statistics().messages_received
+    stream = worker.stream("worker1", references, 10)
+    assert await (await anext(stream)) == 0
+    await until(lambda: worker.statistics().messages_received > before + 4)
+    await stream.aclose()
 
 
 async def references(count: int) -> AsyncIterator[Any]:
@@ -302,10 +302,8 @@ async def references(count: int) -> AsyncIterator[Any]:
 
 async def test_the_timeout_bounds_the_wait_for_each_item(pair: list[Worker]) -> None:
     """RpcTimeout names function, worker and seconds; the producer is stopped."""
-    with seen(pair[0]) as messages:
-        stream = pair[0].peer("worker1", timeout=0.05).stream(stall)
-        # Connecting and the first item may take longer on a busy machine.
-        await until(lambda: any(passage.kind == ITEM for passage in messages.arrived))
+    stream = pair[0].peer("worker1", timeout=0.05).stream(stall)
+    await until(lambda: stream._ready)  # connecting and the first item may take longer on a busy machine
     assert await anext(stream) == 1
     with pytest.raises(RpcTimeout, match=r"stall.*'worker1'.*0\.05 s") as caught:
         await anext(stream)
@@ -587,7 +585,7 @@ async def test_a_producer_without_credit_that_was_given_up_before_it_began_ends(
     pair: list[Worker], producer: Producer
 ) -> None:
     """The word came while its arguments were read: it does not wait for credit that nobody will give."""
-    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, credit=0)
+    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, options=CallOptions(credit=0))
     await until(lambda: producer.made == -1)
     end.cancel()
     await until(lambda: pair[1].statistics().calls_cancelled == 1)

@@ -28,9 +28,8 @@ from aiorpc import (
 from aiorpc import futures as futures_module
 from aiorpc.collecting import wait_all
 from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
-from aiorpc.protocol.frames import ERROR, REPLY
+from aiorpc.events import CallEvent, CallOutcome
 from aiorpc.runtime.caller.peer import Peer
-from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from tests import scripts
 from tests.conftest import LoopFactory
@@ -85,17 +84,16 @@ def watch_readers(worker: Worker) -> list[int]:
     found: list[int] = []
 
     class Spy:
-        def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
-            send()
+        def started(self, call: CallEvent) -> None:
+            pass
 
-        def arriving(self, passage: Passage) -> None:
-            if passage.kind in (REPLY, ERROR):
+        queued = running = started
+
+        def ended(self, call: CallEvent, outcome: CallOutcome) -> None:
+            if call.side == "made" and call.answer_bytes:
                 found.append(threading.get_ident())
 
-        def holds(self) -> bool:
-            return False
-
-    worker._node.engine.observers = (Spy(),)
+    worker.observe_calls(Spy())
     return found
 
 

@@ -3,13 +3,13 @@
 A table for another life belongs here, or beside the code that decides it, and in `TABLES` of tests/documents.py.
 """
 
+from .call import MADE, SERVED, CallOutcome, CallState, CallStep
 from .handshake import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 from .leaving import LEAVING, ROUNDS, Leaving, Rounds, Step, Turn
 from .message import MESSAGE, MessageEvent, MessageState
 from .peer import PEER, PeerEvent, PeerState
 from .retried import RETRIED, RetriedEvent, RetriedState
 from .returning import PLACE, RETURNING, PlaceEvent, PlaceState, ReturnEvent, Returning
-from .served import SERVED, ServedEvent, ServedState
 from .session import SESSION, SessionEvent, SessionState
 from .table import IllegalTransition, Table, Transition, from_each
 from .tls import TLS, TlsEvent, TlsState
@@ -19,6 +19,7 @@ from .worker import WORKER, WorkerEvent, WorkerState
 __all__ = [
     "ACCEPTOR",
     "LEAVING",
+    "MADE",
     "MESSAGE",
     "OPENER",
     "PEER",
@@ -31,6 +32,9 @@ __all__ = [
     "TLS",
     "TRANSFER",
     "WORKER",
+    "CallOutcome",
+    "CallState",
+    "CallStep",
     "HandshakeEvent",
     "HandshakeState",
     "IllegalTransition",
@@ -46,8 +50,6 @@ __all__ = [
     "ReturnEvent",
     "Returning",
     "Rounds",
-    "ServedEvent",
-    "ServedState",
     "SessionEvent",
     "SessionState",
     "Step",

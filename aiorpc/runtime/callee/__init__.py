@@ -5,5 +5,5 @@ their answers (`Answers`), and the producing end of streams.
 
 Shows: `Service`.
 
-Must not touch: the caller's side: whoever calls is known as a `Caller` only.
+Must not touch: the caller's side.
 """

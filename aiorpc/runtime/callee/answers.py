@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
@@ -14,9 +14,10 @@ from ...errors import ItemLost, Overloaded, RpcCancelled, RpcError, Serializatio
 from ...futures import AnyFuture, outcome
 from ...interrupts import is_interrupt
 from ...logs import logger
-from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
+from ...protocol.frames import ERROR, HEAD, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
 from ...protocol.packing import FLAT
+from ...protocol.states import CallOutcome
 from ...sites import spates
 from ...transport.connection import Connection
 from ..calls.current import ServedCall, where
@@ -28,12 +29,15 @@ from ..engine.forked import end_child
 from ..engine.pool import ProcessExits
 from ..gradients.contexts import OF_VALUE, Gradients, Tape
 from ..gradients.kept import PeerForContexts
-from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link
 from .backlog import Backlog
 from .remembered import KeptAnswer, Remembered, not_begun, not_there
+from .served_calls import ServedCalls
 
+_VALUE, _ERROR, _REFUSED = CallOutcome.VALUE, CallOutcome.ERROR, CallOutcome.REFUSED
+#: The body and the buffers of a result, and whether there is anything to undo if it is not sent.
+_Written = tuple[bytes, Sequence[AnyBuffer], bool]
 _NOTHING = write(Reply(Values([None])))  # the body of an answer without a result
 
 # Why no one waits for the outcome of a call (`ServedCall.unwaited`), for the log.
@@ -56,11 +60,7 @@ class ReferencesForAnswers(Protocol):
 
 
 class Answers:
-    """The answers of one connection. Any thread.
-
-    calls: those that are served; whoever takes a call out of it ends it, and may answer. queued: bytes that these had
-    as they came. streams: how many of them are streams. remembered: answers of idempotent calls.
-    """
+    """The answers of one connection. Any thread. remembered: answers of idempotent calls."""
 
     def __init__(
         self,
@@ -70,54 +70,36 @@ class Answers:
         caller: PeerForAnswers,
         gradients: Gradients,
         references: ReferencesForAnswers,
-        accelerators: Accelerators,
         backlog: Backlog,
+        served: ServedCalls,
     ) -> None:
-        self.calls: dict[int, ServedCall] = {}
-        self.queued: int = 0
-        self.streams: int = 0
-        # How many of `calls` are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
-        self.system: int = 0
+        self.remembered: Remembered = Remembered(engine.options)
         self._engine = engine
         self._link = link
         self._connection = connection
         self._caller = caller
         self._gradients = gradients
         self._references = references
-        self._accelerators = accelerators
+        self._accelerators = link.accelerators
         self._backlog = backlog
-        self.remembered: Remembered = Remembered(engine.options)
+        self._served = served
 
-    def take(self, call: ServedCall) -> bool:
-        """Take a call out of `calls`, which ends it; False if somebody else has ended it before. Any thread."""
-        # Its caller may have given it up, and used its number again: that one is not ended in its place.
-        if self.calls.get(call.call_id) is not call or self.calls.pop(call.call_id, None) is None:
-            return False
-        self.queued -= call.size
-        if call.credit is not None:
-            self.streams -= 1
-        if call.system:
-            self.system -= 1
-        return True
+    def _may_answer(self, call: ServedCall, size: int = 0) -> bool:
+        """End a call with a value of so many bytes; whether that is to be sent.
 
-    def _may_answer(self, call: ServedCall) -> bool:
-        # If the caller gave up while this answer was being made, the answer is sent all the same, because references
-        # may be in it. The caller drops the late answer but takes its references, and the table here waits for that.
-        # As `take`, with one function less for each answer.
-        if self.calls.get(call.call_id) is not call or self.calls.pop(call.call_id, None) is None:
-            call.replied = call.cancelled
-        else:
-            call.replied = True
-            self.queued -= call.size
-            if call.credit is not None:
-                self.streams -= 1
-            if call.system:
-                self.system -= 1
+        If the caller gave up while this answer was being made, it is sent all the same, because references may be in
+        it. The caller drops the late answer but takes its references, and the table here waits for that.
+        """
+        call.replied = self._served.end(call, _VALUE, size) or call.cancelled
         # The answer is sent next, and what its caller says then is for this thread, if that has read this call: never
         # a creation, behind whose answer come the users of its value.
         if call.replied and self._engine.pool.may_stay_awake:
             self._engine.pool.lookout.get_ready()
         return call.replied
+
+    def _urgent(self) -> bool:
+        """Whether an answer is written at once: with few other calls under way there is little to join it with."""
+        return len(self._served.calls) < FEW + self._served.system
 
     def enter(self, call: ServedCall) -> Overloaded | None:
         """That call may be run: its caller takes part in the autograd context that it was made in. Any thread.
@@ -163,69 +145,96 @@ class Answers:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""
         if self._engine.lifetime.forked:
             end_child(where(call))
-        if call.unwaited:
-            if self.take(call) and call.creates is not None:  # its creator is gone, and others may wait for the value
-                self._references.settle_created(call, result)
-            elif call.credit is not None:
-                self.stopped(call)
+        if call.unwaited or call.creates is not None:
+            self._keep(call, result)
             return
-        if call.creates is not None:
-            self._answer_creation(call, result)
-            return
-        link = self._link
         backlog = self._backlog
         crowded = backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system
-        if crowded and call.once is None:
+        if call.once is not None:
+            self._answer_once(call, result, copy, crowded)
+            return
+        if crowded:
             self.answer_error(call, backlog.overloaded(call))
             return
         values = list(result) if type(result) is Results else [result]
-        if call.once is None and FLAT.issuperset(map(type, values)):  # most that have to be quick are of this kind
+        if FLAT.issuperset(map(type, values)):  # most that have to be quick are of this kind
             frame = write_plain(REPLY, call.call_id, Reply(Values(values)), self._caller.max_body)
             if frame is not None:
-                if self._may_answer(call):
-                    # With few other calls under way there is little to join it with: no reason to wait for the loop.
-                    link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
+                size = sum(map(len, frame)) - HEAD.size if self._engine.call_observers else 0
+                if self._may_answer(call, size):
+                    urgent = len(self._served.calls) < FEW + self._served.system  # as `_urgent`
+                    self._link.send(REPLY, call.call_id, frame, urgent=urgent, call=call)
                 return
-        try:
-            tape: Tape | None = None
-            if call.autograd:
-                gradients = self._gradients
-                if gradients.as_torch and call.handler is None and call.arguments.values == OF_VALUE:
-                    tape = gradients.fetched(call.autograd, self._caller, result)
-                else:
-                    tape = gradients.answers(call.autograd, self._caller)
-            body, buffers, out = encode(Reply(Values(values)), self._caller, link.route_back, tape)
+        written = self._encode(call, result, values)
+        if written is not None:
             del result, values
-        except SerializationError as error:
-            self.answer_error(call, SerializationError(f"{self._result_of(call)} {error}"))
+            self._send_written(call, written, copy)
+
+    def _keep(self, call: ServedCall, result: object) -> None:
+        """The result of a call that gets none: it is the value of a reference, or no one waits for it."""
+        if not call.unwaited:
+            self._answer_creation(call, result)
+        elif self._served.end(call, _VALUE) and call.creates is not None:  # others may wait for the value
+            self._references.settle_created(call, result)
+        elif call.credit is not None:
+            self.stopped(call)
+
+    def _answer_once(self, call: ServedCall, result: object, copy: bool, crowded: bool) -> None:
+        """The result of an idempotent call is kept, for when that comes again."""
+        written = self._encode(call, result, list(result) if type(result) is Results else [result])
+        if written is None:
             return
-        except Exception as error:
-            self.answer_error(call, error)
-            return
-        except BaseException as error:  # pickling raised it; it is no request to end this worker
-            self.answer_error(call, not_pickled(self._result_of(call), error))
-            pass_on(error)
-            return
-        if call.once is not None:
-            first = self.remembered.snapshot(REPLY, body, buffers, out is not None)
-            for each in self.remembered.keep(call, first):
-                self.give_again(each, first)
-            if crowded:
-                self.answer_error(call, backlog.overloaded(call))
-                return
-        del out
+        body, buffers, references = written
+        first = self.remembered.snapshot(REPLY, body, buffers, references)
+        for each in self.remembered.keep(call, first):
+            self.give_again(each, first)
+        if crowded:
+            self.answer_error(call, self._backlog.overloaded(call))
+        else:
+            self._send_written(call, written, copy)
+
+    def _encode(self, call: ServedCall, result: object, values: list[Any]) -> _Written | None:
+        """The result as its message has it; None if that cannot be, which the caller has been told then."""
+        error: BaseException
+        try:
+            tape = self._tape(call, result) if call.autograd else None
+            body, buffers, out = encode(Reply(Values(values)), self._caller, self._link.route_back, tape)
+            return body, buffers, out is not None
+        except SerializationError as refused:
+            error = SerializationError(f"{self._result_of(call)} {refused}")
+        except Exception as failure:
+            error = failure
+        except BaseException as failure:  # pickling raised it; it is no request to end this worker
+            self.answer_error(call, not_pickled(self._result_of(call), failure))
+            pass_on(failure)
+            return None
+        self.answer_error(call, error)
+        return None
+
+    def _tape(self, call: ServedCall, result: object) -> Tape | None:
+        """What records the tensors of an answer in the autograd context of its call."""
+        assert call.autograd is not None, "it is asked in one alone"
+        gradients = self._gradients
+        if gradients.as_torch and call.handler is None and call.arguments.values == OF_VALUE:
+            return gradients.fetched(call.autograd, self._caller, result)
+        return gradients.answers(call.autograd, self._caller)
+
+    def _send_written(self, call: ServedCall, written: _Written, copy: bool) -> None:
+        """Send a result with its buffers: from here, or from a thread if copying these takes long."""
+        body, buffers, _ = written
+        link = self._link
         if not buffers or (not copy and link.distribution.rides(buffers)):
-            if self._may_answer(call):
-                frame = encode_frame(REPLY, call.call_id, body, buffers)
-                link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
+            if self._may_answer(call, len(body) + sum(map(len, buffers))):
+                frame = encode_frame(REPLY, call.call_id, body, buffers)  # type: ignore[arg-type]  # none on a device: they ride
+                link.send(REPLY, call.call_id, frame, urgent=self._urgent(), call=call)
         elif not copy and link.distribution.too_long_for_loop(buffers):
             settled = self._accelerators.settled(buffers)
             size = sum(map(len, settled))
-            backlog.held += size
+            self._backlog.held += size
             self._engine.in_background(self._answer_buffers, call, body, settled, size)
         else:
             prepared = self._prepare(call, body, buffers, copy)
-            del buffers
+            del buffers, written
             self._post(call, prepared)
 
     def _answer_creation(self, call: ServedCall, value: object) -> None:
@@ -258,8 +267,8 @@ class Answers:
     def _post(self, call: ServedCall, prepared: Prepared | None) -> None:
         if prepared is None:
             return
-        if self._may_answer(call):
-            self._link.post(prepared, urgent=len(self.calls) < FEW + self.system, call=call)
+        if self._may_answer(call, len(prepared.body) + prepared.size):
+            self._link.post(prepared, urgent=self._urgent(), call=call)
         else:
             self._link.distribution.withdraw(prepared)
 
@@ -267,7 +276,7 @@ class Answers:
         self, kind: int, call: ServedCall, body: bytes, buffers: Sequence[Buffer] = (), *, more: bool = False
     ) -> None:
         frame = encode_frame(kind, call.call_id, body, buffers)
-        self._link.send(kind, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, more=more, call=call)
+        self._link.send(kind, call.call_id, frame, urgent=self._urgent(), more=more, call=call)
 
     def _result_of(self, call: ServedCall, what: str = "the result") -> str:
         return f"{what} of {call.function} on worker {self._engine.name!r}"
@@ -278,11 +287,11 @@ class Answers:
         """Send the exception, unless the call has ended."""
         if self._engine.lifetime.forked:
             end_child(where(call), error)
-        taken = self.take(call)
+        taken = self._served.end(call, _ERROR if call.begun else _REFUSED)
         if taken and call.creates is not None:
             self._references.settle_created(call, None, error)
         if call.unwaited:
-            self._end_unwaited(call, error)
+            self._end_unwaited(call, error, counted=taken)
             return
         if not taken:
             return
@@ -292,8 +301,6 @@ class Answers:
         if self._backlog.waiting > self._backlog.limit and not isinstance(error, (Overloaded, ItemLost)):
             error = self._backlog.overloaded(call)
             again = again or call.once is not None
-        if not call.system:
-            self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
             self._log(call, error)
         if call.handler is not None and call.handler.declared is not None and isinstance(error, RpcError):
@@ -311,8 +318,11 @@ class Answers:
 
     # --- outcomes that no one waits for -------------------------------------------------------------------------------
 
-    def _end_unwaited(self, call: ServedCall, error: BaseException) -> None:
-        """The handler has raised that, and its caller does not hear of it: it is told here, once."""
+    def _end_unwaited(self, call: ServedCall, error: BaseException, counted: bool) -> None:
+        """The handler has raised that, and its caller does not hear of it: it is logged here, once.
+
+        counted: whether it counts as the end of the call.
+        """
         if call.system or not call.begun:
             return
         # An item that could not be sent as the connection has ended is no error of the handler's.
@@ -320,7 +330,8 @@ class Answers:
         if call.cancelled and (unsent or foreign.is_a(error, _STOPPED)):
             self.stopped(call)
             return
-        self._engine.counters.failed += 1
+        if not counted:
+            self._engine.counters.failed_unheard += 1
         more = spates.line(f"{call.function} raised unheard")
         if more is not None:
             said = "worker %s: %s, called by worker %s, raised %s, and no one waits for that: %s%s"

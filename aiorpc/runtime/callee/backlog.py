@@ -1,32 +1,30 @@
-"""The answers of one connection that its caller has not taken yet, and what waits until he has.
+"""The answers of one connection that its caller has not taken yet, and what waits until it has.
 
-A caller that does not read must not fill the memory of whoever serves him. The bytes that wait to be sent to him are
-counted: the frames in the queue of the connection, the buffers that wait for their turn on the second one, and the
+A caller that does not read must not fill the memory of the worker that serves it. Counted are the bytes that wait to be
+sent to it: the frames in the queue of the connection, the buffers that wait for their turn on the second one, and the
 answers that a background thread is about to copy. Bytes in shared memory are counted and bounded by the arena.
 
-    past half of max_unsent_bytes   calls are not started: they are parked, and nothing is read from him any more, so
-                                    that no more come. Streams make no further items.
+    past half of max_unsent_bytes   calls are parked instead of started, and no more are read from the caller. Streams
+                                    make no further items.
     past max_unsent_bytes           results of calls that had begun before are dropped, and Overloaded is answered
-    past twice that                 nothing more is read from him, whatever it would be answered
+    past twice that                 nothing more is read from the caller
 
-Nor is anything read from a caller whose calls of the runtime's own are more than `max_call_rate` allows, until their
-time has come (`hold_off`). They are never refused for that: what they say is said once.
+Nor is anything read from a caller whose calls of the runtime's own exceed `max_call_rate`, until their time has come
+(`hold_off`). They are never refused for that: what they say is said once. The runtime's own calls are neither parked
+nor counted. So the limit is exceeded by one result for each handler that answers at that moment, and by the errors.
+Everything goes on as soon as the caller has taken enough.
 
-So it is exceeded by one result for each handler that answers at that moment, and by the words of those errors. What the
-runtime calls for itself is neither parked nor counted. Everything goes on as soon as the caller has taken enough.
-
-Why nobody can wait for ever. A connection belongs to the worker that makes the calls on it. Only the other end of it,
-which serves them, ever stops reading, and it begins again when the one who calls has read. The one who calls reads
-always, whatever waits to be sent by him, and needs nothing of the other end for that: answers are taken by the loop and
-given to Futures that have room for them. So of two workers that call each other, over a connection each, both may have
-stopped reading calls, and yet both read answers, which is all that either waits for. Two things answers may have to
-hear of the caller: that there will be no second connection, so there is reading until there is one; and over TCP how
-much he has received, so a connection that has sent as much as it may keep is read until he says so (calls that come
-meanwhile are parked, and refused past max_queued_bytes; whoever makes more of them than max_queued_calls and has
-received nothing meanwhile loses the connection). What else stands behind a call in the socket (the word that a
-call was given up, more credit for a stream, counts of references, a goodbye) concerns the same caller, and waits for
-nothing but his own reading, too; what he says to third workers goes over other connections. The end of a connection
-that is not read is seen all the same, by the process that is gone or by the write that fails.
+Why no wait lasts for ever. A connection belongs to the worker that makes the calls on it. Only its other end, which
+serves them, ever stops reading, and begins again once the caller has read. The caller always reads, whatever it has to
+send: the loop takes answers and gives them to Futures that have room for them. So of two workers that call each other,
+both may have stopped reading calls, and yet both read answers, which is all that either waits for. Two things must be
+heard from the caller meanwhile: that there will be no second connection, so there is reading until there is one; and
+over TCP how much it has received, so a connection that has sent as much as it may keep is read until the caller says so
+(calls that come meanwhile are parked, and refused past max_queued_bytes; a caller that makes more than max_queued_calls
+of them and has received nothing meanwhile loses the connection). All else that stands behind a call in the socket (the
+word that a call was given up, credit for a stream, counts of references, a goodbye) concerns the same caller, and waits
+for nothing but its reading. The end of a connection that is not read shows all the same, by the process that is gone or
+by the write that fails.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from typing import Protocol
 
 from ...channels.bulk import Bulk
 from ...errors import Overloaded, ProtocolError
@@ -42,22 +39,12 @@ from ...transport.connection import Connection
 from ...transport.send_queue import SendQueue
 from ..calls.current import ServedCall
 from ..engine.engine import Engine
-from ..links.second import SecondConnection
+from ..links.link import Link
 
-# So many parked calls are begun at once: nobody knows yet what their answers will be.
+# So many parked calls are begun at once: the size of their answers is not known yet.
 _AT_ONCE = 64
 # Seconds between two looks whether there is room: the first such pause, and the longest.
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-
-
-class LinkForBacklog(Protocol):
-    """The link whose answers these are."""
-
-    @property
-    def second(self) -> SecondConnection: ...
-
-    @property
-    def pipe(self) -> Connection | None: ...
 
 
 class Backlog:
@@ -67,7 +54,7 @@ class Backlog:
     parked: the calls that wait to be started.
     """
 
-    def __init__(self, engine: Engine, link: LinkForBacklog, connection: Connection) -> None:
+    def __init__(self, engine: Engine, link: Link, connection: Connection) -> None:
         self.limit: int = engine.options.max_unsent_bytes
         self.half: int = self.limit // 2
         self.most: int = 2 * self.limit
@@ -127,7 +114,7 @@ class Backlog:
             self._stop_reading()
 
     def stop_calls(self) -> None:
-        """A call has come, and there is more than `most` already: whatever it is answered, no more are read."""
+        """A call has come, and there is more than `most` already: no more are read."""
         self._engine.run_on_loop(self._stop_calls)
 
     def _stop_calls(self) -> None:
@@ -196,7 +183,7 @@ class Backlog:
                 connection.resume()
 
     def close(self) -> None:
-        """The connection has ended. The calls that were parked are over: whoever started them finds that out."""
+        """The connection has ended. The calls that were parked are over: their start finds that out."""
         self._closed = True
         waiters, self._waiters = self._waiters, []
         for callback in waiters:

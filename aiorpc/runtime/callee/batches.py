@@ -61,7 +61,7 @@ async def _run(batch: Batch) -> None:
     try:
         await batch.run_async()
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        # Its callers have got it. Raised in a task the first two would end the loop, and nobody would hear the last.
+        # Its callers have got it. Raised in a task the first two would end the loop, and the last would not be heard.
         if is_interrupt(error):
             raise
 

@@ -1,7 +1,7 @@
 """The objects that a worker serves under names: `aiorpc.serve`.
 
-They are there from when the worker was made, also before it has joined: whoever meets it finds all of them. They go
-with it. A call that names one takes the object out of here as it arrives, so that ending the service of an object
+They are there from when the worker was made, also before it has joined: a worker that meets it finds all of them. They
+go with it. A call that names one takes the object out of here as it arrives, so that ending the service of an object
 leaves the calls alone that have come by then.
 """
 

@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterator
 
 from ...callbacks import block_observer
 from ..calls.current import ServedCall
-
-
-class ItemSender(Protocol):
-    """Sends the items of a stream (`Answers`)."""
-
-    def send_item(self, call: ServedCall, item: object) -> None:
-        """Send one item. Raises SerializationError."""
-
-
-class Room(Protocol):
-    """Whether there is room for items on their way to the consumer (`Backlog`)."""
-
-    def crowded(self) -> bool:
-        """Whether so much waits to be sent that nothing more should be made. Any thread."""
-
-    def when_room(self, callback: Callable[[], object]) -> None:
-        """Have that called on the loop when there is room. Any thread."""
+from .answers import Answers
+from .backlog import Backlog
 
 
 class AsyncCredits:
     """How many items an async generator may still send. On the loop. count: as far as the consumer is concerned."""
 
-    def __init__(self, count: int, room: Room) -> None:
+    def __init__(self, count: int, room: Backlog) -> None:
         self.count: int = count
         self._room = room
         self._stopped = False
@@ -53,7 +37,7 @@ class AsyncCredits:
         self._more.set()
 
     async def take(self) -> bool:
-        """Wait until one item may be sent; False once nobody wants any more items."""
+        """Wait until one item may be sent; False once the consumer wants no more."""
         while not self._stopped and (self.count <= 0 or self._room.crowded()):
             self._more.clear()
             if self.count > 0:
@@ -66,7 +50,7 @@ class AsyncCredits:
 class ThreadCredits:
     """How many items a generator in a thread may still send. count: as far as the consumer is concerned."""
 
-    def __init__(self, count: int, room: Room) -> None:
+    def __init__(self, count: int, room: Backlog) -> None:
         self.count: int = count
         self._room = room
         self._stopped = False
@@ -98,7 +82,7 @@ class ThreadCredits:
             self._changed.notify()
 
     def take(self) -> bool:
-        """Block until one item may be sent; False once nobody wants any more items.
+        """Block until one item may be sent; False once the consumer wants no more.
 
         The pool is told that this thread waits, so that another thread may run meanwhile.
         """
@@ -116,8 +100,8 @@ class ThreadCredits:
             return not self._stopped
 
 
-def serve_generator(sender: ItemSender, call: ServedCall, generator: Iterator[object], credit: int, room: Room) -> None:
-    """In a pool thread: send what a generator yields, until it ends or nobody listens."""
+def serve_generator(sender: Answers, call: ServedCall, generator: Iterator[object], credit: int, room: Backlog) -> None:
+    """In a pool thread: send what a generator yields, until it or its consumer ends."""
     credits = call.credits = ThreadCredits(credit, room)
     if call.cancelled:  # before there was anything that `Service.cancel` could stop
         credits.stop()
@@ -135,9 +119,9 @@ def serve_generator(sender: ItemSender, call: ServedCall, generator: Iterator[ob
 
 
 async def serve_async_generator(
-    sender: ItemSender, call: ServedCall, generator: AsyncIterator[object], credit: int, room: Room
+    sender: Answers, call: ServedCall, generator: AsyncIterator[object], credit: int, room: Backlog
 ) -> None:
-    """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
+    """On the loop: send what an async generator yields. Cancelled when the consumer has ended."""
     credits = call.credits = AsyncCredits(credit, room)
     try:
         while await credits.take():

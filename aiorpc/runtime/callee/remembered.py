@@ -1,9 +1,9 @@
 """The first answers of idempotent calls of one connection: a call that comes again is given the answer once more.
 
 A caller numbers its idempotent calls, and says with each how often it has sent it before. What is remembered belongs to
-the connection, so that nobody else can ask for it, and goes with it. It is bounded: the oldest answers are forgotten.
-A call that comes again after that is refused, as nobody knows any more whether it has run, unless its number is among
-those of the calls that came and were not run. These are remembered, too, and bounded.
+the connection, so that no other caller can ask for it, and goes with it. It is bounded: the oldest answers are
+forgotten. A call that comes again after that is refused, as it is not known any more whether it has run, unless its
+number is among those of the calls that came and were not run. These are remembered, too, and bounded.
 """
 
 from __future__ import annotations

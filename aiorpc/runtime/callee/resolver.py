@@ -15,7 +15,7 @@ from ...errors import Overloaded, ProtocolError, RpcUsageError, SerializationErr
 from ...futures import AnyFuture, Future, outcome, when_done
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, Values
-from ...rights import is_public
+from ...rights import FETCH, is_public
 from ..calls import functions
 from ..calls.current import ServedCall
 from ..calls.functions import Handler, Mode
@@ -24,6 +24,7 @@ from ..engine.engine import Engine
 from .answers import Answers
 from .objects import Objects
 from .running import Runner
+from .served_calls import ServedCalls
 from .standing import Found
 
 # Functions that one caller may give numbers to: each stays known for as long as the connection.
@@ -49,6 +50,7 @@ class Resolver:
         self,
         engine: Engine,
         answers: Answers,
+        served: ServedCalls,
         runner: Runner,
         references: ReferencesForResolver,
         objects: Objects,
@@ -58,6 +60,7 @@ class Resolver:
         """caller: its record, whose id is the one that references have. permits: None if it may have everything run."""
         self._engine = engine
         self._answers = answers
+        self._served = served
         self._runner = runner
         self._references = references
         self._objects = objects
@@ -127,7 +130,7 @@ class Resolver:
             case ObjectMethod(of, name):
                 return f"{of}.{name}"
             case Fetch():
-                return "to_here"
+                return FETCH
             case int():
                 handler = self.functions.get(function)
                 return f"function number {function}" if handler is None else handler.name
@@ -136,7 +139,7 @@ class Resolver:
     def route(self, function: Function, call: ServedCall, found: Found | None = None) -> None:
         """Find what the call names, if that is no number of `functions`, and have it started as soon as it is there.
 
-        found: what `for_threads` has found by now. Raises if that cannot be; whoever calls this answers with the error.
+        found: what `for_threads` has found by now. Raises if that cannot be; the caller answers with the error.
         """
         if type(function) is int:
             raise ProtocolError(f"function number {function} was never named")
@@ -173,8 +176,7 @@ class Resolver:
                     raise RpcUsageError(f"{name:.130} of the object {of!r} is private: an object serves public methods")
                 self._call(name, call, served, of)
             case Fetch(worker, number, key):
-                call.function = "to_here"
-                self._engine.counters.served_users += 1  # nothing is run for it, so nobody else counts it
+                self._served.fetch(call)
                 value = self._references.value(worker, number, key, self._caller)
                 plain = self._permits is None and call.autograd is None
                 answer = partial(self._answers.answer_future, call, False)
@@ -247,7 +249,7 @@ class Resolver:
             return
         try:
             self._look_up(name, call, value, "")
-        except Exception as failure:  # there is no thread for it; whoever settles a Future answers nobody
+        except Exception as failure:  # there is no thread for it; the settler of a Future answers no call
             self._runner.refuse(call, failure)
 
     def _call(self, name: str, call: ServedCall, value: object, of: str) -> None:

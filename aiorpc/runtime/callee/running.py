@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
 from types import GeneratorType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import is_grad_enabled, set_grad_enabled
 
@@ -34,7 +34,7 @@ from ...errors import (
     SerializationError,
     WorkerClosed,
 )
-from ...futures import AnyFuture, is_future, when_done
+from ...futures import is_future, when_done
 from ...logs import logger
 from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
@@ -46,14 +46,21 @@ from ..engine.engine import Engine
 from ..engine.pool import NoThread
 from ..engine.shares import Share
 from ..gradients.contexts import current_autograd
-from ..links.accelerators import Accelerators
+from ..links.links import Links
 from .answers import Answers, pass_on
 from .backlog import Backlog
 from .batches import NotRun, run_batch
 from .producing import serve_async_generator, serve_generator
+from .served_calls import ServedCalls
 from .standing import Standing
 
 _REF = "ref is the reference, or the handle of the object, that it is called through"
+
+
+class RunnerHome(CommonHome, Protocol):
+    """What running calls needs of the worker."""
+
+    links: Links
 
 
 class Runner:
@@ -64,9 +71,9 @@ class Runner:
 
     def __init__(
         self,
-        node: CommonHome,
+        node: RunnerHome,
         answers: Answers,
-        accelerators: Accelerators,
+        served: ServedCalls,
         load_references: ReferenceLoader,
         track: GradientLoader,
         backlog: Backlog,
@@ -76,8 +83,9 @@ class Runner:
         self._node = node
         self._engine: Engine = node.engine
         self._answers = answers
-        self._accelerators = accelerators
-        self._devices = accelerators.accelerator is not None
+        self._served = served
+        self._accelerators = node.links.accelerators
+        self._devices = node.links.accelerators.accelerator is not None
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
@@ -101,54 +109,39 @@ class Runner:
         """Run a call, whose handler was found by now, the way it has to be run. On the loop, or in any thread if its
         mode says so.
         """
-        call.handler = handler
-        call.function = handler.name
-        if handler.system:
-            call.system = True
-            # Else it was cancelled while its module was imported.
-            if self._answers.calls.get(call.call_id) is call:
-                self._answers.system += 1
-        else:
-            self._engine.counters.served_users += 1
+        self._served.identify(call, handler)
         if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
             self.refuse(call, _not_run(call))
             return
-        if handler.declared is not None:
-            try:
-                self._read_declared(call, handler.declared)
-            except ProtocolError as error:
-                self.refuse(call, error)
+        mode = handler.mode
+        if (
+            handler.declared is not None
+            or call.autograd is not None
+            or call.credit is not None
+            or mode is Mode.GENERATOR
+            or mode is Mode.ASYNC_GENERATOR
+        ):
+            refusal = self._prepare(call, handler)
+            if refusal is not None:
+                self.refuse(call, refusal)
                 return
-        if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
-            self.refuse(call, refusal)
-            return
-        streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
-        if streamed != (call.credit is not None):
-            if not (streamed and handler.wrapper):
-                self.refuse(call, _wrong_verb(call, streamed))
-                return
-            handler = call.handler = handler._replace(mode=Mode.THREAD)  # it may make one result of the items
-            streamed = False
-        if streamed:
-            most = self._engine.options.max_stream_window
-            assert call.credit is not None, "a stream comes with its credit"
-            if call.credit > most:
-                self.refuse(call, self._too_much_credit(call, most))
-                return
+            mode = call.handler.mode if call.handler is not None else mode  # `_prepare` may have chosen another one
         backlog = self._backlog
         if (
             backlog.parked or backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
         ) and not handler.system:
-            backlog.park(call)
+            self._park(call)
             return
         try:
-            if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
-                self.submitted += 1
-                self.share.submit(self._run_thread, call, self.refuse)
-            else:
-                self._ways[handler.mode._value_](call)
-        except Exception as error:  # no thread can be had; where the loop has called this, nobody else would answer
+            self._ways[mode._value_](call)
+        except Exception as error:  # there is no thread for it; where the loop has called this, no one else answers
             self.refuse(call, error)
+
+    def _park(self, call: ServedCall) -> None:
+        """The call waits until its caller has read more of its answers."""
+        if self._engine.call_observers:
+            self._served.tell("queued", call)
+        self._backlog.park(call)
 
     def resume(self, call: ServedCall) -> None:
         """Run a call that was parked. On the loop."""
@@ -160,6 +153,30 @@ class Runner:
             self._ways[call.handler.mode._value_](call)
         except Exception as error:  # as in `start`
             self.refuse(call, error)
+
+    def _prepare(self, call: ServedCall, handler: Handler) -> RpcError | None:
+        """Make a call ready that is one of the runtime's own, in an autograd context, or a stream; why it is refused.
+
+        A wrapper of a generator function may make one result of the items: it runs in a thread then.
+        """
+        if handler.declared is not None:
+            try:
+                self._read_declared(call, handler.declared)
+            except ProtocolError as error:
+                return error
+        if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
+            return refusal
+        streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
+        if call.credit is None:
+            if streamed and not handler.wrapper:
+                return _wrong_verb(call, True)
+            if streamed:
+                call.handler = handler._replace(mode=Mode.THREAD)
+            return None
+        if not streamed:
+            return _wrong_verb(call, False)
+        most = self._engine.options.max_stream_window
+        return self._too_much_credit(call, most) if call.credit > most else None
 
     def _too_much_credit(self, call: ServedCall, most: int) -> Overloaded:
         return Overloaded(
@@ -237,7 +254,9 @@ class Runner:
         """Answer a call with that error, and do not run it. Any thread."""
         if isinstance(error, NoThread):  # its caller may try again, as this worker goes on
             error = Overloaded(str(error))
-        elif type(error) is WorkerClosed and self._engine.closed:  # whoever has connected since has heard no goodbye
+        elif (
+            type(error) is WorkerClosed and self._engine.closed
+        ):  # a caller that has connected since has heard no goodbye
             error = PeerLeft(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
         elif type(error) in (NotAllowed, ProtocolError, Overloaded):
             # It may stay as the value of a reference, and its frames have the one whose method was called. And to write
@@ -246,7 +265,7 @@ class Runner:
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
 
-    # --- on the loop, or by whoever has read the call, between two frames ---------------------------------------------
+    # --- on the loop, or in the thread that has read the call, between two frames -------------------------------------
 
     def _run_inline(self, call: ServedCall) -> None:
         handler = call.handler
@@ -254,7 +273,7 @@ class Runner:
         token = current_call.set(call)
         try:
             args, kwargs = self._take_arguments(call)
-            call.begun = True
+            self._served.run(call)
             result = handler.function(*args, **kwargs)
         except BaseException as error:
             self._answers.answer_error(call, error)
@@ -272,6 +291,8 @@ class Runner:
 
     def _start_thread(self, call: ServedCall) -> None:
         self.submitted += 1
+        if self._engine.call_observers:
+            self._served.tell("queued", call)
         self.share.submit(self._run_thread if call.landing is None else self._run_landed, call, self.refuse)
 
     def _run_landed(self, call: ServedCall) -> None:
@@ -294,40 +315,16 @@ class Runner:
             and not call.system
             and not call.unwaited
         ):
-            backlog.park(call)
+            self._park(call)
             return
-        handler = call.handler
-        assert handler is not None, "it was found before the call was started"
-        mode = handler.mode
         token = current_call.set(call)
         call.thread = threading.get_ident()
         within = current_autograd.set(call.autograd) if call.autograd else None
         with_gradients = is_grad_enabled()
+        # The result is kept in a list and taken out below, so that nothing here holds it longer than needed.
+        result: list[Any] = []
         try:
-            args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
-            if call.arrival is not None:
-                call.arrival.join()
-            if call.landing is not None and mode is not Mode.BATCHED:
-                call.landing.carriers.clear()  # the arguments are the handler's alone
-            call.begun = True
-            if mode is Mode.BATCHED:
-                self._join_batch(call, args, kwargs)
-                return
-            # The result is kept in a list and taken out below, so that nothing here holds it longer than needed. The
-            # same goes for the arguments: shared memory that nobody looks at any more then goes back with the answer,
-            # and is used again while it is still in the caches.
-            # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
-            context = copy_context()
-            result: list[Any] = [context.run(handler.function, *args, **kwargs)]
-            args.clear()
-            kwargs.clear()
-            if handler.wrapper:
-                _check_items(call, result[0])
-            if mode is Mode.GENERATOR:
-                assert call.credit is not None, "a stream comes with its credit"
-                context.run(serve_generator, self._answers, call, result.pop(), call.credit, self._backlog)
-                result.append(None)
-            del context
+            self._call_handler(call, result)
         except BaseException as error:
             self._answers.answer_error(call, error)
             return
@@ -338,18 +335,57 @@ class Runner:
                 current_autograd.reset(within)
             if is_grad_enabled() is not with_gradients:  # as of its context: torch keeps that for the thread
                 set_grad_enabled(with_gradients)
-            # Behind the handler: while that runs, the loop hears of all that its caller has to say.
-            standing = self.standing
-            # Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
-            # worker that waits for the others in `shutdown` has one at the leader all the time.
-            if standing is not None and len(self._answers.calls) < 2 + self._answers.system:
-                if standing.pause:
-                    standing.pause -= 1
-                else:
-                    standing.running = call.call_id
-                    self._engine.pool.lookout.stand_by(standing)
+            if self.standing is not None:
+                self._stand_by(call, self.standing)
+        if result:
+            self._take_result(call, result)
+
+    def _call_handler(self, call: ServedCall, result: list[Any]) -> None:
+        """Call the handler in this thread, and add what it returns to `result`, unless its batch answers."""
+        handler = call.handler
+        assert handler is not None, "it was found before the call was started"
+        args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
+        if call.arrival is not None:
+            call.arrival.join()
+        if handler.mode is Mode.BATCHED:
+            call.begun = True
+            self._join_batch(call, args, kwargs)
+            return
+        if call.landing is not None:
+            call.landing.carriers.clear()  # the arguments are the handler's alone
+        self._served.run(call)
+        # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
+        context = copy_context()
+        result.append(context.run(handler.function, *args, **kwargs))
+        # Shared memory that only the arguments hold goes back with the answer, and is used again while it is cached.
+        args.clear()
+        kwargs.clear()
+        if handler.wrapper:
+            _check_items(call, result[0])
+        if handler.mode is Mode.GENERATOR:
+            assert call.credit is not None, "a stream comes with its credit"
+            context.run(serve_generator, self._answers, call, result.pop(), call.credit, self._backlog)
+            result.append(None)
+
+    def _stand_by(self, call: ServedCall, standing: Standing) -> None:
+        """Wait here for the next call of this caller. Behind the handler: while that runs, the loop reads for it.
+
+        Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
+        worker that waits for the others in `shutdown` has one at the leader all the time.
+        """
+        if len(self._served.calls) >= 2 + self._served.system:
+            return
+        if standing.pause:
+            standing.pause -= 1
+        else:
+            standing.running = call.call_id
+            self._engine.pool.lookout.stand_by(standing)
+
+    def _take_result(self, call: ServedCall, result: list[Any]) -> None:
+        """A handler has returned in a thread."""
+        assert call.handler is not None, "it has run"
         try:
-            if mode is Mode.DEFERRED:
+            if call.handler.mode is Mode.DEFERRED:
                 self._defer(call, result.pop())
             elif (
                 hasattr(type(result[0]), "__await__")  # else that is known without a function of Python's
@@ -365,7 +401,8 @@ class Runner:
 
     def _defer(self, call: ServedCall, result: object) -> None:
         if is_future(result):
-            when_done(result, partial(self._answer_deferred, [call]))
+            # A copy: a program may change the value that it has settled its own Future with.
+            when_done(result, partial(self._answers.answer_future, call, True))
             return
         kind = type(result).__qualname__
         given = "it returns"
@@ -382,16 +419,6 @@ class Runner:
             ),
         )
 
-    def _answer_deferred(self, waiting: list[ServedCall], future: AnyFuture) -> None:
-        """The Future is done. It may run twice, with the same list, which has the call in it until it is answered.
-
-        Nobody changes later what was read, as the answer to another call is. A value that a program has settled its own
-        Future with it may change.
-        """
-        if waiting:
-            self._answers.answer_future(waiting[0], True, future)
-            waiting.clear()
-
     def _join_batch(self, call: ServedCall, args: list[object], kwargs: dict[str, object]) -> None:
         batcher = get_batcher(_function_of(call), self._node)
         assert batcher is not None, "the function was classified as batched"
@@ -400,7 +427,7 @@ class Runner:
             if error is None:
                 self._answers.answer(call, result, copy=True)
             elif type(error) is NotRun:
-                call.begun = False  # so whoever serves it elsewhere may run it
+                call.begun = False  # so another worker may run it
                 self.refuse(call, WorkerClosed(str(error)))
             else:
                 self._answers.answer_error(call, error)
@@ -413,7 +440,16 @@ class Runner:
 
         call.on_cancel = partial(batcher.discard, call)
         arrived = call.landing.arrival() if call.landing is not None else None
-        batch = batcher.add(tuple(args), kwargs, done, arm, call, join=None if arrived is None else arrived.join)
+
+        def join(number: int) -> None:
+            call.batch = number
+            self._served.run(call)
+            if arrived is not None:
+                arrived.join()
+
+        if self._engine.call_observers:
+            self._served.tell("queued", call)
+        batch = batcher.add(tuple(args), kwargs, done, arm, call, join=join)
         if call.cancelled:
             batcher.discard(call)
         run_batch(self._node, batch)
@@ -456,7 +492,7 @@ class Runner:
         # The task copies this context, so it and all it starts know the call that they serve.
         token = current_call.set(call)
         within = current_autograd.set(call.autograd) if call.autograd else None
-        call.begun = True
+        self._served.run(call)
         try:
             self._serve_coroutine(call, handler.function, args, kwargs)
         finally:
@@ -565,7 +601,7 @@ def _itself(coroutine: T) -> T:
 
 
 def _not_run(call: ServedCall) -> RpcError:
-    """Its caller hears it from nobody else by then; but a value that it was to create may be waited for."""
+    """Its caller does not hear of it any more; but a value that it was to create may be waited for."""
     if call.cancelled or call.deadline is None:
         return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
     seconds, worker = max(0.0, round(call.deadline - call.started, 6)), call.node.engine.name  # as the caller does

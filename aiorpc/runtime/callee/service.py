@@ -1,8 +1,7 @@
 """The callee's side of one connection: each call from its message to its answer.
 
-The states of a served call are the table `protocol.states.SERVED`. A call is in `Answers.calls` exactly while it is
-RUNNING, and `dict.pop` decides who ends it: an answer (`answers`), or the caller that gives up (`Service.cancel`).
-What a call names is found by `resolver`; `running` has it run.
+A call begins in `ServedCalls.begin` and ends in `ServedCalls.end`: with an answer (`answers`), or as its caller gives
+up (`Service.cancel`). What a call names is found by `resolver`; `running` has it run.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from ...protocol.messages import (
 )
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
+from ...protocol.states import CallOutcome
 from ...transport.connection import Connection
 from ..calls.current import CommonHome, ServedCall
-from ..calls.pending import PendingCall
 from ..calls.permits import permits_of
 from ..gradients.contexts import Gradients
 from ..links.link import KindMethod, Link
@@ -48,6 +47,7 @@ from .rate import Rate
 from .remembered import KeptAnswer
 from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
+from .served_calls import ServedCalls
 from .standing import Found, Standing
 
 # Bytes of arguments that a call may have and always find room for: what it costs is that it is a call, and these are
@@ -120,8 +120,7 @@ class Home(CommonHome, Protocol):
 class Service:
     """Serves the calls that arrive on one connection. Methods belong to the loop where they do not say otherwise.
 
-    record: of the worker that calls. link: our end of the traffic with it. calls: those that are under way, by number;
-    whoever takes one out ends it.
+    record: of the worker that calls. link: our end of the traffic with it. calls: those that are under way, by number.
     """
 
     def __init__(
@@ -143,25 +142,20 @@ class Service:
         self._info = record.info
         self._caller = home.peer_of(record)
         self.link: Link = home.links.make(connection, record, self, number=link_number, opener=False)
-        accelerators = home.links.accelerators
         self._backlog = Backlog(home.engine, self.link, connection)
+        self._served = served = ServedCalls(home.engine, record.name)
+        self.calls: dict[int, ServedCall] = served.calls
+        self.pending_calls = served.pending_calls
+        self.user_calls = served.user_calls
         self._answers = Answers(
-            home.engine,
-            self.link,
-            connection,
-            self._caller,
-            home.gradients,
-            home.references,
-            accelerators,
-            self._backlog,
+            home.engine, self.link, connection, self._caller, home.gradients, home.references, self._backlog, served
         )
-        self.calls: dict[int, ServedCall] = self._answers.calls
         self._runner = Runner(
-            home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog, record.id
+            home, self._answers, served, self._load_references, self._caller.track, self._backlog, record.id
         )
         self._permits = permits_of(home.engine.rights, home.engine.record, record)
         self._resolver = Resolver(
-            home.engine, self._answers, self._runner, home.references, home.objects, record, self._permits
+            home.engine, self._answers, served, self._runner, home.references, home.objects, record, self._permits
         )
         self._functions = self._resolver.functions
         self.for_threads: Callable[[Function], Found | None] = self._resolver.for_threads
@@ -177,10 +171,6 @@ class Service:
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
         return self._home.references.load(passed, self.record.id)
 
-    def call_of(self, call_id: int) -> ServedCall | None:
-        """See `MessageSink`."""
-        return self.calls.get(call_id)
-
     # --- messages from the caller -------------------------------------------------------------------------------------
 
     def on_failed(self, frame: Frame, error: Exception) -> None:
@@ -194,60 +184,11 @@ class Service:
             _, message, found = ahead
         else:
             message = read_call(frame.body)
-        if frame.call_id in self.calls:  # it would take the place of the other one, which nobody could end any more
-            raise ProtocolError(f"{frame}, and the call of that number is being served")
-        call = ServedCall(self._home, self._info, frame, message, self._permits)
-        call.caller_id, call.record = self.record.id, self.record
-        if type(frame) is Message:
-            call.landing = frame.landing
-        if message.creates is not None:
-            self._home.references.on_create(message.creates, self.record.id, call)
-        # From here on the call is RUNNING: whatever happens to it, somebody takes it out and answers or cancels it.
-        self.calls[frame.call_id] = call
-        size = call.size = len(frame.body)
-        if frame.segments and call.landing is None:
-            size = call.size = size + sum(map(len, frame.segments))
-        self._answers.queued += size
-        if call.credit is not None:
-            self._answers.streams += 1
-        backlog = self._backlog
-        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.most:
-            backlog.stop_calls()
-        users = len(self.calls) - 1 - self._answers.system
-        if users >= self._engine.options.max_queued_calls and not self._is_system(message):
-            failure = Overloaded(
-                f"worker {self._engine.name!r} has {users} calls of {self.record.name!r} waiting or "
-                "running (max_queued_calls); this one was not run"
-            )
-        elif self._answers.system >= self._most_own and self._is_system(message):
-            failure = Overloaded(
-                f"worker {self._engine.name!r} has {self._answers.system} calls of the runtime of {self.record.name!r} "
-                "waiting (max_queued_calls); this one was not run"
-            )
-        elif self._answers.queued > self._engine.options.max_queued_bytes and self._has_no_room(size):
-            failure = Overloaded(
-                f"worker {self._engine.name!r} has {self._answers.queued - size} bytes of arguments for calls of "
-                f"{self.record.name!r} waiting or running, and this one has {size} (max_queued_bytes); it was not run"
-            )
-        elif call.credit is not None and self._answers.streams > self._engine.options.max_streams:
-            failure = Overloaded(
-                f"worker {self._engine.name!r} has {self._engine.options.max_streams} streams of {self.record.name!r} "
-                "open (max_streams); this one was not"
-            )
-        elif self._rate is not None and not self._within_rate(message, call.started):
-            failure = Overloaded(
-                f"worker {self._engine.name!r} takes {self._engine.options.max_call_rate:g} calls a second of "
-                f"{self.record.name!r} (max_call_rate); this one was not run"
-            )
-        elif self._engine.lifetime.parting and not self._is_system(message) and not self._home.continues(call.origin):
-            failure = PeerLeft(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
-        elif message.payload.references:
-            self._home.references.coming(message.payload.references)
-        if type(failure) in (Overloaded, PeerLeft) and self._resolver.is_brief(message.function):
-            failure = None  # it tells of an end, which what was accepted may wait for
-        if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
+        call = self._begin(frame, message)
+        refusal = failure or self._refusal(call, message)
+        if refusal is not None:  # not raised: its traceback would hold this frame, and that the arguments
             call.function = self._resolver.name(message.function)
-            self._runner.refuse(call, failure)
+            self._runner.refuse(call, refusal)
             return
         if call.once is not None and not self._is_first(call):
             return
@@ -261,30 +202,95 @@ class Service:
             # It may stay, as the value of a reference, and each frame leads back to this one, which has the arguments.
             self._runner.refuse(call, foreign.with_traceback(error, None))
             answers.pass_on(error)
-        finally:
-            failure = None  # its traceback refers to this frame, and so it would keep the arguments
+
+    def _begin(self, frame: Frame, message: Call) -> ServedCall:
+        """The call of that message is served from here on: something takes it out, and answers or cancels it."""
+        call = ServedCall(self._home, self._info, frame, message, self._permits)
+        call.caller_id, call.record = self.record.id, self.record
+        if type(frame) is Message:
+            call.landing = frame.landing
+        call.size = len(frame.body)
+        if frame.segments and call.landing is None:
+            call.size += sum(map(len, frame.segments))
+        self._served.begin(call)
+        if message.creates is not None:
+            self._home.references.on_create(message.creates, self.record.id, call)
+        backlog = self._backlog
+        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.most:
+            backlog.stop_calls()
+        return call
+
+    def _refusal(self, call: ServedCall, message: Call) -> RpcError | None:
+        """Why a call that has come is not run; None if it is. A call that tells of an end is always run: what was
+        accepted may wait for it.
+        """
+        served, options = self._served, self._engine.options
+        refusal: RpcError | None = None
+        if not (
+            len(served.calls) - 1 - served.system < options.max_queued_calls
+            and served.system < self._most_own
+            and served.queued <= options.max_queued_bytes
+            and (call.credit is None or served.streams <= options.max_streams)
+            and self._rate is None
+            and not self._engine.lifetime.parting
+        ):
+            refusal = self._why_refused(call, message)
+        if refusal is None and message.payload.references:
+            self._home.references.coming(message.payload.references)
+        return refusal
+
+    def _why_refused(self, call: ServedCall, message: Call) -> RpcError | None:
+        """As `_refusal`, where there may be too much for the call to be run, or this worker leaves."""
+        system = self._resolver.is_system(message.function)
+        why = self._overload(call, system)
+        refusal: RpcError
+        if why is not None:
+            refusal = Overloaded(f"worker {self._engine.name!r} {why}")
+        elif self._engine.lifetime.parting and not system and not self._home.continues(call.origin):
+            refusal = PeerLeft(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
+        else:
+            return None
+        return None if self._resolver.is_brief(message.function) else refusal
+
+    def _overload(self, call: ServedCall, system: bool) -> str | None:
+        """Of what there is too much for that call to be run; None if there is room for it."""
+        served, options, who = self._served, self._engine.options, self.record.name
+        users = len(served.calls) - 1 - served.system
+        if not system and users >= options.max_queued_calls:
+            return f"has {users} calls of {who!r} waiting or running (max_queued_calls); this one was not run"
+        if system and served.system >= self._most_own:
+            return (
+                f"has {served.system} calls of the runtime of {who!r} waiting (max_queued_calls); this one was not run"
+            )
+        if served.queued > options.max_queued_bytes and self._has_no_room(call.size):
+            return (
+                f"has {served.queued - call.size} bytes of arguments for calls of {who!r} waiting or running, and this "
+                f"one has {call.size} (max_queued_bytes); it was not run"
+            )
+        if call.credit is not None and served.streams > options.max_streams:
+            return f"has {options.max_streams} streams of {who!r} open (max_streams); this one was not"
+        if self._rate is not None and not self._within_rate(system, call.started):
+            return f"takes {options.max_call_rate:g} calls a second of {who!r} (max_call_rate); this one was not run"
+        return None
 
     def _has_no_room(self, size: int) -> bool:
         """Whether a call with so many bytes of arguments, with which there are more than there may be, is too much.
 
-        One that is longer than all may be together has to find no more than that before it: else a stream or somebody
-        who waits at a queue, with a few bytes each, would keep it out for ever. One with next to none always has room:
-        the calls that have taken it may wait for this one, as items that are put into a full queue wait for a get.
+        A call whose arguments alone exceed max_queued_bytes is admitted while the others do not exceed it: otherwise a
+        few waiting calls would starve it. A call with next to no arguments always has room: the calls that fill it may
+        wait for this one, as items that are put into a full queue wait for a get.
         """
         limit = self._engine.options.max_queued_bytes
-        return size > SMALL and (size <= limit or self._answers.queued - size > limit)
+        return size > SMALL and (size <= limit or self._served.queued - size > limit)
 
-    def _within_rate(self, message: Call, now: float) -> bool:
-        """Whether there is room for that call by `max_call_rate`. The runtime's own always have it: reading waits."""
-        if self._is_system(message):
+    def _within_rate(self, system: bool, now: float) -> bool:
+        """Whether there is room for a call by `max_call_rate`. The runtime's own always have it: reading waits."""
+        if system:
             early = self._own_rate.owe(now) if self._own_rate is not None else 0.0
             if early:
                 self._backlog.hold_off(early)
             return True
         return self._rate is None or self._rate.take(now)
-
-    def _is_system(self, message: Call) -> bool:
-        return self._resolver.is_system(message.function)
 
     def _is_first(self, call: ServedCall) -> bool:
         """Whether an idempotent call is to be run; else it is answered as an earlier try of it."""
@@ -330,18 +336,17 @@ class Service:
         """The caller has given up on that call. expired: as its time was up. ended: as the connection has ended."""
         call = self.calls.get(call_id)
         if call is not None:
-            # Before it is taken out: whoever has its answer ready and finds it gone has to see why (`_may_answer`).
-            call.unwaited = self._why_unwaited(call, expired, ended)
+            # Before it is taken out: who has its answer ready, and finds it gone, has to see why (`_may_answer`).
+            call.unwaited = self._why_unwaited(expired, ended)
             call.cancelled = True
-            call = call if self._answers.take(call) else None
+            outcome = CallOutcome.TIMEOUT if expired else CallOutcome.LOST if ended else CallOutcome.CANCELLED
+            call = call if self._served.end(call, outcome) else None
         self.link.distribution.give_up(call_id)  # large buffers of its answer or its items may be on their way
         if call is None:
             return
-        if not call.system:
-            self._engine.counters.cancelled += 1
         if call.once is not None:
             self._answers.forget(call)
-        # Where this worker has closed its connections, whoever waits for the value hears that it has, and nothing else.
+        # Where this worker has closed its connections, those that wait for the value hear that, and nothing else.
         if call.creates is not None and not (ended and self._engine.closed):
             # The creator knows by itself; but a fetch of its own, or of a third worker, may wait for the value here.
             error: RpcError = RpcCancelled(f"{call.function} was cancelled by its caller")
@@ -356,7 +361,7 @@ class Service:
         if tell is not None:
             tell()
 
-    def _why_unwaited(self, call: ServedCall, expired: bool, ended: bool) -> str:
+    def _why_unwaited(self, expired: bool, ended: bool) -> str:
         if ended:
             return "this worker has left" if self._engine.closed else GONE
         return OVERDUE if expired else CANCELLED
@@ -384,7 +389,7 @@ class Service:
         )
 
     def close(self) -> None:
-        """The connection has ended: nobody waits for these calls any more. Some go on all the same (`_goes_on`).
+        """The connection has ended: no one waits for these calls any more. Some go on all the same (`_goes_on`).
 
         Of such there are no more, with no more bytes of arguments, than one caller may have: a member that comes and
         goes again and again would leave ever more behind.
@@ -409,7 +414,7 @@ class Service:
 
     def _goes_on(self, call: ServedCall) -> bool:
         """Whether a call goes on although its caller is gone, as with torch all do: others may wait for the value that
-        `remote` has begun to create. Not a stream, whose items nobody takes, nor what this worker ends as it leaves.
+        `remote` has begun to create. Not a stream, whose consumer is gone, nor what this worker ends as it leaves.
         """
         if call.system or call.credit is not None or call.once is not None or self._engine.closed:
             return False
@@ -424,24 +429,3 @@ class Service:
         """This worker leaves: tell the caller so behind the answers that are queued, and close the connection."""
         self.goodbye()
         self.connection.close()
-
-    # --- looking, from any thread -------------------------------------------------------------------------------------
-
-    def pending_calls(self) -> list[PendingCall]:
-        """The calls of users that are being served."""
-        now = time.monotonic()
-        return [
-            PendingCall(
-                "served",
-                self.record.name,
-                call.function,
-                now - call.started,
-                None if call.deadline is None else call.deadline - now,
-            )
-            for call in list(self.calls.values())
-            if not call.system
-        ]
-
-    def user_calls(self) -> int:
-        """How many calls of users are being served."""
-        return sum(not call.system for call in list(self.calls.values()))

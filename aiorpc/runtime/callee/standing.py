@@ -11,8 +11,8 @@ loop, as it came and in order, which costs a change of threads more. So a caller
 for the next call, and for twice as many each time again.
 
 Invariants
-1. Whoever has read from a connection hands out what it has read before anybody reads on. So calls are begun in the
-   order in which they came, and the word that one was given up is never heard before the call itself.
+1. A thread that has read from a connection hands out what it has read before any thread reads on. So calls are begun in
+   the order in which they came, and the word that one was given up is never heard before the call itself.
 2. A call that a thread has read is a job like any other: it is taken in its turn, by whichever thread is free.
 3. While a handler runs, the loop hears of all that its caller has to say.
 """
@@ -69,8 +69,8 @@ class RunnerForStanding(Protocol):
 class Standing:
     """See the module: what a thread of the pool stands by for (`engine.lookout.JobSource`).
 
-    pause: for how many calls the caller is given up; whoever has a thread stand by counts them, and says in `running`
-    which call it runs.
+    pause: for how many calls the caller is given up; the runner, which has threads stand by, counts them, and says in
+    `running` which call it runs.
     """
 
     def __init__(self, service: ServiceForStanding, runner: RunnerForStanding, connection: Connection) -> None:

@@ -6,10 +6,10 @@ pending then or is made later.
 
 Invariants
 1. GONE is final: a worker that comes back under the same name is a new one (it has another incarnation).
-2. Whoever holds the lock of the references may send here, and sending takes `_lock`. So nothing that holds `_lock` may
-   take the lock of the references.
-3. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and whoever
-   sends meanwhile waits for the lock, so that no message overtakes them.
+2. A thread that holds the lock of the references may send here, and sending takes `_lock`. So nothing that holds
+   `_lock` may take the lock of the references.
+3. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and a
+   thread that sends meanwhile waits for the lock, so that no message overtakes them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_fra
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Cancel, Goodbye, Recorded, read_goodbye, write
 from ...protocol.reference_messages import PassedReference
-from ...protocol.states import PEER, PeerEvent, PeerState
+from ...protocol.states import PEER, CallOutcome, PeerEvent, PeerState
 from ...transport.connection import Connection
+from ..engine.call_events import Step
 from ..engine.deadlines import Deadlines
 from ..engine.engine import Engine
 from ..engine.observing import Passage, ask, frame_passage
 from ..gradients.contexts import Gradients
 from ..links.accelerators import Accelerators
 from ..links.link import FEW, KindMethod, Link
+from .arriving import Arriving
+from .arriving import Home as ArrivingHome
 from .future import CallFuture
 from .known import KnownFunctions
-from .owed import Home as OwedHome
-from .owed import OwedCall, OwedCalls
+from .pending import PendingCalls
 from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
 
 
@@ -50,10 +52,10 @@ class ReferencesForPeer(Protocol):
     """The references of the worker, as far as peers need them: for references in answers."""
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[object]:
-        """Handles of the references in a message from `sender`. left: the same, without those that were taken."""
+        """Handles of the references in a message from `sender`."""
 
 
-class Home(OwedHome, Protocol):
+class Home(ArrivingHome, Protocol):
     """What an addressee needs of the worker that sends to it."""
 
     gradients: Gradients
@@ -100,7 +102,8 @@ class Addressee:
         self.safe: bool = self.engine.safe
         self.max_body: int = self.engine.options.max_frame_bytes
         self.max_segment: int = self.engine.options.max_tensor_bytes
-        self.owed: OwedCalls = OwedCalls(home, deadlines, self)
+        self.pending: PendingCalls = PendingCalls(home.engine, deadlines, self)
+        self._arriving = Arriving(home, self.pending, self)
         self.gone: RpcError | None = None
         self.parting: RpcError | None = None
         self.ended: float = 0.0
@@ -110,13 +113,12 @@ class Addressee:
         self.connection: Connection | None = None
         self.link: Link | None = None
         self.methods: dict[int, KindMethod] = {
-            REPLY: self.owed.on_answer,
-            ERROR: self.owed.on_answer,
-            ITEM: self.owed.on_item,
+            REPLY: self._arriving.on_answer,
+            ERROR: self._arriving.on_answer,
+            ITEM: self._arriving.on_item,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self.on_failed: Callable[[Frame, Exception], None] = self.owed.on_failed
-        self.call_of: Callable[[int], OwedCall | None] = self.owed.pending.get
+        self.on_failed: Callable[[Frame, Exception], None] = self._arriving.on_failed
         self._home = home
         self._lifetime = home.engine.lifetime
         self._waiting = WaitingMessages()
@@ -135,7 +137,7 @@ class Addressee:
             self.known.forget_main()
         self.other_python = record.minor if record.minor != self.engine.record.minor else ""
         self.former = None
-        self.record = record  # at last: whoever sees it relies on the above
+        self.record = record  # at last: a thread that sees it relies on the above
 
     @property
     def as_torch(self) -> bool:
@@ -168,10 +170,11 @@ class Addressee:
     def send_later(self, message: WaitingFrame) -> None:
         """Keep a message until there is a link; send it if there is one by now. Any thread."""
         if not message.passed and self.record is not None and self.engine.observers:
-            # It leaves as far as its sender is concerned; once there is a link nobody is asked again.
+            # It leaves as far as its sender is concerned; once there is a link no observer is asked again.
             passage = frame_passage(message.kind, message.call_id, message.frame, message.call, self.record)
             ask(self.engine.observers, passage, partial(self.send_later, message._replace(passed=True)), nothing)
             return
+        self._tell_of(message, "queued")
         with self._lock:
             link = self.link
             if self.connection is None or link is None:
@@ -181,7 +184,13 @@ class Addressee:
 
     def _send_waiting(self, link: Link, message: WaitingFrame) -> None:
         kind, call_id, frame, call, passed = message
+        self._tell_of(message, "running")
         link.send(kind, call_id, frame, call=call, passed=passed)
+
+    def _tell_of(self, message: WaitingCall | WaitingFrame, step: Step) -> None:
+        """Tell the observers of calls of a step of the call that is in that message."""
+        if self.engine.call_observers and message.call is not None and message.call_id in self.pending.calls:
+            self.pending.tell(step, message.call)
 
     def send_buffers(self, message: WaitingCall) -> None:
         """Send a call that has buffers: from here, or from a thread if that takes too long here. Any thread."""
@@ -197,6 +206,7 @@ class Addressee:
                 again = partial(self.send_buffers, message._replace(passed=True))
                 ask(self.engine.observers, passage, again, message.out.unsend if message.out is not None else nothing)
                 return
+            self._tell_of(message, "queued")
             with self._lock:
                 link = self.link
                 if self.connection is None:
@@ -225,26 +235,26 @@ class Addressee:
 
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
         """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
-        call_id, owed, out = message.call_id, self.owed, message.out
-        parcel = None
+        call_id, pending, out = message.call_id, self.pending, message.out
+        envelope = None
+        if out is not None:
+            out.posted = True
         try:
-            if out is not None:
-                out.posted = True
-            urgent = len(owed.pending) <= FEW + owed.system
-            if call_id in owed.pending:
-                parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
+            if call_id in pending.calls:
+                envelope = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
         except Exception as error:
             if isinstance(message.call, CallFuture):
                 message.call.unsent = True
-            failure = self._not_sent(error)
-            self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
-        if parcel is None or call_id not in owed.pending:  # given up meanwhile
-            if parcel is not None:
-                link.distribution.withdraw(parcel)
+            self.engine.call_on_loop(pending.fail_one, call_id, self._not_sent(error))  # not here: as in `_unsend`
+        if envelope is None or call_id not in pending.calls:  # given up meanwhile
+            if envelope is not None:
+                link.distribution.withdraw(envelope)
             self._unsend(out)
             return
-        link.post(parcel, urgent=urgent, call=message.call, undo=out, passed=message.passed)
-        if call_id not in owed.pending:
+        self._tell_of(message, "running")
+        urgent = len(pending.calls) <= FEW + pending.system
+        link.post(envelope, urgent=urgent, call=message.call, undo=out, passed=message.passed)
+        if call_id not in pending.calls:
             deadline = message.call._deadline
             expired = deadline is not None and deadline <= time.monotonic()
             self.call_off(call_id, expired)  # the word that it was given up may have come before it
@@ -271,7 +281,7 @@ class Addressee:
             self._unsend(other.out)
         elif other is not None and not self.same_main:
             self._unsend(message.out)
-            self.engine.call_on_loop(self.owed.settle, message.call_id, other)  # not here: as in `post`
+            self.engine.call_on_loop(self.pending.fail_one, message.call_id, other)  # not here: as in `post`
             return None
         return message._replace(otherwise=None)
 
@@ -305,7 +315,7 @@ class Addressee:
 
         False if the call may have been sent, or has ended. Any thread.
         """
-        return self._take_back(call_id) and self.owed.take(call_id) is not None
+        return self._take_back(call_id) and self.pending.end(call_id, CallOutcome.CANCELLED) is not None
 
     def _take_back(self, call_id: int) -> bool:
         # To a worker that has not joined yet. No reference can be inside of such a call, because encoding one needs the
@@ -314,12 +324,12 @@ class Addressee:
             return self.record is None and self._waiting.take_back(call_id)
 
     def turn_away(self, before: float, error: Callable[[], RpcError]) -> None:
-        """Nobody of that name is there: the calls made before that time end, but for those that wait. On the loop."""
-        for call in list(self.owed.pending.values()):
+        """No worker has that name: the calls made before that time end, but for those that wait. On the loop."""
+        for call in list(self.pending.calls.values()):
             if not call.patient and call.started <= before:
                 with self._lock:
                     self._waiting.take_back(call.call_id)
-                self.owed.settle(call.call_id, error())
+                self.pending.fail_one(call.call_id, error())
 
     def rest(self) -> bool:
         """Go back to IDLE if no message waits for the connection any more; True if so. On the loop."""
@@ -368,7 +378,7 @@ class Addressee:
         with self._lock:
             link = self.link
             assert link is not None, "it was made when the connection was"
-            while True:  # in order; whoever calls meanwhile waits for the lock
+            while True:  # in order; a thread that calls meanwhile waits for the lock
                 if not self._waiting:
                     break
                 for each in self._waiting.take_all():
@@ -397,7 +407,7 @@ class Addressee:
             link.close()
 
     def fail(self, error: RpcError) -> None:
-        """The peer is gone for good: every call that it owes us ends with that error. On the loop. Idempotent.
+        """The peer is gone for good: every pending call ends with that error. On the loop. Idempotent.
 
         This is the only place where a peer becomes GONE.
         """
@@ -408,7 +418,7 @@ class Addressee:
             self.ended = time.monotonic()
             self.state = PEER.next(self.state, _event_of(error, self.state))
             self._waiting.take_all()  # their calls end with that error
-        self.owed.fail(error)
+        self.pending.fail(error)
         # Let go of the connection: it has a long buffer, and a peer that is gone is kept for its name.
         connection, self.connection = self.connection, None
         if connection is not None:

@@ -14,8 +14,11 @@ from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
 from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...interrupts import has_ended_wait
+from ...protocol.identity import WorkerRecord
+from ...protocol.states import PeerState
 from ...sites import CallSite
 from ...transport.connection import Connection
+from ..engine.call_events import CallKind
 from ..engine.engine import Engine
 from ..links.link import Link
 from .known import FunctionEntry
@@ -24,42 +27,39 @@ from .unawaited import ADVICE, Unawaited
 _CFuture = torch._C.Future
 
 
-class CallForFuture(Protocol):
-    """A call that a peer owes us, as far as who reads its answer knows it. _error: what it has ended with."""
-
-    _error: BaseException | None
-    call_id: int
-    streamed: bool
-
-    def _settle(self, value: object, error: BaseException | None = None) -> bool: ...
+class DescribedCall(Protocol):
+    """A call that has words for itself."""
 
     def _describe(self) -> str: ...
 
 
-class OwedForFuture(Protocol):
-    """The calls that a peer owes us (`OwedCalls`), as far as the Future of one of them knows them."""
+class CallsOfPeer(Protocol):
+    """The pending calls of one peer (`PendingCalls`), as far as one of them knows them."""
 
     @property
-    def pending(self) -> Mapping[int, CallForFuture]: ...
+    def calls(self) -> Mapping[int, Any]: ...
 
     def cancel(self, call_id: int) -> None:
         """The caller of that call has given up."""
 
-    def settle(self, call_id: int, error: RpcError) -> None:
+    def fail_one(self, call_id: int, error: RpcError) -> None:
         """That call ends with that error."""
 
     def end_overdue(self, call_id: int, now: float) -> float:
         """End that call if its time was up a while ago; its deadline if that is still to come, else infinity."""
 
 
-class PeerForFuture(Protocol):
-    """The worker that was called (`Peer`), as far as the Future of a call knows it."""
+class PeerOfCall(Protocol):
+    """The worker that was called (`Peer`), as far as its calls know it."""
 
     engine: Engine
     name: str
     devices: bool
     connection: Connection | None
     link: Link | None
+    record: WorkerRecord | None
+    state: PeerState
+    trouble: str
 
     @property
     def marks(self) -> Marks: ...
@@ -68,7 +68,10 @@ class PeerForFuture(Protocol):
     def as_torch(self) -> bool: ...
 
     @property
-    def owed(self) -> OwedForFuture: ...
+    def pending(self) -> CallsOfPeer: ...
+
+    def call_off(self, call_id: int, expired: bool = False) -> None:
+        """That call has ended here: take it back, or tell the callee. expired: its time is up."""
 
 
 class CallFuture(Unawaited, Future[Any]):
@@ -77,13 +80,19 @@ class CallFuture(Unawaited, Future[Any]):
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
     limit. system: whether it is the runtime's own. again: what its Error said of another try; None: no Error has come.
     streamed: whether it stands for the end of a stream. patient: whether it waits for a worker of that name to join,
-    whoever bore the name before. allowed: seconds that all tries of the call have together, if it is tried again.
-    unsent: whether it has failed as it was about to be sent. nested: whether a handler has made it, whose call it is
-    part of. parked: whether it waits at its callee for what others do, and nothing of users' runs there for it.
+    whichever worker bore the name before. allowed: seconds that all tries of the call have together, if it is tried
+    again. unsent: whether it has failed as it was about to be sent. parked: whether it waits at its callee for what
+    others do, and no code of users runs there for it. kind, parent, part_of, size: as in a `CallEvent`; size is set for
+    observers.
     """
 
-    allowed: float | None = None  # no slots: few have them
-    unsent = nested = parked = False
+    # Defaults on the class, which few calls change.
+    allowed: float | None = None
+    unsent = parked = False
+    kind: CallKind = "call"
+    parent: tuple[str, int] | None = None
+    part_of: tuple[str, int | str] | None = None
+    size: int = 0
 
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
     __slots__ = (
@@ -107,7 +116,7 @@ class CallFuture(Unawaited, Future[Any]):
 
     def __init__(
         self,
-        peer: PeerForFuture,
+        peer: PeerOfCall,
         entry: FunctionEntry,
         call_id: int,
         started: float,
@@ -120,7 +129,7 @@ class CallFuture(Unawaited, Future[Any]):
         self._error = None
         self._value = None
         self._site: CallSite | None = None
-        self.peer: PeerForFuture = peer
+        self.peer: PeerOfCall = peer
         self.entry: FunctionEntry = entry
         self.started: float = started
         self._deadline: float | None = deadline
@@ -156,36 +165,36 @@ class CallFuture(Unawaited, Future[Any]):
         return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
+        """Read answers in this thread, which waits, until this call has ended or `enough()`."""
         peer = self.peer
         connection, link = peer.connection, peer.link
         # While messages are held, and for streams and devices, only the loop reads: the order of messages matters then.
         if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
-        loop, pending = peer.engine.call_on_loop, peer.owed.pending
-        current: CallForFuture | None = None
+        calls, leave_to_loop = peer.pending.calls, peer.engine.call_on_loop
+        call: Any = None
         try:
             while self._state == PENDING:
                 frames = connection.read_here(enough)
                 if not frames:
                     return
                 for frame in frames:
-                    current = pending.get(frame.call_id)
-                    if link.held or (current is not None and current.streamed):
-                        loop(link.take_over, frame)
+                    call = calls.get(frame.call_id)
+                    if link.held or (call is not None and call.streamed):
+                        leave_to_loop(link.take_over, frame)
                         continue
                     try:
                         link.on_frames([frame])
-                    except ProtocolError:  # it is nonsense, and the loop ends the connection
-                        loop(link.take_over, frame)
+                    except ProtocolError:  # the loop ends the connection for it
+                        leave_to_loop(link.take_over, frame)
         except BaseException as error:
             if has_ended_wait(error):
                 raise
             peer.engine.lifetime.break_down(error)
-            # This thread had taken that call out of `pending` and was about to settle it: nobody else will. Had it
-            # begun to, the call is complete, and this changes nothing.
-            if current is not None and current.call_id not in pending:
+            # This thread had ended that call and was about to settle it: no other one will.
+            if call is not None and call.call_id not in calls:
                 with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
-                    current._settle(None, RpcCancelled(f"{current._describe()} was interrupted as its answer was read"))
+                    call._settle(None, RpcCancelled(f"{call._describe()} was interrupted as its answer was read"))
             raise
 
     if not TYPE_CHECKING:  # for a checker there is nothing
@@ -205,19 +214,19 @@ class CallFuture(Unawaited, Future[Any]):
 
     def _end_overdue(self, now: float) -> float:
         """As of any Future."""
-        return self.peer.owed.end_overdue(self.call_id, now)
+        return self.peer.pending.end_overdue(self.call_id, now)
 
     def _on_cancel(self) -> None:
-        self.peer.owed.cancel(self.call_id)
+        self.peer.pending.cancel(self.call_id)
 
     def refuse(self, error: RpcError) -> None:
         """The call cannot be sent, and ends with that error. Any thread."""
-        self.peer.owed.settle(self.call_id, error)
+        self.peer.pending.fail_one(self.call_id, error)
 
 
-def copy_for(error: RpcError, future: CallForFuture) -> RpcError:
+def copy_for(error: RpcError, call: DescribedCall) -> RpcError:
     """A copy of an error for one of several calls: raising one object in many places would mix up their tracebacks."""
-    copy = type(error)(f"{foreign.text_of(error)}; {future._describe()} got no answer")
+    copy = type(error)(f"{foreign.text_of(error)}; {call._describe()} got no answer")
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy

@@ -13,6 +13,7 @@ from ...protocol.identity import WorkerInfo
 from ...protocol.retries import check_backoff, check_retries
 from ...sites import call_site
 from ..calls.batched import Batched
+from ..calls.options import PLAIN_CALL, WAITING_CALL
 from ..references.rref import RRef
 from .misuse import stays_here
 from .objects import Home, ObjectHandle, not_tried_again
@@ -29,6 +30,7 @@ class PeerHandle:
         self._to = to
         self._timeout = timeout
         self._wait = wait
+        self._options = WAITING_CALL if wait else PLAIN_CALL
 
     @overload
     def call(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> Future[T]: ...
@@ -41,7 +43,7 @@ class PeerHandle:
 
     def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """As `aiorpc.call`, with this handle's options."""
-        return self._home.peers.find(self._to).call(function, args, kwargs, self._timeout, wait=self._wait)
+        return self._home.peers.find(self._to).call(function, args, kwargs, self._timeout, options=self._options)
 
     @overload
     def remote(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> RRef[T]: ...
@@ -53,7 +55,9 @@ class PeerHandle:
     def remote(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
 
     def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> RRef[object]:
-        """An RRef of the function's result on that worker, with this handle's timeout; it waits for nobody to join."""
+        """An RRef of the function's result on that worker, with this handle's timeout; it does not wait for the worker
+        to join.
+        """
         home = self._home
         return home.references.create(home.peers.find(self._to), function, args, kwargs, self._timeout, depth=2)
 
@@ -88,7 +92,7 @@ class RetryingHandle(PeerHandle):
 
     def __init__(self, home: Home, to: To, timeout: float, options: RetryOptions) -> None:
         super().__init__(home, to, timeout, wait=options.wait)
-        self._options = options
+        self._retry = options
 
     @overload
     def call(self, function: Batched[..., Arg, T], /, *args: Arg, **kwargs: Arg) -> Future[T]: ...
@@ -102,7 +106,7 @@ class RetryingHandle(PeerHandle):
     def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """As `aiorpc.call`, tried again as this handle says. The arguments must not change until it has ended."""
         site = call_site(sys._getframe(1))
-        return self._home.retries.call(self._to, function, args, kwargs, self._timeout, self._options, site)
+        return self._home.retries.call(self._to, function, args, kwargs, self._timeout, self._retry, site)
 
     def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> NoReturn:
         """Refused: the value of a reference is made once."""
@@ -114,13 +118,13 @@ class RetryingHandle(PeerHandle):
 
     def object(self, name: str) -> ObjectHandle:
         """As that of a handle without retries; calls of its methods are tried again, also while it is not served."""
-        return ObjectHandle(self._home, self._to, name, self._timeout, self._wait, self._options)
+        return ObjectHandle(self._home, self._to, name, self._timeout, self._wait, self._retry)
 
     def _refusal(self, verb: str) -> RpcUsageError:
         return not_tried_again(verb, self._to)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {self._options.retries} retries>"
+        return f"{super().__repr__()[:-1]}, {self._retry.retries} retries>"
 
 
 def retry_options(wait: bool, retries: int, backoff: object, idempotent: bool) -> RetryOptions:

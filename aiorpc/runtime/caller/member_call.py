@@ -7,32 +7,25 @@ from typing import Protocol
 from ...channels.landing import Arrival
 from ...errors import RpcError
 from ...sites import CallSite
-from .future import OwedForFuture
+from ..engine.call_events import CallKind
+from .future import PeerOfCall
 from .known import FunctionEntry
 
 
-class PeerForMember(Protocol):
-    """The worker that was called (`Peer`), as far as the call of one member knows it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def owed(self) -> OwedForFuture: ...
-
-
 class CallOfGroup(Protocol):
-    """The call of the whole group (`GroupCall`)."""
+    """The call of the whole group (`GroupCall`). _number: of it among the group calls of this process."""
+
+    _number: int
 
     def _take(self, place: int, value: object, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts.
 
-        Raises nothing, but for what a signal handler does; the outcome is taken then.
+        Raises nothing.
         """
 
 
 class MemberCall:
-    """What a `CallFuture` is to whoever settles it, without being a Future: nobody waits for this one.
+    """What a `CallFuture` is to its settler, without being a Future: no thread or task waits for this one.
 
     Its fields are those of a CallFuture. place: of the member in the group.
     """
@@ -43,6 +36,7 @@ class MemberCall:
 
     allowed: float | None = None  # it is not tried again
     parked = False
+    kind: CallKind = "call"
 
     __slots__ = (
         "_arrival",
@@ -53,10 +47,12 @@ class MemberCall:
         "again",
         "call_id",
         "entry",
-        "nested",
+        "parent",
+        "part_of",
         "patient",
         "peer",
         "place",
+        "size",
         "started",
         "streamed",
         "system",
@@ -66,24 +62,26 @@ class MemberCall:
         self,
         group: CallOfGroup,
         place: int,
-        peer: PeerForMember,
+        peer: PeerOfCall,
         entry: FunctionEntry,
         call_id: int,
         started: float,
         deadline: float | None,
         site: CallSite | None,
-        nested: bool = False,
+        parent: tuple[str, int] | None = None,
     ) -> None:
         self._group = group
         self._error: BaseException | None = None
         self.place: int = place
-        self.peer: PeerForMember = peer
+        self.peer: PeerOfCall = peer
         self.entry: FunctionEntry = entry
         self.call_id: int = call_id
         self.started: float = started
         self._deadline: float | None = deadline
         self._site: CallSite | None = site
-        self.nested: bool = nested
+        self.parent: tuple[str, int] | None = parent
+        self.part_of: tuple[str, int | str] = "group", group._number
+        self.size = 0
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None
         self._arrival: Arrival | None = None
@@ -103,22 +101,20 @@ class MemberCall:
         return self._subject
 
     def _settle(self, value: object, error: BaseException | None = None) -> bool:
-        """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
+        """It has ended. `PendingCalls.end` gives it to one thread, which calls this."""
         self._error = error
         self._group._take(self.place, value, error)
-        # It holds this call: what comes of both must not wait for the garbage collector. Not before it has taken the
-        # answer: whoever is interrupted meanwhile settles this once more.
-        del self._group
+        del self._group  # it holds this call: what comes of both must not wait for the garbage collector
         return True
 
     def _end_overdue(self, now: float) -> float:
         """As of a Future."""
-        return self.peer.owed.end_overdue(self.call_id, now)
+        return self.peer.pending.end_overdue(self.call_id, now)
 
     def cancel(self) -> None:
-        """Nobody wants its answer any more: the callee is told so. Any thread."""
-        self.peer.owed.cancel(self.call_id)
+        """Its answer is not wanted any more: tell the callee. Any thread."""
+        self.peer.pending.cancel(self.call_id)
 
     def refuse(self, error: RpcError) -> None:
         """The call cannot be sent, and ends with that error. Any thread."""
-        self.peer.owed.settle(self.call_id, error)
+        self.peer.pending.fail_one(self.call_id, error)

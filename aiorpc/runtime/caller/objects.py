@@ -13,6 +13,7 @@ from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import call_site
+from ..calls.options import PLAIN_CALL, WAITING_CALL
 from ..references.references import References
 from ..references.rref import RRef
 from .misuse import stays_here
@@ -164,7 +165,9 @@ def _invoke(method: _MethodOfObject[R], args: Args, kwargs: Kwargs) -> Any:
     if retried is not None:
         future = home.retries.call(to, function, args, kwargs, seconds, retried, call_site(sys._getframe(2)))
     else:
-        future = peer.call(function, args, kwargs, seconds, wait=handle._wait, depth=3)
+        future = peer.call(
+            function, args, kwargs, seconds, depth=3, options=WAITING_CALL if handle._wait else PLAIN_CALL
+        )
     return wait_alone(future) if verb == "rpc_sync" else future
 
 

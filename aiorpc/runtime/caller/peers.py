@@ -30,7 +30,7 @@ from .peer import Peer
 
 To = str | int | WorkerInfo
 
-#: Of names that nobody bears, and that nothing waits for, so many of the latest have a peer.
+#: Of names without a worker, which nothing waits for, so many of the latest have a peer.
 UNMET = 128
 
 
@@ -53,7 +53,7 @@ class Home(PeerHome, Protocol):
     def group(self) -> GroupForPeers: ...
 
     def on_unknown(self, worker_id: int) -> None:
-        """Nobody in the group has that id. On the loop."""
+        """No member of the group has that id. On the loop."""
 
 
 class Peers:
@@ -62,7 +62,7 @@ class Peers:
     Its methods may be called from any thread where they do not say otherwise. A peer is entered under its id and its
     name. Entries are made under the lock and read without it.
 
-    A name that nobody bears has a peer, too: it knows when the name was called first, and whose it was before. While
+    A name without a worker has a peer, too: it knows when the name was called first, and whose it was before. While
     something waits for it (CONNECTING) it stays; else it is in `_resting`, of which the oldest are let go of, as users
     may ask for any number of names. Another thread may have found such a one just then, and call it: so those who have
     it keep it in `_let_go`, where its calls are looked after, and it is entered again when it is looked for.
@@ -78,7 +78,7 @@ class Peers:
         self._deadlines = Deadlines(home.engine.loop, self._scan_deadlines)
         self._peers: dict[str | int, Peer] = {}
         self._ranks: dict[int, int] = {}  # in a group of fixed size: the id of the worker that has the place, or had it
-        self._resting: dict[Peer, None] = {}  # those of names that nobody bears, the oldest first
+        self._resting: dict[Peer, None] = {}  # those of names without a worker, the oldest first
         self._let_go: WeakValueDictionary[int, Peer] = WeakValueDictionary()  # by what `id` gives
         self._replaced: dict[int, tuple[WorkerRecord, RpcError]] = {}
         self._lock = Lock()
@@ -98,7 +98,7 @@ class Peers:
 
     def _scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
-        return min((peer.owed.scan_deadlines(now) for peer in self.all()), default=float("inf"))
+        return min((peer.pending.scan_deadlines(now) for peer in self.all()), default=float("inf"))
 
     def close(self) -> None:
         """This worker leaves: say goodbye to all peers, and end the calls that are still pending. On the loop."""
@@ -109,8 +109,10 @@ class Peers:
     def find(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it."""
         known = self._peers.get(to) if type(to) is str else None
-        if known is not None and known.gone is None:
-            return known
+        return known if known is not None and known.gone is None else self._find(to)
+
+    def _find(self, to: To) -> Peer:
+        """As `find`, for what is no name of a peer that is there."""
         number = _number_in(to.name) if isinstance(to, WorkerInfo) else None
         if number is not None:  # as `info` says where the name is not known
             return self.by_id(number)
@@ -139,7 +141,7 @@ class Peers:
         while len(self._resting) > UNMET:
             oldest = next(iter(self._resting))
             del self._resting[oldest]
-            if oldest.record is not None or oldest.state is PeerState.CONNECTING or oldest.owed.pending:
+            if oldest.record is not None or oldest.state is PeerState.CONNECTING or oldest.pending.calls:
                 continue  # it is known now, or will come here again
             if self._peers.get(oldest.name) is not oldest:
                 continue
@@ -158,7 +160,7 @@ class Peers:
     def by_id(self, worker_id: int) -> Peer:
         """The peer with that id; in a group of fixed size one that is gone, if there is no such member.
 
-        If nobody has told us about a worker of a free group yet, it is looked for when it is first used.
+        A worker of a free group that is not known yet is looked for when it is first used.
         """
         peer = self._peers.get(worker_id)
         if peer is not None and (peer.gone is None or peer.record is not None or self._engine.closed):
@@ -167,7 +169,7 @@ class Peers:
             replaced = self._replaced.get(worker_id)
             if replaced is not None:
                 return self._make_gone(*replaced)
-            peer = self._make(_name_of(worker_id), None)  # and not kept: whoever invents ids must not fill our memory
+            peer = self._make(_name_of(worker_id), None)  # and not kept: invented ids must not fill our memory
             peer.fail(_no_member(worker_id))
             return peer
         with self._lock:
@@ -310,7 +312,7 @@ class Peers:
         return replaced[0].name if replaced is not None else _name_of(worker_id)
 
     async def locate(self, peer: Peer) -> WorkerRecord | None:
-        """The record of a peer, looking for it if it has not joined; None once nobody waits for that. On the loop."""
+        """The record of a peer, looking for it if it has not joined; None once nothing waits for that. On the loop."""
         self._searches[peer] = met = asyncio.Event()
         by_name = _number_in(peer.name) is None
         if by_name and peer.record is None:
@@ -364,7 +366,7 @@ class Peers:
         return peer.record
 
     def not_come(self, peer: Peer, error: BaseException | None) -> BaseException | None:
-        """The error of somebody who has waited for a worker, for the one that the call to it has ended with."""
+        """The error of a wait for a worker, for the one that the call to it has ended with."""
         if not isinstance(error, RpcTimeout):
             return error
         within, former, record = f"within {error.seconds:g} s", peer.former, peer.record
@@ -382,7 +384,7 @@ class Peers:
         return RpcTimeout(text, worker=peer.name, function="wait_for", seconds=error.seconds)
 
     def _absent(self, peer: Peer, silent: StoreGone | None) -> RpcError:
-        """The error of a call to a name that nobody bears now. silent: why the store cannot say whether it is so."""
+        """The error of a call to a name without a worker. silent: why the store cannot say whether it is so."""
         name, engine = peer.name, self._engine
         advice = f"Nothing was sent. To wait until it comes: `await rpc.wait_for({name!r})`, or `peer(..., wait=True)`"
         unseen = "nobody of that name has joined since"
@@ -412,7 +414,7 @@ class Peers:
         return await asyncio.shield(self._next_look)
 
     async def _look_until(self, met: asyncio.Event) -> list[WorkerRecord]:
-        """As `_look`; nobody once a worker is met otherwise, as the store may not answer for long."""
+        """As `_look`; no members once a worker is met otherwise, as the store may not answer for long."""
         look = self._engine.tasks.spawn(self._look())
         try:
             await self._engine.tasks.done_or_set(look, met)
@@ -446,7 +448,7 @@ def _number_in(name: str) -> int | None:
 def _was_not_found(peer: Peer) -> bool:
     """Whether that peer ended before it was known which worker it is, as where the store could not be asked.
 
-    It is of no use to whoever meets that worker, or looks for it once more.
+    It is of no use once that worker is met, or looked for again.
     """
     return peer.gone is not None and peer.record is None
 

@@ -2,7 +2,7 @@
 
 A try is worth another one if it ended because the worker was lost, has left, or could not be reached, or because a
 queue was full, here or there, or because the worker serves no object of that name, which its replacement may do by
-and by; and if nobody is in a group just now, as its last member was lost. Whatever the function itself raised is its
+and by; and if a group is empty just now, as its last member was lost. What the function itself raised is its
 answer, and so is what the callee refuses for good. The callee's word decides: an Error says whether the call may be
 sent again.
 """
@@ -39,15 +39,15 @@ from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
 from ...protocol.trace_context import TraceContext
 from ...sites import CallSite, describe_site
-from ...undoing import on_error
 from ..calls import tracing
 from ..calls.current import CommonHome, current_call, is_nested
 from ..calls.functions import describe
+from ..calls.options import CallOptions
 from ..calls.pending import PendingCall
 from ..engine.engine import Engine
 from ..gradients.contexts import Gradients
 from .future import CallFuture
-from .peer import Peer, Try
+from .peer import Peer
 from .peers import Peers, To
 from .unawaited import Unawaited
 
@@ -106,7 +106,7 @@ class Retries:
     ) -> Future[object]:
         """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
 
-        to: the worker, or what chooses one for each try. met: whether there was somebody to choose before, so that
+        to: the worker, or what chooses one for each try. met: whether there was a worker to choose before, so that
         UnknownWorker is a try that has failed, as it is behind the first one.
         Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
         """
@@ -147,9 +147,10 @@ class Retries:
         seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
         peer = self._home.peers.find(to() if callable(to) else to)
         once = None if number is None else (number, future.reached.count(peer))
-        one_try = Try(future._site, once, future.allowed)
+        part_of = "retries", future.number
+        options = CallOptions(wait, site=future._site, once=once, allowed=future.allowed, part_of=part_of)
         with tracing.using(future.trace):  # a later try is made wherever the one before has ended
-            return peer.call(function, args, kwargs, seconds, wait=wait, one_try=one_try)
+            return peer.call(function, args, kwargs, seconds, options=options)
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
         """That call waits for its next try from now on."""
@@ -212,6 +213,7 @@ class RetriedFuture(Unawaited, Future[object]):
         allowed: float | None,
     ) -> None:
         super().__init__()
+        self.number: int = next(engine.numbers)
         self._deadline, self.allowed = tries.deadline, allowed
         self.function, self.to = function, to
         self._subject: str = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
@@ -230,16 +232,17 @@ class RetriedFuture(Unawaited, Future[object]):
     def begin(self, make: Callable[[], CallFuture], met: bool) -> None:
         """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
         self._make = make
-        with on_error(self.cancel):  # nobody will get this Future
-            self._retries.calls.add(self)
-            try:
-                call = make()
-            except (Overloaded, UnknownWorker) as error:
-                if isinstance(error, UnknownWorker) and not met:
-                    raise
-                self._failed(error)
-                return
-            self._follow(call)
+        self._retries.calls.add(self)
+        try:
+            self._follow(make())
+        except (Overloaded, UnknownWorker) as error:
+            if isinstance(error, UnknownWorker) and not met:
+                self.cancel()
+                raise
+            self._failed(error)
+        except BaseException:  # the program does not get this Future
+            self.cancel()
+            raise
 
     def _follow(self, call: CallFuture) -> None:
         """A try is under way."""
@@ -252,10 +255,6 @@ class RetriedFuture(Unawaited, Future[object]):
         call._when_settled(self._on_settled)
 
     def _on_settled(self, call: Future[object]) -> None:
-        with on_error(self.cancel):  # a signal handler has raised it, and a try that was counted is not counted again
-            self._take(call)
-
-    def _take(self, call: Future[object]) -> None:
         """A try has ended."""
         assert type(call) is CallFuture, "it was made by `Peer.call`"
         call._mark_seen()

@@ -12,7 +12,7 @@ from ...sites import CallSite
 from .future import CallFuture
 from .unawaited import Unawaited
 
-#: Gives the error that whoever waits is to get for the one that a call has ended with; None if it has a value.
+#: Gives the error of a wait for the one that a call has ended with; None if it has a value.
 Words = Callable[[BaseException | None], BaseException | None]
 
 
@@ -50,10 +50,3 @@ class RewordedFuture(Unawaited, Future[Any]):
 
     def _on_cancel(self) -> None:
         self._call.cancel()
-
-
-def reworded(
-    call: CallFuture, words: Words, make: Callable[[CallFuture, Words], RewordedFuture] = RewordedFuture
-) -> RewordedFuture:
-    """That Future of a call that was just made. make: makes it, where it is one of another class."""
-    return make(call, words)

@@ -23,6 +23,7 @@ from ...errors import ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.frames import Buffer, Kind
 from ...protocol.messages import Credit, Method, ObjectMethod, Values, write
+from ..calls.options import CallOptions
 from ..calls.values import decode
 from ..engine.blocking import BlockingIterator
 from .future import CallFuture
@@ -52,7 +53,7 @@ class Stream(BlockingIterator[T_co]):
         self._items: deque[_Item] = deque()
         self._taken = 0
         self._waiter: _Waiter | None = None
-        self._since: float | None = None  # when somebody began to wait for the next item together with other streams
+        self._since: float | None = None  # when a wait for the next item, together with other streams, began
         self._finished = False
 
     def _start(self, end: CallFuture) -> None:
@@ -69,7 +70,7 @@ class Stream(BlockingIterator[T_co]):
 
     def _on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
         """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
-        if len(self._items) + self._taken >= self._window:  # whoever sends on would fill the memory
+        if len(self._items) + self._taken >= self._window:  # a producer that sends on would fill the memory
             raise ProtocolError(f"an item of {self._describe()} beyond the {self._window} that were asked for")
         self._items.append((item, segments, landing))
         self._wake()
@@ -79,7 +80,7 @@ class Stream(BlockingIterator[T_co]):
         if waiter is None:
             return
         loop, future = waiter
-        if loop.is_closed():  # nobody waits any more
+        if loop.is_closed():  # no task waits any more
             self._peer.engine.kept.discard(self)
         else:
             loop.call_soon_threadsafe(_finish, future)
@@ -152,7 +153,7 @@ class Stream(BlockingIterator[T_co]):
         return bool(self._items) or self._finished or end is None or end.done()
 
     def _attend(self, waiter: _Waiter | None) -> None:
-        """Settle that future, on its loop, when something comes; None: nobody waits any more."""
+        """Settle that future, on its loop, when something comes; None: the wait is over."""
         self._waiter = waiter
         if waiter is None:
             self._peer.engine.kept.discard(self)
@@ -222,13 +223,13 @@ class Stream(BlockingIterator[T_co]):
 
 
 def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
-    """Stop the producer; references in items that nobody has taken have to be taken all the same."""
+    """Stop the producer; references in items that were not taken have to be taken all the same."""
     end.cancel()
     end._mark_seen()
     while items:
         item, _, _ = items.popleft()
         if item.references:
-            with contextlib.suppress(ProtocolError):  # nobody has asked for what they would name
+            with contextlib.suppress(ProtocolError):  # what they would name was not asked for
                 peer.load_references(item.references)
 
 
@@ -255,6 +256,7 @@ def open_stream(
     """
     window = peer.engine.options.stream_window
     stream: Stream[object] = Stream(peer, window, timeout)
-    end = peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1, keeps=keeps)
+    options = CallOptions(wait, credit=window, stream=stream, keeps=keeps)
+    end = peer.call(function, args, kwargs, 0.0, depth=depth + 1, options=options)
     stream._start(end)
     return stream

@@ -21,6 +21,11 @@ class Form(NamedTuple):
     buffers: Sequence[AnyBuffer]
     out: Outgoing | None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the body and of the buffers."""
+        return len(self.body) + sum(map(len, self.buffers))
+
 
 class WaitingCall(NamedTuple):
     """A call that has not been handed to a link yet: with buffers, or made before it was known whom it goes to.

@@ -1,6 +1,6 @@
 """What functions take and what classes declare, whatever their annotations name.
 
-Python 3.14 looks an annotation up when somebody asks for it, and it may name what is not there when the program runs:
+Python 3.14 looks an annotation up when it is asked for, and it may name what is not there when the program runs:
 what only a type checker imports. So they are asked for as texts.
 """
 

@@ -20,7 +20,7 @@ S_co = TypeVar("S_co", covariant=True)  # what the function returns: a list, a t
 
 
 def _takes_nothing(function: Function) -> bool:
-    """Whether it can be called without arguments; True where nobody can tell."""
+    """Whether it can be called without arguments; True where that is not known."""
     try:
         signature(function).bind()
     except TypeError:

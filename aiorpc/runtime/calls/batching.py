@@ -5,7 +5,7 @@ runs nothing and keeps no time by itself: the arrival that fills a batch gets it
 lends a timer for the rest. So the same code serves coroutine handlers, handler threads and tests.
 
 How many batches of one ``Batcher`` run at once is its ``concurrency``. Who has a batch to run asks `Batch.begin` first;
-one that may not run yet is kept, and whoever ends a batch gets the next one from `Batch.end`. An incomplete batch whose
+one that may not run yet is kept, and the end of a batch gives the next one by `Batch.end`. An incomplete batch whose
 time has passed while others run stays open, so that it grows until its turn comes.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import time
 import weakref
@@ -40,14 +41,14 @@ class _Entry(NamedTuple):
     """One caller of a batch.
 
     args, kwargs: what it has passed. done: is called with its result or error. token: by what `discard` knows it. join:
-    is called before its arguments are used, in the thread that uses them.
+    is called with the number of the batch before its arguments are used, in the thread that uses them.
     """
 
     args: Args
     kwargs: Mapping[str, object]
     done: Done
     token: object
-    join: Callable[[], None] | None
+    join: Callable[[int], None] | None
 
 
 class Batch:
@@ -59,6 +60,7 @@ class Batch:
     """
 
     def __init__(self, batcher: Batcher[object], target: Function, deadline: float | None) -> None:
+        self.number: int = next(batcher.numbers)
         self._batcher = batcher
         self._target = target
         self._entries: list[_Entry] = []
@@ -129,7 +131,7 @@ class Batch:
     def _call(self, entries: Sequence[_Entry]) -> object:
         for entry in entries:
             if entry.join is not None:
-                entry.join()
+                entry.join(self.number)
         columns = [list(column) for column in zip(*(entry.args for entry in entries), strict=True)]
         named = {key: [entry.kwargs[key] for entry in entries] for key in entries[0].kwargs}
         return self._target(*columns, **named)
@@ -147,7 +149,7 @@ class Batch:
                 _tell(entry.done, row, None)
 
     def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
-        """Tell every caller; an exit or a cancellation then goes on to whoever runs the batch."""
+        """Tell every caller; an exit or a cancellation then goes on to the thread or task that runs the batch."""
         told = self._told(error)
         for entry in entries:
             _tell(entry.done, None, told)
@@ -186,6 +188,7 @@ class Batcher(Generic[T_co]):
         self._max_size = max_size
         self._signature, self._plain_count = _signature(function, owner is not None)
         self._owner = owner
+        self.numbers = itertools.count(1)
         self._lock = Lock()
         self._open: Batch | None = None
         self._waiting: dict[Batch, None] = {}
@@ -220,7 +223,7 @@ class Batcher(Generic[T_co]):
         done: Done,
         arm: Arm | None = None,
         token: object = None,
-        join: Callable[[], None] | None = None,
+        join: Callable[[int], None] | None = None,
     ) -> Batch | None:
         """A caller arrives. Returns the batch, ready to run, if this arrival filled it.
 
@@ -228,7 +231,7 @@ class Batcher(Generic[T_co]):
         arm: ``arm(seconds, take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it
         returns, if any. It is called at most once per ``max_wait``, not once per batch; without it only full ones go.
         token: what ``discard`` will know this caller by: an object, a number or a text; ``done`` if None.
-        join: called before the function, in the thread that runs the batch.
+        join: called with the number of the batch before the function, in the thread that runs that.
         """
         try:
             entry = _Entry(*self._normalise(args, kwargs), done, done if token is None else token, join)
@@ -277,7 +280,7 @@ class Batcher(Generic[T_co]):
         size = self._max_size() if callable(self._max_size) else self._max_size
         if isinstance(size, bool) or not isinstance(size, int):
             raise RpcUsageError(f"max_size of {self.name} must give an integer, not {size!r}")
-        # A group that has become empty has nobody to wait for.
+        # A group that has become empty has no callers to wait for.
         return max(1, size)
 
     def _target(self) -> Function:

@@ -36,7 +36,7 @@ from .permits import Permits
 
 # So many seconds the handlers of this process have to end once it exits.
 _LAST_SECONDS = 0.5
-# Stands in place of the arguments of a call once somebody has taken them.
+# Stands in place of the arguments of a call once they were taken.
 NO_VALUES = Values([])
 _LEAST = 0.001  # seconds that are left where none are: 0 is no limit
 
@@ -54,7 +54,7 @@ class CommonHome(Protocol):
         """The interpreter exits although the worker has not shut down."""
 
     def at_end(self) -> None:
-        """Whatever else runs as the interpreter exits is through: end the thread of the loop."""
+        """The interpreter exits, and all else that runs then is through: end the thread of the loop."""
 
     def loop_closed(self) -> None:
         """Its loop was closed although the worker has not shut down: take it down without the loop."""
@@ -75,29 +75,27 @@ class Cancellable(Protocol):
 
 
 class ServedCall:
-    """One call that is being served, from its message to its answer; its states are `protocol.states.SERVED`.
+    """One call that is being served, from its message to its answer; see `protocol.states.SERVED`.
 
-    It may be read in the thread or task of the handler. It is written on the loop, or by the thread that has read its
-    message, with two exceptions: `replied` is written by whoever answers; the arguments, `begun`, `on_cancel` and
-    `credits` by who prepares or runs the handler.
+    The thread or task of the handler may read it. The loop writes it, or the thread that has read its message, with two
+    exceptions: the one that answers writes `replied`; the one that prepares or runs the handler writes the arguments,
+    `begun`, `on_cancel` and `credits`.
 
-    node: the worker that serves it. caller: the worker that made it. caller_id: the id in its record. record: that one,
-    as it was proved. permits: what that may have run; None: everything. function: its name, "?" until it was found.
-    names, arguments, segments: as
-    in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
-    keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
-    the call is no stream. deadline: ``time.monotonic()`` seconds. origin: the first call of the chain. trace: what it
-    is part of, as its caller has said; None for nothing.
-    autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
-    as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
-    has to know. cancelled: whether the caller has given up, and the handler is to stop. unwaited: why no one waits for
-    the outcome; empty as long as its caller does. replied: whether it was answered, or goes on although its caller is
-    gone: what is left of it is the handler's own. landing: where those
-    of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
-    streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
-    credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator. thread: the
-    id of the thread that runs the handler, 0 for none. told: whether that has heard that the caller has given up, or is
-    about to, as it was woken for that.
+    node: the worker that serves it. caller, caller_id, record: the worker that made it, the id in its record, and that
+    record, as it was proved. permits: what that worker may have run; None: everything. function: its name, "?" until it
+    was found. handler: what is run, once it was found. names, arguments, segments, once: as in its message; the runner
+    takes the arguments and drops them here, so that nothing keeps memory that only they hold. size: bytes that it had
+    as it came. credit: how many items of a stream the caller wants first; None if it is no stream. credits: what a
+    generator that runs waits at. deadline, started: ``time.monotonic()`` seconds. origin: the first call of the chain.
+    trace: its trace context; None for none. autograd: the autograd context that it was made in. creates: the reference
+    whose value the result becomes. batch: the number of the batch in which it runs, 0 for none.
+    begun: whether the handler was called, as far as the caller has to know. cancelled: whether the caller has given up,
+    and the handler is to stop. unwaited: why no one waits for the outcome; empty as long as its caller does. replied:
+    whether it was answered, or goes on although its caller is gone: what is left of it is the handler's own.
+    landing: where those of its arguments arrive that lie on devices. arrival: of the value that the handler is a method
+    of; the handler's streams wait for it. on_cancel: called on the loop when the caller gives up. task: what runs a
+    coroutine or an asynchronous generator. thread: the id of the thread that runs the handler, 0 for none. told, woken:
+    whether that thread has heard that the caller has given up, and whether it was woken for that.
     """
 
     autograd: int | None
@@ -112,6 +110,7 @@ class ServedCall:
         "arguments",
         "arrival",
         "autograd",
+        "batch",
         "begun",
         "call_id",
         "caller",
@@ -179,6 +178,7 @@ class ServedCall:
         self.credits: Cancellable | None = None
         self.task: asyncio.Task[None] | None = None
         self.thread: int = 0
+        self.batch: int = 0
         self.told = self.woken = False
 
     @property
@@ -218,7 +218,7 @@ class ServedCall:
         """Let go of the arguments, which were taken or are not wanted: shared memory that only they hold goes back."""
         self.arguments = NO_VALUES
         if type(self.segments) is list:
-            self.segments.clear()  # whoever still holds the message holds this list
+            self.segments.clear()  # what still holds the message holds this list
         self.segments = ()
 
 
@@ -235,7 +235,7 @@ class Registry(Generic[N]):
     How long a thread may keep the interpreter from others is a matter of the process, too: the shortest interval that
     any of its workers asks for, and what it was before when the last one has gone.
 
-    A loop tells nobody that it was closed, so whoever asks for more than `only` looks for that: such a worker is none.
+    A loop does not say that it was closed, so methods that use more than `only` look for that: such a worker is none.
     A verb that finds no other one says what has become of it (`get`).
 
     hosted: the `Worker` that `aiorpc.sync` runs, from before it joins until its thread has ended.
@@ -251,7 +251,7 @@ class Registry(Generic[N]):
         self._lone: N | None = None  # the one that lives now, if there is one and no more
         self._several = False  # whether anything is left of others that the process has, or has had
         self.hosted: Any = None
-        self._ended: Lifetime | None = None  # of the last worker, if it ended by itself and no verb has said so
+        self._ended: Lifetime | None = None  # of the last worker, if it ended by itself and it was not has for
         self._left: Lifetime | None = None  # of the worker that has gone last, for errors
         self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
@@ -283,7 +283,7 @@ class Registry(Generic[N]):
             self._update()
 
     def forget(self, lifetime: Lifetime | None = None) -> None:
-        """Somebody has asked for the worker whose loop has ended, as for one that has shut down. None: for any."""
+        """The program has asked for the worker whose loop has ended, as for one that has shut down. None: for any."""
         if lifetime is None or lifetime is self._ended:
             self._ended = None
 
@@ -356,7 +356,7 @@ class Registry(Generic[N]):
         self._lone = nodes[0] if len(nodes) == 1 else None
         self.only = None if self._several else self._lone
         now = sys.getswitchinterval()
-        if now != self._given:  # nobody had set it, or the program has set it since
+        if now != self._given:  # it was not set here, or the program has set it since
             self._found = now
         wanted = [node.engine.options.switch_interval for node in nodes]
         self._given = min([self._found, *filter(None, wanted)])
@@ -418,8 +418,8 @@ def is_nested(node: CommonHome) -> bool:
 def within_call(engine: Engine, timeout: float) -> float:
     """Of so many seconds, 0 for no limit, those that the call still has that is served here, if these are fewer.
 
-    For whoever waits in a handler and makes no call of its own for that, which would have its rest by itself: what came
-    to it behind the deadline would be lost with its result.
+    For a wait in a handler that is no call, which would have the rest by itself: what came behind the deadline would be
+    lost with the result.
     """
     call = current_call.get()
     if call is None or call.replied or call.node.engine is not engine or call.deadline is None:

@@ -119,6 +119,12 @@ class Declaration:
             if tensors_at or table or references:
                 raise self._refusal("tensors or references")
             return replace(arguments, values=read)
+        self._check_places(arguments, read)
+        return replace(arguments, values=read)
+
+    def _check_places(self, arguments: Values, read: list[object]) -> None:
+        """Unpack what is packed, and raise ProtocolError for tensors and references where none are declared."""
+        tensors_at, table, references, count = arguments.tensors_at, arguments.table, arguments.references, len(read)
         taken = {
             **dict.fromkeys(self._places(tensors_at, len(table or ()), count, "tensors"), "tensor"),
             **dict.fromkeys(self._places([each.position for each in references], -1, count, "references"), "reference"),
@@ -135,7 +141,6 @@ class Declaration:
                 raise self._refusal(f"nothing as argument {self._shown(position)}")
             elif slot.packed is not None:
                 read[position] = self._unpack(slot.packed, value, position)
-        return replace(arguments, values=read)
 
     def check_answer(self, answer: Values) -> None:
         """Raise ProtocolError for an answer that is none of this handler's: it has a pickle, or another type."""

@@ -84,7 +84,7 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
         try:
             loaded = loads(pickled, Incoming((), ()))
             error = loaded if foreign.is_a(loaded, Exception) else None
-        except BaseException:  # whatever rebuilding it runs, the text is there
+        except BaseException:  # rebuilding it runs code of users; the text is there
             error = None
     if error is None:
         error = RemoteError(
@@ -125,7 +125,7 @@ def _pack_fields(error: BaseException) -> bytes | None:
 
 
 def _set_fields(error: BaseException, packed: bytes | None) -> None:
-    """Set those fields that the error has, to what is of their type; whatever else was sent is nothing."""
+    """Set those fields that the error has, to what is of their type; what else was sent is ignored."""
     said: object = None
     with contextlib.suppress(ProtocolError, ValueError):
         (said,) = unpack(packed) if packed is not None else (None,)
@@ -219,7 +219,7 @@ def _pickle(error: BaseException) -> bytes | None:
                 # Parts are put back as they were; a call of the type may have made something else of its arguments.
                 if type(made) is kind and (not whole or made.args == args):
                     return data
-        except BaseException:  # whatever pickling it runs, its parts may travel, or its text
+        except BaseException:  # pickling it runs code of users; its parts may travel, or its text
             continue
         finally:
             outgoing.reset(token)

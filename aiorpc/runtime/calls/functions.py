@@ -143,9 +143,9 @@ def inline(fn: F) -> F:
 
 
 def brief(fn: F) -> F:
-    """Mark such a function that needs nothing of the loop either: it is run by whoever has read its call, at once.
+    """Mark such a function that needs nothing of the loop either: the thread that has read its call runs it at once.
 
-    It tells of an end, and nobody tells of that again: so it is run however many other calls there are, also where a
+    It tells of an end, once: so it is run however many other calls there are, also where a
     worker leaves, and is called with ``system`` of `Peer.call`.
     """
     setattr(fn, _BRIEF, True)

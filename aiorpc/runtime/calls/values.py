@@ -7,7 +7,6 @@ autograd context says about the tensors, and the result is compared with the lim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ from ...protocol.reference_messages import PassedReference
 LARGE_PICKLE = 64 * 1024
 _ALWAYS_PLAIN = PLAIN - {int, str}  # the others are plain as far as msgpack can say them
 _NOT_PICKLED = PLAIN | {Tensor}
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 M = TypeVar("M", Call, Reply, Item)
@@ -84,57 +82,32 @@ def encode(
 ) -> tuple[bytes, Sequence[Any], Outgoing | None]:
     """The body and the buffers of a message, and what to `unsend` if the message does not leave after all, or None.
 
-    message: it, with the values as the user gave them. target: the worker that it goes to. route: where tensors on
+    message: with the values as the program gave them. target: the worker that it goes to. route: where tensors on
     devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the autograd context that the
-    message is made in. other_main: whether to write it for a worker with another main module than ours, whatever the
-    target says. lends: whether the caller keeps what then is in `Outgoing.lent` until there is an answer. Raises
+    message is made in. other_main: whether to write it for a worker with another main module than ours, also where the
+    target has ours. lends: whether the caller keeps what then is in `Outgoing.lent` until there is an answer. Raises
     SerializationError, and has then undone everything. The buffers borrow the tensors' memory.
     """
     values: list[Any] = message.payload.values
+    _check_texts(values, target.max_body)  # before it is written, which takes seconds for gigabytes
     out: Outgoing | None = None
     try:
-        size = 0
-        for value in values:
-            if type(value) is str or type(value) is bytes:
-                size += len(value)
-        if size > target.max_body:  # before it is written, which takes seconds for gigabytes
-            raise _too_long(f"at least {size}", target.max_body, _longest_of(values))
-        tensors: list[Tensor] = []
-        places: list[int] = []
-        for position, value in enumerate(values):
-            type_ = type(value)
-            if type_ is Tensor:
-                tensors.append(value)
-                places.append(position)
-            elif not (
-                type_ in _ALWAYS_PLAIN
-                or (type_ is int and -(1 << 63) <= value < 1 << 64)
-                or (type_ is str and value.isascii())
-            ):
-                tensors.clear()
-                break
-        # What `_in_general` gives for plain tensors among plain values, in half of its instructions.
-        described = None
-        if tensors and not tensors[0].is_cpu:
-            described = layout.describe_away(tensors, route) if route is not None else None
-        elif tensors and (route is None or not route.host_target):
-            described = layout.describe_plain(tensors)
+        places = _places_of_tensors(values)
+        described = _describe_at_once([values[place] for place in places], route) if places else None
+        buffers: Sequence[AnyBuffer]
         if described is not None:
-            buffers: Sequence[AnyBuffer]
             table, buffers = described
-            plain: list[Any] = [*values]
+            plain, gradients = [*values], None
             for position in places:
                 plain[position] = None
-            gradients = None
-            if tape is not None and any(map(_REQUIRES_GRAD, tensors)):
+            if tape is not None and any(values[place].requires_grad for place in places):
                 out = Outgoing(target)
-                gradients = _record(tape, tensors, table, out)
+                gradients = _record(tape, [values[place] for place in places], table, out)
             said = Values(plain, tensors_at=places, table=table, gradients=gradients)
         else:
-            same_main = target.same_main and not other_main
             out = Outgoing(
                 target,
-                same_main=same_main,
+                same_main=target.same_main and not other_main,
                 route=route,
                 apart=tape is not None,
                 safe=target.safe,
@@ -142,27 +115,68 @@ def encode(
                 most=target.max_body,
                 other_python=target.other_python,
             )
-            try:
-                said, buffers = _in_general(values, out, route, tape)
-            except TooLong:
-                raise _too_long(f"more than {target.max_body}", target.max_body, _first_opaque(values)) from None
+            said, buffers = _in_general(values, out, route, tape)
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
-        try:
-            body = write(replace(message, payload=said))
-        except UnicodeEncodeError as error:
-            raise SerializationError(f"cannot be written as UTF-8, as half of a character is in it: {error}") from error
-        except ValueError as error:  # a string or bytes longer than msgpack can say
-            raise SerializationError(
-                f"is too large: {error}; send large data as tensors or arrays", _longest(said)
-            ) from error
-        if len(body) > target.max_body:
-            raise _too_long(str(len(body)), target.max_body, _longest(said))
+        body = _write(message, said, target.max_body)
         return body, buffers, out if out is not None and (out.on_unsent or out.lent) else None
-    except BaseException:
+    except BaseException as error:  # pickling runs code of users
         if out is not None:
             out.unsend()
+        if isinstance(error, TooLong):
+            raise _too_long(f"more than {target.max_body}", target.max_body, _first_opaque(values)) from None
         raise
+
+
+def _check_texts(values: Sequence[object], limit: int) -> None:
+    """Raise SerializationError for texts and bytes that are longer than a message may be."""
+    size = 0
+    for value in values:
+        if type(value) is str or type(value) is bytes:
+            size += len(value)
+    if size > limit:
+        raise _too_long(f"at least {size}", limit, _longest_of(values))
+
+
+def _places_of_tensors(values: Sequence[object]) -> list[int]:
+    """The places of plain tensors among plain values; empty if there are other values."""
+    places: list[int] = []
+    for position, value in enumerate(values):
+        kind = type(value)
+        if kind is Tensor:
+            places.append(position)
+        elif kind is int:
+            if not -(1 << 63) <= value < 1 << 64:  # type: ignore[operator]  # an int, by its type
+                return []
+        elif kind is str:
+            if not value.isascii():  # type: ignore[attr-defined]  # a str, by its type
+                return []
+        elif kind not in _ALWAYS_PLAIN:
+            return []
+    return places
+
+
+def _describe_at_once(
+    tensors: Sequence[Tensor], route: Route | None
+) -> tuple[list[TensorEntry], Sequence[AnyBuffer]] | None:
+    """What `_in_general` gives for plain tensors, in half of its instructions; None if they need that."""
+    if not tensors[0].is_cpu:
+        return layout.describe_away(tensors, route) if route is not None else None
+    return layout.describe_plain(tensors) if route is None or not route.host_target else None
+
+
+def _write(message: M, said: Values, limit: int) -> bytes:
+    """The body of a message with that payload. Raises SerializationError."""
+    try:
+        body = write(replace(message, payload=said))
+    except UnicodeEncodeError as error:
+        raise SerializationError(f"cannot be written as UTF-8, as half of a character is in it: {error}") from error
+    except ValueError as error:  # a string or bytes longer than msgpack can say
+        text = f"is too large: {error}; send large data as tensors or arrays"
+        raise SerializationError(text, _longest(said)) from error
+    if len(body) > limit:
+        raise _too_long(str(len(body)), limit, _longest(said))
+    return body
 
 
 def _in_general(
@@ -244,13 +258,14 @@ def decode(
     segments: its buffers. load: makes handles of its references. landing: where tensors on devices arrive; its streams
     must be the current ones. None if there can be no such tensors. track: for what the message says about gradients.
     safe: whether no pickles are read.
-    Raises whatever unpickling raises, and ProtocolError for a message that is none.
+    Raises what unpickling raises, and ProtocolError for a message that is none.
     """
     values = message.values
     table, passed, count, said = message.table, message.references, message.buffers, message.gradients
     if not (table or message.pickled or passed):
         return values
-    # The references come first: their senders wait until they are taken, so that must happen whatever fails below.
+    # The references come first: their senders wait until they are taken, so that must happen before
+    # anything below can fail.
     references = load(passed) if passed else ()
     buffers: Sequence[Buffer] = ()
     if count:

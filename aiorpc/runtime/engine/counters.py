@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...channels import Traffic
+from ...protocol.states import CallOutcome
 from ...transport.connection import Connection
 
 
@@ -12,11 +13,11 @@ class Counters:
     """Counts are added to without locks, in steps that no other thread gets between: none has a call in it."""
 
     def __init__(self) -> None:
-        self.made = 0  # calls of users made here
-        self.served_users = 0  # calls of users served here
-        self.failed = 0
-        self.cancelled = 0
-        self.timed_out = 0
+        self.made = 0  # calls of users made here; each try of a call with retries is one
+        self.made_ended = dict.fromkeys(CallOutcome, 0)  # those of them that have ended
+        self.served = 0  # calls of users served here
+        self.served_ended = dict.fromkeys(CallOutcome, 0)  # also those that were refused, and so not served
+        self.failed_unheard = 0  # handlers that raised once their callers did not wait any more
         self.late_answers = 0
         self.retried = 0
         self.bytes_sent: int = 0  # of connections that have ended

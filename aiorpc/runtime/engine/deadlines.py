@@ -13,7 +13,6 @@ import contextvars
 import time
 from collections.abc import Callable
 
-from ...undoing import on_error
 from .lifetime import loop_has_ended
 
 _SOON = 0.0005  # a look is not planned for less than this, in seconds
@@ -55,18 +54,14 @@ class Deadlines:
         The call must stand where `scan` looks before this is called. WorkerClosed if the loop is closed.
         """
         if deadline < self.next and not self._closed:
-            with on_error(self._ask_again, deadline):  # a signal handler has raised it, maybe before the loop was asked
-                self.next = deadline
+            self.next = deadline
+            try:
                 self._loop.call_soon_threadsafe(self._plan, deadline, context=self._context)
-
-    def _ask_again(self, deadline: float) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._plan, deadline, context=self._context)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
-            self.next = float("inf")  # nobody looks: later calls have to hear of it, too
-            raise loop_has_ended("this worker") from None
+            except RuntimeError:
+                if not self._loop.is_closed():
+                    raise
+                self.next = float("inf")  # no look follows: later calls have to hear of it, too
+                raise loop_has_ended("this worker") from None
 
     def close(self) -> None:
         """Look no more; on the loop."""

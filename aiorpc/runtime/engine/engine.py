@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import weakref
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from ...errors import Overloaded, WorkerClosed, WouldBlockLoop
+from ...locks import Lock
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...rights import SAFE_RULE, Rights
@@ -19,6 +21,7 @@ from ...transport.certificates import Credentials
 from ...transport.connection import Connection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
+from .call_events import CallObservers
 from .counters import Counters
 from .host import cores
 from .lifetime import Lifetime, loop_has_ended
@@ -59,7 +62,8 @@ class Engine:
     poll: what keeps the loop awake for a moment after each message; None if nothing does (option ``busy_wait``).
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
-    whole and never changed.
+    whole and never changed. call_observers: the same of those that are shown each step of each call.
+    numbers: what group calls, calls with retries and batches have their numbers from.
     """
 
     def __init__(
@@ -100,6 +104,9 @@ class Engine:
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
+        self.call_observers: CallObservers = ()
+        self.observing = Lock()  # for changes of that tuple
+        self.numbers: itertools.count[int] = itertools.count(1)
         # A lone core is left to whoever has to answer.
         busy = options.busy_wait if cores() >= 2 else 0.0
         threads = options.num_worker_threads

@@ -1,4 +1,7 @@
-"""Observers of the messages of a worker: what they are shown, what they may do, and how they are asked and told."""
+"""Observers of the messages that a worker sends: what they are shown, what they may do, and how they are asked.
+
+They are for faults on purpose (`aiorpc.testing`). Calls have observers of their own (`call_events`).
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,13 @@ from ...protocol.messages import read
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A message that passes a link, on its way out or in.
+    """A message that is about to leave by a link.
 
     kind, call_id, body: of the message, as on the wire. If its buffers travel by channels, they are those of the
     message itself, not of the PARCEL. size: the bytes of the body and of all buffers, wherever they travel; the same
     at both ends. What goes over a connection besides, heads and seals, is in the counts of connections.
     call: what the runtime keeps of the call that the message belongs to: a `CallFuture` at the caller, a `ServedCall`
-    at the callee. None if there is none, if it has ended, or where the message itself begins it, as a CALL does at its
-    callee. record: of the worker at the other end. channels: for each buffer that does not go with the frame, the name
-    of the channel by which it travels; on the way out none as long as there is no connection, since observers are asked
-    when the message is made.
+    at the callee; None if there is none, or if it has ended. record: of the worker at the other end.
     """
 
     kind: int
@@ -32,7 +32,6 @@ class Passage:
     size: int
     call: Any
     record: WorkerRecord
-    channels: Sequence[str] = ()
 
     def message(self) -> Any:
         """The message as an object of a class of `protocol.messages`. Raises ProtocolError if the body is none."""
@@ -40,9 +39,9 @@ class Passage:
 
 
 class Observer(Protocol):
-    """Sees each message of a worker as it passes the worker's end of a link.
+    """Sees each message of a worker as it leaves.
 
-    Its methods are called in whatever thread sends or reads the message, several at a time, and must not block.
+    Its methods are called in the thread that sends the message, several at a time, and must not block.
     """
 
     def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
@@ -55,9 +54,6 @@ class Observer(Protocol):
     def holds(self) -> bool:
         """Whether it keeps messages that are about to leave: a worker that leaves in good order waits for them."""
 
-    def arriving(self, passage: Passage) -> None:
-        """A message has arrived, and is handed on right after this."""
-
 
 def ask(observers: Sequence[Observer], passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
     """Ask one observer after the other; the last one that lets the message pass has it sent."""
@@ -66,12 +62,6 @@ def ask(observers: Sequence[Observer], passage: Passage, send: Callable[[], None
         observers[0].leaving(passage, following, drop)
     else:
         send()
-
-
-def tell(observers: Sequence[Observer], passage: Passage) -> None:
-    """That message has arrived."""
-    for observer in observers:
-        observer.arriving(passage)
 
 
 def frame_passage(kind: int, call_id: int, frame: Sequence[Buffer], call: object, record: WorkerRecord) -> Passage:

@@ -66,6 +66,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         members, entered by the thread that sends them.
         """
         super().__init__()
+        self._number: int = next(engine.numbers)
         self._subject: str = f"the call of {function} on {len(names)} workers"
         self._site: CallSite | None = site
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool

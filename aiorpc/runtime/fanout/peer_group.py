@@ -15,10 +15,11 @@ from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
 from ...sites import CallSite, call_site
 from ..caller.misuse import check_arguments, stays_here
-from ..caller.peer import Peer, Try
+from ..caller.peer import Peer
 from ..caller.stream import open_stream
 from ..calls.batched import Batched
 from ..calls.functions import describe
+from ..calls.options import CallOptions
 from .barriers import come
 from .group_call import GroupCall
 from .group_object import GroupObject
@@ -232,9 +233,9 @@ class PeerGroup:
             return home.retries.call(
                 lambda: self._least_busy().name, function, args, kwargs, options.timeout, options.retry, site, met=met
             )
-        one_try = Try(site, None)
+        call_options = CallOptions(options.retry.wait, site=site)
         peer = self._least_busy()
-        return peer.call(function, args, kwargs, options.timeout, wait=options.retry.wait, one_try=one_try)
+        return peer.call(function, args, kwargs, options.timeout, options=call_options)
 
     def _least_busy(self) -> Peer:
         peers = self._members.now()
@@ -401,4 +402,4 @@ class PeerGroup:
 
 def _calls_of(peer: Peer) -> int:
     """How many calls of users this worker has under way to that one."""
-    return len(peer.owed.pending) - peer.owed.system
+    return len(peer.pending.calls) - peer.pending.system

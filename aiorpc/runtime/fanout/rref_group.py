@@ -13,8 +13,8 @@ from ...futures import Future
 from ...protocol.messages import Fetch, Method
 from ...sites import CallSite, call_site
 from ..caller.member_call import MemberCall
-from ..caller.peer import Try
 from ..caller.waiting import nothing
+from ..calls.options import CallOptions
 from ..references.rref import RRef
 from .group_call import GroupCall
 from .home import Home
@@ -90,8 +90,8 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
 
         def send(place: int, _: GroupCall[object]) -> Future[object]:
             ref = self._refs[place]
-            fetch, one_try = Fetch(*ref._name()), Try(site, None)
-            return ref._asked(by_id(ref._owner).call(fetch, (), None, seconds, one_try=one_try, keeps=ref))
+            fetch, options = Fetch(*ref._name()), CallOptions(site=site, keeps=ref)
+            return ref._asked(by_id(ref._owner).call(fetch, (), None, seconds, options=options))
 
         call = self._make("to_here", site)
         self._send_all(call, send)

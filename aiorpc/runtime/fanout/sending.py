@@ -20,7 +20,6 @@ from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import Future
 from ...protocol.frames import CALL, HEAD, encode_frame
 from ...protocol.messages import (
-    ByName,
     Call,
     Function,
     Method,
@@ -35,12 +34,13 @@ from ..caller.future import cannot_send
 from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
-from ..caller.peer import Peer, Try
+from ..caller.peer import Peer
 from ..caller.waiting import WaitingCall, WaitingFrame, nothing
 from ..calls import tracing
 from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
+from ..calls.options import CallOptions
 from ..calls.values import encode
 from ..links.link import FEW, Link
 from .group_call import GroupCall
@@ -108,9 +108,11 @@ class Sending:
         self._deadline = self._now + timeout if timeout else None
         self._origin: tuple[int, int] | None = None
         self._trace = tracing.current()
+        self._parent: tuple[str, int] | None = None
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is home:
             self._origin = serving.origin
+            self._parent = serving.caller.name, serving.call_id
             if serving.deadline is not None and (self._deadline is None or serving.deadline < self._deadline):
                 self._deadline = serving.deadline
         self._values = list(args)
@@ -161,17 +163,9 @@ class Sending:
             self._letters[place] = _Letter(entry, body, arguments.buffers)
 
     def _named(self, place: int, peer: Peer) -> tuple[FunctionEntry, Function]:
-        """What stands for the function at that worker. As `Peer.call` decides it."""
-        if self._methods:
-            method = self._methods[place]
-            return FunctionEntry(describe(method) if type(method) is ObjectMethod else method.name), method
-        try:
-            entry = peer.known[self._function]
-        except TypeError:  # not hashable, so it has no name
-            entry = FunctionEntry(describe(self._function), function=self._function)  # type: ignore[arg-type]  # no method: see above
-        if entry.confirmed:
-            return entry, entry.number
-        return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
+        """What is known of the function at that worker, and what stands for it in a message."""
+        function: Any = self._methods[place] if self._methods else self._function
+        return peer.name_of(function)
 
     def _call(self, named: Function, values: list[Any]) -> Call:
         remaining = None if self._deadline is None else self._deadline - self._now
@@ -207,35 +201,40 @@ class Sending:
         keeps = self._keeps[place] if self._keeps else None
         if letter is None:
             function: Any = self._methods[place] if self._methods else self._function
-            one_try = Try(self._site, None)
-            return peer.call(
-                function, self._args, self._kwargs, self._timeout, wait=self._wait, one_try=one_try, keeps=keeps
-            )
+            options = CallOptions(self._wait, site=self._site, keeps=keeps, part_of=("group", group._number))
+            return peer.call(function, self._args, self._kwargs, self._timeout, options=options)
         entry, body, buffers = letter
-        owed, link, connection = peer.owed, peer.link, peer.connection
-        if owed.pending or connection is None or connection.queue.frames or connection.queue.begun:
+        pending, link, connection = peer.pending, peer.link, peer.connection
+        if pending.calls or connection is None or connection.queue.frames or connection.queue.begun:
             refusal = peer.refusal()
             if refusal is not None:
                 raise refusal
-        call_id, nested = next(owed.ids), self._origin is not None
-        call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, nested)
-        if keeps is not None:
-            owed.lent[call_id] = [keeps]
-        owed.enter(call, None)
-        if buffers and (link is None or not link.distribution.rides(buffers)):
-            message = WaitingCall(call, body, buffers, None)
-            if link is None or connection is None:
-                peer.send_buffers(message)
+        call_id = next(pending.ids)
+        call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site, self._parent)
+        try:
+            if keeps is not None:
+                pending.lent[call_id] = [keeps]
+            pending.begin(call, len(body) + sum(map(len, buffers)) if peer.engine.call_observers else 0)
+            if buffers and (link is None or not link.distribution.rides(buffers)):
+                message = WaitingCall(call, body, buffers, None)
+                if link is None or connection is None:
+                    peer.send_buffers(message)
+                else:
+                    self._parcels.append((peer, link, message))
             else:
-                self._parcels.append((peer, link, message))
-        else:
-            frame = encode_frame(CALL, call_id, body, buffers)
-            if link is None or connection is None:
-                peer.send_later(WaitingFrame(CALL, call_id, frame, call))
-            else:
-                link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
+                frame = encode_frame(CALL, call_id, body, buffers)
+                if link is None or connection is None:
+                    peer.send_later(WaitingFrame(CALL, call_id, frame, call))
+                else:
+                    if peer.engine.call_observers:
+                        pending.tell("running", call)
+                    urgent = len(pending.calls) <= FEW + pending.system
+                    link.send(CALL, call_id, frame, urgent=urgent, call=call)
+        except Exception:
+            call.cancel()
+            raise
         if peer.gone is not None:  # as in `Peer.call`
-            owed.settle(call_id, peer.gone)
+            pending.fail_one(call_id, peer.gone)
         return call
 
     def flush(self) -> None:

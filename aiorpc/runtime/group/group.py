@@ -373,7 +373,7 @@ class Group:
         new = self._table.returning is not Returning.MEMBER
         failed = self._failed.pop(record.id, "")
         error = peer.parting = farewell(record, failed, ", before this worker came" if new else "")
-        if peer.owed.pending:
+        if peer.pending.calls:
             self._engine.loop.call_later(_GOODBYE_GRACE, self._end_calls, record, error)
         else:
             self._end_calls(record, error)

@@ -226,14 +226,6 @@ class Distribution:
         for buffer in buffers:
             self._inline.traffic._count_received(len(buffer))
 
-    def names(self, wires: Sequence[_Given]) -> list[str]:
-        """The names of the channels of those buffers that do not go with the frame. KeyError for what is no channel."""
-        return [self.channels[number].name for number, _ in wires if number != INLINE]
-
-    def size(self, wires: Sequence[_Given], riders: Sequence[Buffer]) -> int:
-        """How many bytes those buffers have, as their wires say. See `Channel.size_of`; KeyError as of `names`."""
-        return sum(self.channels[number].size_of(wire, riders) for number, wire in wires)
-
     # --- taking back --------------------------------------------------------------------------------------------------
 
     def withdraw(self, prepared: Prepared) -> None:

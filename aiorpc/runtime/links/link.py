@@ -36,7 +36,7 @@ from ...protocol.packing import pack
 from ...transport.connection import Connection
 from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
-from ..engine.observing import Passage, ask, frame_passage, tell
+from ..engine.observing import Passage, ask, frame_passage
 from .accelerators import Accelerators
 from .channel_link import PIECES, ChannelEnd
 from .channel_registry import InstalledChannel, agree, at_once
@@ -71,10 +71,6 @@ class MessageSink(Protocol):
 
     @property
     def methods(self) -> dict[int, KindMethod]: ...
-
-    @property
-    def call_of(self) -> Callable[[int], object]:
-        """Gives what is kept of the call of a number; None if there is none, or if it has ended. Any thread."""
 
     @property
     def on_failed(self) -> Callable[[Frame, Exception], None]:
@@ -194,9 +190,8 @@ class Link:
     ) -> None:
         """Send a message that was prepared. Any thread. The rest is as of `send`."""
         if not passed and self.engine.observers:
-            names = self.distribution.names(prepared.wires)
             size = len(prepared.body) + prepared.size
-            passage = Passage(prepared.kind, prepared.call_id, prepared.body, size, call, self.record, names)
+            passage = Passage(prepared.kind, prepared.call_id, prepared.body, size, call, self.record)
 
             def drop() -> None:
                 self.distribution.withdraw(prepared)
@@ -236,7 +231,7 @@ class Link:
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
         """
         if not again:
-            self._note(frames)
+            self.messages_received += len(frames)
         if pipe is not None:
             for frame in frames:
                 self.second.on_frame(pipe, frame)
@@ -259,34 +254,12 @@ class Link:
             self.distribution.arrived(frame.segments)
         return self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
 
-    def _note(self, frames: Sequence[Frame]) -> None:
-        """Count frames that have arrived, and show them to observers. Raises ProtocolError."""
-        count = len(frames)  # apart: no other thread gets in between then
-        self.messages_received += count
-        if self.engine.observers:
-            for frame in frames:
-                tell(self.engine.observers, self._passage_of(frame))
-
     def take_over(self, frame: Frame) -> None:
         """A frame that a thread has read, and left. On the loop."""
         try:
             self.on_frames([frame])
         except ProtocolError as error:
             self.connection.abort(error)
-
-    def _passage_of(self, frame: Frame) -> Passage:
-        """A frame that has arrived, as observers are shown it. Raises ProtocolError."""
-        kind, call_id, body = frame.kind, frame.call_id, bytes(frame.body)
-        size, names = sum(map(len, frame.segments)), list[str]()
-        if kind == PARCEL:
-            parcel = read_parcel(frame.body)
-            kind, wires, body = parcel.kind, parcel.wires, parcel.body
-            try:
-                size, names = self.distribution.size(wires, frame.segments), self.distribution.names(wires)
-            except (TypeError, ValueError, IndexError, KeyError) as error:
-                raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
-        call = self._receiver.call_of(call_id) if kind in self._methods else None
-        return Passage(kind, call_id, body, len(body) + size, call, self.record, names)
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from ...errors import Overloaded, RpcError
 from ...futures import Future
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import DigestWanted, PieceWanted, StillFetching, Want, write
+from ..calls.options import CallOptions
 from .handlers import SAID, digest, pieced, wanted
 from .home import Home
 
@@ -41,11 +42,13 @@ class Outbound:
     def digest(self, record: WorkerRecord, name: str, version: int) -> Future[object]:
         """Ask the publisher of a name for the digest of a version."""
         said, limit = write(DigestWanted(name, version)), self._engine.options.rpc_timeout
-        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True)
+        options = CallOptions(part_of=("published", name))
+        return self._home.peers.of(record).call(digest, (said,), None, limit, system=True, options=options)
 
     def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[object]:
         """Ask a worker for its newest version. limit: seconds, 0 for none."""
-        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
+        options = CallOptions(part_of=("published", message.name))
+        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True, options=options)
 
     def tell(self, record: WorkerRecord, message: Struct) -> None:
         """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would

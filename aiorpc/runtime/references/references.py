@@ -53,6 +53,7 @@ from ...protocol.references import ReferenceTable
 from ...sites import describe_site
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
+from ..calls.options import CallOptions
 from ..engine.engine import Engine
 from ..engine.looking import Looking
 from ..links.accelerators import Accelerators
@@ -203,7 +204,8 @@ class References:
         handle._bind(self, rref, fork, owner, sys._getframe(depth))
         handle._confirmed = False
         try:
-            call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1, keeps=keeps)
+            options = CallOptions(creates=rref, keeps=keeps)
+            call = peer.call(function, args, kwargs, timeout, depth=depth + 1, options=options)
         except BaseException:
             self._run(self._table.create_failed_to_send, rref, fork)
             raise
@@ -233,29 +235,21 @@ class References:
         """
         error, peer = creation._error, getattr(creation, "peer", None)
         if peer is not None and error is not None and issubclass(type(error), RpcError) and not came_from_afar(error):
-            peer.owed.fail_calls_of(rref, error)
+            peer.pending.fail_calls_of(rref, error)
 
-    def load(
-        self, passed: Sequence[PassedReference], sender: int, left: list[PassedReference] | None = None
-    ) -> list[RRef[Any]]:
-        """Handles of the references in a message from `sender`.
-
-        left: the same; each that is taken leaves it.
-        """
-        left = [*passed] if left is None else left
+    def load(self, passed: Sequence[PassedReference], sender: int) -> list[RRef[Any]]:
+        """Handles of the references in a message from `sender`."""
         self._tell_first()
         handles = []
         for each in passed:
             if each.fork == LENT:
                 handles.append(self._load_lent(each, sender))
-                del left[0]
                 continue
             handle = self.handle_class.__new__(self.handle_class)
             handle._bind(self, each.rref, each.fork, each.owner)
             with self._lock:
                 outputs = self._table.decode(each, sender)
                 self._watch(handle, each.rref, each.fork)
-                del left[0]
                 freed = self._carry_out(outputs)
             self._release(freed)
             handles.append(handle)

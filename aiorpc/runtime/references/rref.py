@@ -19,6 +19,7 @@ from ...protocol.messages import Fetch, Method
 from ...protocol.reference_messages import LENT, ReferenceId
 from ...sites import call_site, describe_site
 from ..calls.current import registry
+from ..calls.options import CallOptions
 from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
 
@@ -188,7 +189,9 @@ class RRef(Generic[T_co]):
             return self._value_future()
         peer = self._references.peers.by_id(self._owner)
         seconds = self._references.engine.timeout(timeout)
-        return self._asked(peer.call(Fetch(*self._rref), (), None, seconds, depth=depth, keeps=self))
+        return self._asked(
+            peer.call(Fetch(*self._rref), (), None, seconds, depth=depth, options=CallOptions(keeps=self))
+        )
 
     def _asked(self, call: Future[T]) -> Future[T]:
         """A call of the value was made, and its creation may have failed as it was made. Returns the call."""
@@ -200,7 +203,7 @@ class RRef(Generic[T_co]):
         """Call a method of the value on its owner; for the runtime's own."""
         self._ask()
         peer = self._references.peers.by_id(self._owner)
-        return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, keeps=self))
+        return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, options=CallOptions(keeps=self)))
 
     def _name(self) -> ReferenceId:
         """The name of the value in calls. A handle that was lent is counted from now on, as calls may come late."""
@@ -366,5 +369,5 @@ def _invoke(proxy: RemoteMethods[R], name: str, depth: int, /, *args: object, **
         return references.worker.open_stream(peer, method, args, kwargs, seconds, depth=depth, keeps=rref)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
-    future = rref._asked(peer.call(method, args, kwargs, seconds, depth=depth, keeps=rref))
+    future = rref._asked(peer.call(method, args, kwargs, seconds, depth=depth, options=CallOptions(keeps=rref)))
     return wait_alone(future) if proxy._verb == "rpc_sync" else future

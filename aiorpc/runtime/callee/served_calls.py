@@ -1,0 +1,142 @@
+"""The calls of one caller that are being served: where a call begins at its callee, and where it ends.
+
+`ServedCalls.begin` is the one place where a call enters `calls`, `ServedCalls.end` the one where it leaves, whatever
+ends it: its answer, an error, its caller, or the end of the connection. The table is `protocol.states.SERVED`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ...errors import ProtocolError
+from ...protocol.states import CallOutcome
+from ...rights import FETCH
+from ..calls.current import ServedCall
+from ..calls.functions import Handler
+from ..calls.pending import PendingCall
+from ..engine.call_events import CallEvent, CallKind, Step, tell_end, tell_step
+from ..engine.engine import Engine
+
+
+class ServedCalls:
+    """See the module. Any thread, but for `begin`: on the loop, or in the thread of the pool that has read the call.
+
+    calls: by number. queued: bytes of arguments that these had as they came. streams: how many of them are streams.
+    system: how many are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
+    """
+
+    def __init__(self, engine: Engine, caller: str) -> None:
+        """caller: the name of the worker whose calls these are."""
+        self.calls: dict[int, ServedCall] = {}
+        self.queued: int = 0
+        self.streams: int = 0
+        self.system: int = 0
+        self._engine = engine
+        self._counters = engine.counters
+        self._caller = caller
+
+    def begin(self, call: ServedCall) -> None:
+        """A call has come. ProtocolError if the call of that number has not ended, which nothing could end any more."""
+        if call.call_id in self.calls:
+            raise ProtocolError(f"call {call.call_id} has come, and the call of that number is being served")
+        self.calls[call.call_id] = call
+        self.queued += call.size
+        if call.credit is not None:
+            self.streams += 1
+        if self._engine.call_observers:
+            self.tell("started", call)
+
+    def identify(self, call: ServedCall, handler: Handler) -> None:
+        """It is known what the call runs."""
+        call.handler = handler
+        call.function = handler.name
+        if handler.system:
+            call.system = True
+            if self.calls.get(call.call_id) is call:  # else it was cancelled while its module was imported
+                self.system += 1
+        else:
+            self._counters.served += 1
+
+    def fetch(self, call: ServedCall) -> None:
+        """The call asks for the value of a reference, and runs nothing."""
+        call.function = FETCH
+        self._counters.served += 1
+
+    def run(self, call: ServedCall) -> None:
+        """The handler of the call is called next."""
+        call.begun = True
+        if self._engine.call_observers:
+            self.tell("running", call)
+
+    def end(self, call: ServedCall, outcome: CallOutcome, size: int = 0) -> bool:
+        """Take a call out of `calls`, which ends it; False if another thread has ended it before. size: of its answer.
+
+        Its caller may have given it up, and used its number again: that one is not ended in its place.
+        """
+        if self.calls.get(call.call_id) is not call or self.calls.pop(call.call_id, None) is None:
+            return False
+        self.queued -= call.size
+        if call.credit is not None:
+            self.streams -= 1
+        if call.system:
+            self.system -= 1
+        else:
+            self._counters.served_ended[outcome] += 1
+        if self._engine.call_observers:
+            tell_end(self._engine.call_observers, self._event(call, size), outcome)
+        return True
+
+    def tell(self, step: Step, call: ServedCall) -> None:
+        """Tell the observers of a step of a call."""
+        tell_step(self._engine.call_observers, step, self._event(call))
+
+    def _event(self, call: ServedCall, answer: int = 0) -> CallEvent:
+        kind: CallKind = "call"
+        if call.credit is not None:
+            kind = "stream"
+        elif call.creates is not None:
+            kind = "remote"
+        elif call.handler is None and call.function == FETCH:
+            kind = "fetch"
+        part_of: tuple[str, int | str] | None = None
+        if call.batch:
+            part_of = "batch", call.batch
+        elif call.autograd is not None:
+            part_of = "context", call.autograd
+        return CallEvent(
+            "served",
+            self._caller,
+            self._engine.name,
+            call.call_id,
+            call.function,
+            kind,
+            call.system,
+            None,
+            part_of,
+            call.started,
+            time.monotonic(),
+            call.deadline,
+            call.size,
+            answer,
+        )
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def pending_calls(self) -> list[PendingCall]:
+        """The calls of users that are being served."""
+        now = time.monotonic()
+        return [
+            PendingCall(
+                "served",
+                self._caller,
+                call.function,
+                now - call.started,
+                None if call.deadline is None else call.deadline - now,
+            )
+            for call in list(self.calls.values())
+            if not call.system
+        ]
+
+    def user_calls(self) -> int:
+        """How many calls of users are being served."""
+        return sum(not call.system for call in list(self.calls.values()))

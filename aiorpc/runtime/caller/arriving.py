@@ -1,0 +1,225 @@
+"""What comes back from the worker that was called: answers and items of streams, from the frame to the Future.
+
+An answer goes down once, from its bytes to its message and its values, and up once, to its Future. On the loop; answers
+also in a thread that waits for one and reads the connection meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ... import foreign
+from ...channels.accelerator import DeviceBuffer
+from ...errors import PeerLeft, ProtocolError, RpcError
+from ...interrupts import is_interrupt
+from ...logs import logger
+from ...protocol.codec import Past
+from ...protocol.frames import ERROR, REPLY, Frame
+from ...protocol.messages import Error, Recorded, Values, read_error, read_values
+from ...protocol.reference_messages import PassedReference
+from ...protocol.states import CallOutcome
+from ..calls.current import CommonHome, current_node
+from ..calls.failures import decode_error, without_frames
+from ..calls.values import LARGE_PICKLE, Results, decode
+from ..links.links import Links
+from ..links.reassembly import Message
+from .future import PeerOfCall
+from .pending import MadeCall, PendingCalls
+
+_VALUE, _ERROR, _REFUSED = CallOutcome.VALUE, CallOutcome.ERROR, CallOutcome.REFUSED
+
+
+class NotArrived(RpcError):
+    """The answer of a call has come, and what belongs to it cannot be had here; its cause says why."""
+
+
+class PeerForArriving(PeerOfCall, Protocol):
+    """The worker that answers (`Peer`)."""
+
+    def load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
+        """Handles of the references in a message from the peer."""
+
+    def track(self, said: Recorded, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
+        """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
+
+
+class Home(CommonHome, Protocol):
+    """What answers need of the worker that has made the calls."""
+
+    links: Links
+
+    def read_error(self, function: str, error: BaseException) -> BaseException:
+        """The error that the caller of that function is to get for the one that has arrived."""
+
+
+class Arriving:
+    """See the module: the answers of one peer."""
+
+    def __init__(self, home: Home, pending: PendingCalls, peer: PeerForArriving) -> None:
+        self._home = home
+        self._engine = home.engine
+        self._accelerators = home.links.accelerators
+        self._devices = home.links.accelerators.accelerator is not None
+        self._pending = pending
+        self._peer = peer
+
+    def on_answer(self, frame: Frame) -> None:
+        """An answer has arrived. On the loop, or in the thread that has read it."""
+        pending, call_id = self._pending, frame.call_id
+        call, now = pending.calls.get(call_id), time.monotonic()
+        if call is None:
+            self._late(frame)
+        elif call._deadline is not None and now > call._deadline:
+            pending.expire(call_id)
+            self._late(frame)
+        elif frame.kind == ERROR:
+            self._on_error(call, frame, now)
+        elif pending.end(call_id, _VALUE, now, self._size(frame) if self._engine.call_observers else 0) is None:
+            self._late(frame)
+        else:
+            self._on_reply(call, frame)
+
+    @staticmethod
+    def _size(frame: Frame) -> int:
+        return len(frame.body) + sum(map(len, frame.segments))
+
+    def _on_reply(self, call: MadeCall, frame: Frame) -> None:
+        """A call of ours has ended with this value."""
+        entry = call.entry
+        if not entry.confirmed and entry.number >= 0:
+            entry.confirmed = True  # from now on the number goes alone
+        try:
+            result = read_values(frame.body)
+            if entry.declaration is not None:
+                entry.declaration.check_answer(result)
+        except Exception as error:
+            self._unreadable(call, error)
+            return
+        values, pickled = result.values, result.pickled
+        if len(values) == 1 and not (result.table or pickled or result.references):
+            call._settle(values[0])
+        elif pickled and len(pickled) > LARGE_PICKLE and entry.declaration is None:
+            self._decode_in_background(call, frame, result)
+        else:
+            self._decode(call, frame, result)
+
+    def _decode_in_background(self, call: MadeCall, frame: Frame, result: Values) -> None:
+        if not call.system:
+            self._pending.decoding.add(call.call_id)
+        try:
+            self._engine.background.submit(self._decode, call, frame, result)
+        except Exception as error:
+            self._pending.decoding.discard(call.call_id)
+            self._unreadable(call, error)
+
+    def _decode(self, call: MadeCall, frame: Frame, result: Values) -> None:
+        """Make the value and settle the call. On the loop, in a thread that reads, or in a background thread."""
+        peer, segments, safe = self._peer, frame.segments, self._engine.safe
+        landing = frame.landing if type(frame) is Message else None
+        landing = landing or (self._devices and self._accelerators.landing()) or None
+        token = current_node.set(self._home)  # what is unpickled may ask for its worker
+        try:
+            if landing is None:
+                values = decode(result, segments, peer.load_references, peer.track, None, safe)
+            elif landing.streams and _is_lone(result, segments):
+                values = decode(result, segments, peer.load_references, None, landing, safe)
+                call._arrival = landing.arrival()
+            else:
+                with landing.entered():
+                    values = decode(result, segments, peer.load_references, peer.track, landing, safe)
+                    call._arrival = landing.arrival()
+            value = values[0] if len(values) < 2 else Results(values)
+        except BaseException as error:  # SystemExit, too, concerns that call alone
+            self._pending.decoding.discard(call.call_id)  # before the caller has the answer, and finds the worker idle
+            self._unreadable(call, error)
+            if is_interrupt(error):
+                raise
+        else:
+            self._pending.decoding.discard(call.call_id)
+            call._settle(value)
+        finally:
+            current_node.reset(token)
+
+    def _unreadable(self, call: MadeCall, error: BaseException) -> None:
+        failure = RpcError(f"the result of {call._describe()} cannot be read here: {foreign.said(error)}")
+        failure.__cause__ = without_frames(error)
+        call._settle(None, failure)
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def _on_error(self, call: MadeCall, frame: Frame, now: float) -> None:
+        """An Error has come for that call. It says whether the callee has run anything."""
+        told: Error | None = None
+        error: BaseException | None = None
+        try:
+            told = read_error(frame.body)
+            call.again = told.again
+        except ProtocolError as broken:
+            error = RpcError(f"{call._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
+        outcome = _REFUSED if told is not None and told.again else _ERROR
+        if self._pending.end(frame.call_id, outcome, now, self._size(frame)) is not None:
+            call._settle(None, error if told is None else self._error_of(call, told))
+
+    def _error_of(self, call: MadeCall, told: Error) -> BaseException:
+        safe = self._engine.safe or call.entry.declaration is not None
+        try:
+            error = self._home.read_error(call.function, decode_error(told, call.function, safe))
+            if not foreign.is_a(error, BaseException):
+                raise TypeError("read_error gave something that is no exception")
+        except BaseException as broken:
+            return RpcError(f"{call._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
+        if told.again and type(error) is PeerLeft:  # in place of a goodbye: nothing was run there
+            foreign.set_cause(error, None)
+        return error
+
+    # --- what no call gets --------------------------------------------------------------------------------------------
+
+    def _late(self, frame: Frame) -> None:
+        self._engine.counters.late_answers += 1
+        self._discard(frame)
+
+    def _discard(self, frame: Frame) -> None:
+        """Drop an answer or an item that no call waits for. References inside of it still have to be taken."""
+        if frame.kind == ERROR:
+            return
+        try:
+            references = read_values(frame.body).references
+            if references:
+                self._peer.load_references(references)
+        except Exception:
+            logger.debug("a late answer of %s cannot be read", self._peer.name, exc_info=True)
+
+    def on_failed(self, frame: Frame, error: Exception) -> None:
+        """The buffers of an answer or of an item of a stream cannot be had: the call ends with an error."""
+        call = self._pending.end(frame.call_id, _ERROR)
+        self._discard(frame)
+        if call is None:
+            return
+        if call.streamed and frame.kind != REPLY:  # an item is missing, so those behind it are not wanted
+            self._peer.call_off(frame.call_id)
+        failure = NotArrived(f"the result of {call._describe()} did not arrive: {error}")
+        failure.__cause__ = error
+        call._settle(None, failure)
+
+    def on_item(self, frame: Frame) -> None:
+        """An item of a stream has arrived."""
+        stream: Any = self._pending.streams.get(frame.call_id)
+        if stream is None:
+            self._discard(frame)
+        else:
+            stream._on_item(read_values(frame.body), frame.segments, frame.landing if type(frame) is Message else None)
+
+
+def _is_lone(result: Values, segments: Sequence[object]) -> bool:
+    """Whether a result is one tensor that has arrived on a device: to read it is no work for any stream."""
+    table = result.table
+    return (
+        not (result.opaque_at or result.pickled or result.references or result.gradients)
+        and table is not None
+        and len(segments) == len(table) == 1
+        and type(segments[0]) is DeviceBuffer
+    )
