@@ -119,10 +119,9 @@ def test_a_long_chain_does_not_say_all_that_is_behind_it() -> None:
         for sender, (sends, receives) in enumerate(((here, there), (there, here))):
             sent = sends.send([tensor], (), Somebody())
             assert sent is not None
-            _, number, places, behinds = sent
-            behind: Any = behinds[0]
+            behind = sent.behind[0]
             said.append(behind)
-            tensor = receives.receive(sender, SentName(number, places[0]), behind, tensor.detach()) * 2
+            tensor = receives.receive(sender, SentName(sent.number, sent.places[0]), behind, tensor.detach()) * 2
     first, second = said[0], said[1]
     assert first == [] and second is not None and second[0::2] == [0, 0] and len(second) == 3
     assert max(len(behind) for behind in said if behind is not None) // 3 <= MOST_BEHIND

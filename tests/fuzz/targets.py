@@ -26,7 +26,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from aiorpc.channels import bulk, layout, shared_messages
-from aiorpc.channels.arena import Arena, Block
+from aiorpc.channels.arena import Arena
 from aiorpc.channels.device import messages as device_messages
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.keeping import Keeper
@@ -559,19 +559,29 @@ def keep(outcomes: list[Any], index: int, outcome: Any) -> None:
 class Here:
     """What a channel of shared memory needs around it: all of it at once, in this thread."""
 
+    record: Any = None
+    opener = local = True
+
     def __init__(self) -> None:
         self.posted: list[list[Any]] = []
 
-    def post(self, fields: list[Any]) -> None:
+    def post(self, fields: list[Any], *, more: bool = False) -> None:
         """Keep what would be sent."""
         self.posted.append(fields)
 
-    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+    def post_buffer(self, fields: list[Any], buffer: Any) -> None:
+        """Shared memory sends none."""
+
+    def give_back(self, released: Sequence[Sequence[int]], *, more: bool) -> None:
         """Nobody needs them."""
 
-    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+    def in_background(self, function: Callable[..., None], *args: Any) -> None:
         """At once."""
-        fn(*args)
+        function(*args)
+
+    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        """At once."""
+        function(*args)
 
     def on_loop(self, function: Callable[..., object], *args: Any) -> None:
         """At once."""

@@ -254,7 +254,7 @@ async def test_a_caller_that_has_acknowledged_nothing_is_read_again() -> None:
         await child.stop()
         try:
             open_gate()
-            await until(lambda: any(each._paused for each in worker._node.engine.connections))
+            await until(lambda: any(each._port.paused for each in worker._node.engine.connections))
         finally:
             child.kill(signal.SIGCONT)
         child.tell("go on")
@@ -479,7 +479,7 @@ async def test_what_lies_in_shared_memory_is_not_counted_as_sent() -> None:
         assert await workers[0].call("worker1", count, torch.zeros(MB, dtype=torch.uint8)) == 1
         link = workers[0]._node.peers.find("worker1").link
         assert link is not None
-        await until(lambda: link.distribution.shared is not None)
+        await until(lambda: bool(link.distribution.sharing))
         large = torch.ones(9 * MB, dtype=torch.uint8)
 
         async def comes() -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.runtime import life
+from aiorpc.runtime import lifecycle
 from tests.runtime.test_publishing import number_of, weights
 
 from .workers import Link, Place, meeting_file, processes, rounds, until
@@ -187,7 +187,7 @@ async def test_publishers_killed_while_they_end_names_are_followed_by_others(see
 
 def read_on_host(place: Place, link: Link, host: str, stalled: float) -> None:
     """Believe to be on that host, and tell each version that comes."""
-    vars(life)["host_identity"] = lambda: host
+    vars(lifecycle)["host_identity"] = lambda: host
     place.init_rpc(require_secret=False, address="127.0.0.1")
     engine = rpc.current()._node.engine
     engine.bounds = replace(engine.bounds, stalled=stalled)

@@ -261,10 +261,13 @@ async def test_what_an_observer_raises_is_logged_alone(pair: list[Worker], caplo
     """The call goes on as without it, and other observers are shown it."""
 
     class Broken(Noted):
-        def started(self, call: CallEvent, *more: object) -> None:
+        def started(self, call: CallEvent) -> None:
             raise RuntimeError("the observer's own")
 
-        ended = running = queued = started
+        running = queued = started
+
+        def ended(self, call: CallEvent, outcome: CallOutcome) -> None:
+            raise RuntimeError("the observer's own")
 
     noted = Noted()
     with pair[0].observe_calls(Broken()), pair[1].observe_calls(Broken()), pair[0].observe_calls(noted):

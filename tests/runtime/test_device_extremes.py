@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import Worker
-from aiorpc.channels.device import DIRECT
+from aiorpc.channels.device import DIRECT, Devices
 from aiorpc.runtime.links.accelerators import Accelerators
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.fakes.interprocess import HANDLE, FakeInterprocess
@@ -554,7 +554,9 @@ def what_is_left_on(worker: Worker) -> dict[str, Any]:
         found = {name: count for name, count in found.items() if not name.startswith("shared")}
     for link in worker._node.links.all():
         link.flush()
-        under_way = link.channel("device").under_way
+        devices = link.channel("device")
+        assert isinstance(devices, Devices)
+        under_way = devices.under_way
         found |= {f"{name} {link.record.name}": count for name, count in under_way.items() if count}
     driver = worker._node.accelerators.accelerator
     assert isinstance(driver, FakeCuda)

@@ -23,6 +23,7 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.calls.declared import pack
+from aiorpc.runtime.calls.options import WAITING_CALL
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.runtime.group import group as handlers
@@ -369,7 +370,7 @@ async def test_who_has_a_peer_that_is_let_go_of_can_call_it(store: Store) -> Non
         assert all(peers.find(name) is not peer for name, peer in found.items())
 
         def call(name: str, timeout: float) -> aiorpc.Future[str]:
-            return found[name].call(where, (), None, timeout, wait=True)
+            return found[name].call(where, (), None, timeout, options=WAITING_CALL)
 
         late, short, never = call("late", 0.0), call("never", 0.05), call("never", 0.0)
         assert {call.worker for call in worker.pending_calls()} == {"late", "never"}
