@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIGURES = (ROOT / "docs" / "inside" / "figures.md").read_text(encoding="utf-8")
 INSIDE = ROOT / "docs" / "inside"
 ARCHITECTURE = (INSIDE / "architecture.md").read_text(encoding="utf-8")
-WRITTEN = ("index", "architecture", "counting", "cuda", "glossary", "contributing")
+WRITTEN = ("index", "architecture", "calls", "membership", "counting", "cuda", "glossary", "contributing")
 PACKAGE = ROOT / "aiorpc"
 RUNTIME = PACKAGE / "runtime"
 LIMIT = 60.0  # seconds for what takes about four
