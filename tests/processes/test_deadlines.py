@@ -224,7 +224,8 @@ async def test_every_verb_ends_when_its_time_is_up() -> None:
             expected = (rpc.RpcTimeout, rpc.errors.GroupError)
             odd = {verb: end for verb, end in zip(VERBS, ends, strict=True) if type(end) not in expected}
             assert isinstance(odd.pop("wait_for"), rpc.errors.UnknownWorker)  # in a group of fixed size that is known
-            assert [each.name for each in odd.pop("Publication.delivered").missing] == ["w0"] and not odd, odd
+            delivery = odd.pop("Publication.delivered")
+            assert [each.name for each in delivery.missing] == ["w0"] and not odd, (delivery, odd)
         finally:
             await worker.shutdown(timeout=TIME)
 

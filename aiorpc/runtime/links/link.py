@@ -231,7 +231,8 @@ class Link:
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
         """
         if not again:
-            self.messages_received += len(frames)
+            count = len(frames)  # apart: no other thread gets in between then
+            self.messages_received += count
         if pipe is not None:
             for frame in frames:
                 self.second.on_frame(pipe, frame)
