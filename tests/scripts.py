@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from aiorpc import Worker
@@ -15,6 +16,11 @@ T = TypeVar("T")
 def make_current(worker: Worker) -> None:
     """The verbs without a worker are that one's from now on, in this task or thread."""
     current_node.set(worker._node)
+
+
+def set_bounds(worker: Worker, **seconds: float) -> None:
+    """Other limits of time than a worker has, where a test cannot wait as long as a program may have to."""
+    worker._node.engine.bounds = replace(worker._node.engine.bounds, **seconds)
 
 
 def as_script(worker: Worker, function: Callable[..., T], *args: Any) -> Callable[[], T]:
