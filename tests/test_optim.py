@@ -297,9 +297,9 @@ async def test_a_step_with_the_gradients_of_a_context_in_which_the_caller_takes_
         with autograd.context() as context_id:
             autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 1.0))])
             step = as_script(aiorpc.current(), aiorpc.rpc_sync, "worker2", step_part, (reference, int(context_id)))
-            with ThreadPoolExecutor() as in_no_context:
-                with pytest.raises(RpcUsageError, match="Could not find autograd context"):
-                    in_no_context.submit(step).result(LIMIT)
+            refused = pytest.raises(RpcUsageError, match="Could not find autograd context")
+            with ThreadPoolExecutor() as in_no_context, refused:
+                in_no_context.submit(step).result(LIMIT)
         return here(weight)
 
     torch.testing.assert_close(await run(apart[0], script), values(0))

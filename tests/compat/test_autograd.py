@@ -309,14 +309,6 @@ def test_annotations_of_an_optimizer_are_not_looked_up(alone: Any, monkeypatch: 
     assert made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"] == 0.25
 
 
-def test_the_learning_rate_without_torchscript(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes the class itself then, with its own default."""
-    optim = importlib.import_module("torch.distributed.optim")
-    monkeypatch.setattr(torch.jit._state._enabled, "enabled", False)
-    made = optim.DistributedOptimizer(torch.optim.Adamax, [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
-    assert made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"] == 2e-3
-
-
 def test_an_optimizer_without_parameters(alone: Any, autograd: Any) -> None:
     """As of a RemoteModule that has none: its steps do nothing, in a context that is open."""
     nn, optim = map(importlib.import_module, ("torch.distributed.nn", "torch.distributed.optim"))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import signal
-import struct
 import threading
 import time
-from multiprocessing import connection
 from typing import Any
 
 from aiorpc.examples._shared.launch import Place
@@ -35,19 +33,6 @@ def die_on_two(place: Place, settings: str) -> None:
     if place.rank == 1:
         raise ConnectionError(settings)
     threading.Event().wait()
-
-
-def die_on_one_while_sending(place: Place, settings: str) -> None:
-    """Rank 1 is killed in the midst of its result; the others wait for it for ever."""
-
-    def send_bytes(pipe: connection.Connection[Any, Any], outcome: object) -> None:
-        os.write(pipe.fileno(), struct.pack("!i", 100) + b"half of it")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if place.rank != 1:
-        threading.Event().wait()
-    # Not `send` itself: who calls that has looked it up before the role runs.
-    setattr(connection.Connection, "_send_bytes", send_bytes)  # noqa: B010  # in this process alone, which ends with it
 
 
 def exit_on_one(place: Place, settings: str) -> None:

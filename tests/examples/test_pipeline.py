@@ -85,17 +85,6 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
     assert is_png(ran.folder / "new" / "p.png")
 
 
-def test_a_stage_is_the_same_wherever_it_is_made() -> None:
-    """Number and seed make the layers, and nobody else's random numbers are touched by it."""
-    before = torch.get_rng_state()
-    settings = Settings(width=8, depth=2)
-    x = torch.ones(1, 8)
-    first, again = (Stage(1, settings).forward(x) for _ in range(2))
-    assert torch.equal(first, again) and first.shape == (1, 30)
-    assert not torch.equal(first, Stage(1, Settings(width=8, depth=2, seed=1)).forward(x))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

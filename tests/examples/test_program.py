@@ -38,24 +38,6 @@ def command_line() -> CommandLine[Settings]:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", Settings()),
-        ("--num-steps 4 --seed 1 --timeout 2", Settings(num_steps=4, seed=1, timeout=2.0)),
-        ("--lr 1 --name two --no-batch", Settings(lr=1.0, name="two", batch=False)),
-        ("--sizes 3 --picture p.png", Settings(sizes=(3,))),
-        ("--sizes 3 4 5", Settings(sizes=(3, 4, 5))),
-    ],
-)
-def test_options_set_fields_of_their_type(options: str, expected: Settings) -> None:
-    """Each field that has an option takes its value and its type; the others keep theirs."""
-    line = command_line()
-    settings = line.settings(line.parse(options.split()))
-    assert settings == expected
-    assert [type(value) for value in vars(settings).values()] == [type(value) for value in vars(expected).values()]
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         ("--num-steps 1", "--num-steps must be at least 2: one is none"),
