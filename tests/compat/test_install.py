@@ -26,7 +26,7 @@ def contents() -> dict[str, dict[str, Any]]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in ("torch", "aiorpc") and isinstance(module, ModuleType)
     }
-    classes = {each for module in found.values() for each in module.values() if isinstance(each, type)}
+    classes = {each for module in found.values() for each in module.values() if issubclass(type(each), type)}
     others = [each for each in classes if each.__module__.startswith("aiorpc.")]
     found |= {repr(other): dict(vars(other)) for other in (*others, multiprocessing.spawn)}
     found["sys.modules"] = {name: sys.modules.get(name) for name in (*found, *MODULES)}

@@ -17,7 +17,8 @@ from aiorpc.protocol.packing import pack
 from aiorpc.runtime.group import accepting
 
 from . import bodies
-from .test_strangers import frame, hello, talk, targets, warnings_of
+from .attackers import frame, hello, talk, targets
+from .test_strangers import warnings_of
 from .workers import group, until
 
 

@@ -20,14 +20,15 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import TlsLayer
 from tests.authority import Authority
+from tests.scripts import set_bounds
 
 from . import bodies
-from .test_strangers import hello, warnings_of
+from .attackers import hello
+from .test_strangers import warnings_of
 from .workers import Link, Place, group, meeting_file, places, processes, until
 
 PATIENCE = 20.0
@@ -120,14 +121,6 @@ def test_all_members_hear_of_files_that_cannot_be_used(authority: Authority) -> 
     assert said[1].startswith("RpcUsageError: worker 'w1' cannot use TLS") and "is for 'somebody'" in said[1]
 
 
-async def test_a_worker_whose_files_are_wrong_does_not_join(authority: Authority) -> None:
-    """It is told before anybody else is involved."""
-    wrong = authority.tls("worker0", of="somebody")
-    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot use TLS: .* is for 'somebody'"):
-        async with cluster(1, options=options(wrong)):
-            pass
-
-
 # --- on the wire ------------------------------------------------------------------------------------------------------
 
 
@@ -203,28 +196,15 @@ async def test_a_stranger_who_stops_is_closed(
         "a long record": b"\x16\x03\x01\xff\xff" + bytes(65_535),
     }[what]
     async with cluster(1, options=options(authority.tls("worker*"))) as (worker,):
-        worker._node.engine.bounds = Bounds(handshake=0.05)
+        set_bounds(worker, handshake=0.05)
         with warnings_of(caplog) as logged, dialled(worker) as sock:
             with contextlib.suppress(ConnectionError):
                 sock.sendall(data)
             await asyncio.to_thread(rest, sock)
             await until(lambda: worker.statistics().connections_refused)
         assert len(logged) == 1
-        worker._node.engine.bounds = Bounds()
+        set_bounds(worker, handshake=10.0)
         assert await worker.call("worker0", abs, -3) == 3
-
-
-async def test_a_stranger_who_goes_in_the_midst_of_tls_is_nothing(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker that is killed while it shakes hands leaves no line and nothing behind."""
-    async with cluster(1, options=options(authority.tls("worker0"))) as (worker,):
-        with warnings_of(caplog) as logged:
-            for end in (10, 10_000):
-                with dialled(worker) as sock:
-                    sock.sendall(beginning(authority)[:end])
-            await until(lambda: not connections(worker))
-        assert logged == []
 
 
 @pytest.mark.slow
