@@ -128,23 +128,6 @@ async def test_roots_that_cannot_be(workers: list[Worker], roots: Any, text: str
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_tensor_passed_on_through_workers(workers: list[Worker]) -> None:
-    """Received and sent on unchanged, by some that only pass it on and some that also use it."""
-    x, w = vector(), weight_of(workers[2], 0)
-    async with autograd.context() as ctx:
-        y = x * 3
-        there = await workers[0].call("worker1", parts.echo, y)
-        further = await workers[0].call("worker2", parts.echo, there)
-        back = await workers[0].call("worker1", parts.echo, further)
-        z = await workers[0].call("worker2", parts.layer, back)
-        await ctx.backward([(z * there).sum()])
-        y = x * 3
-        of_x, of_w = expected((step(y, w) * y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [])
-        check(gradients_of(workers[2], ctx), [(w, of_w)])
-
-
 def _with_reference(reference: Any, x: Tensor) -> Tensor:
     return step(x, reference.to_here())
 
@@ -303,53 +286,7 @@ async def test_retained_graphs_and_repeated_passes(workers: list[Worker]) -> Non
         await ctx.backward([loss])  # the context goes on
 
 
-async def test_passes_of_one_context_at_the_same_time(workers: list[Worker]) -> None:
-    """Several passes over a retained graph run at once and add up."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        losses = [(y * factor).sum() for factor in range(1, 6)]
-        await asyncio.gather(*(ctx.backward([loss], retain_graph=True) for loss in losses))
-        of_x, of_w = expected(15 * step(x, w).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
 # --- functions and nodes ----------------------------------------------------------------------------------------------
-
-
-class Scale(torch.autograd.Function):
-    """A Function with arguments that are no tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, name: str, flag: bool = False) -> Tensor:
-        """x * factor."""
-        ctx.factor = factor
-        ctx.save_for_backward(x)
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """And back."""
-        (x,) = ctx.saved_tensors
-        return grads[0] * ctx.factor + 0 * x, None, None, None
-
-
-def _scaled(x: Tensor) -> Tensor:
-    return apply(Scale, step(x, parts.weight(0)), 3.0, "three")
-
-
-async def test_custom_functions(workers: list[Worker]) -> None:
-    """They run at the worker that applied them, with complete gradients, once."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", _scaled, x)
-        z = apply(Scale, y, 2.0, "two", True)
-        await ctx.backward([(z * y).sum()])
-        y = 3 * step(x, w)
-        of_x, of_w = expected((2 * y * y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
 def _changed_later(x: Tensor) -> Tensor:
@@ -803,24 +740,6 @@ async def test_a_gradient_that_a_node_keeps(workers: list[Worker]) -> None:
         y = await workers[0].call("worker1", parts.echo, apply(Constant, x, constant))
         await ctx.backward([y.sum()])
         assert _separate([ctx.gradients()[x], constant])
-
-
-async def test_a_tensor_sent_twice(workers: list[Worker]) -> None:
-    """Twice in one call, and in two calls: it is one tensor of the graph."""
-    x, w = vector(), weight_of(workers[1], 0)
-
-    def both(x: Tensor, y: list[Tensor]) -> Tensor:
-        return step(x, parts.weight(0)) * y[0] + y[1]
-
-    async with autograd.context() as ctx:
-        y = x * 2
-        z = await workers[0].call("worker1", both, y, [y, x])
-        z = z + await workers[0].call("worker1", both, y, [x, y])
-        await ctx.backward([z.sum()])
-        y = x * 2
-        of_x, of_w = expected((step(y, w) * y + x + step(y, w) * x + y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
 class Net(torch.nn.Module):
