@@ -34,20 +34,6 @@ def extension(name: str) -> ModuleType:
 documented = extension("documented")
 
 
-@dataclasses.dataclass
-class Record:
-    """Stands for one of the package's. told: a field."""
-
-    told: int
-    untold: int
-
-    def method(self) -> None:
-        pass
-
-
-Record.__module__ = "aiorpc.record"
-
-
 def in_pages() -> set[str]:
     """The names that the reference makes from docstrings."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md"))
