@@ -18,9 +18,9 @@ def make_current(worker: Worker) -> None:
     current_node.set(worker._node)
 
 
-def set_bounds(worker: Worker, **seconds: float) -> None:
-    """Other limits of time than a worker has, where a test cannot wait as long as a program may have to."""
-    worker._node.engine.bounds = replace(worker._node.engine.bounds, **seconds)
+def set_bounds(worker: Worker, **bounds: Any) -> None:
+    """Other bounds than a worker has, where a test cannot wait as long as a program may have to."""
+    worker._node.engine.bounds = replace(worker._node.engine.bounds, **bounds)
 
 
 def as_script(worker: Worker, function: Callable[..., T], *args: Any) -> Callable[[], T]:

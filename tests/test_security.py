@@ -14,7 +14,7 @@ TESTS = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 ATTACKERS = [
     "A stranger on the network",
     "Another user of the host",
-    "Who can write the store",
+    "An attacker that can write to the store",
     "A bad member",
     "A stolen certificate",
 ]
