@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc.examples import actor_learner
-from tests.examples.programs import RUN_ALL, run_program, usage_error
+from tests.examples.programs import RUN_ALL, run_program
 
 MODULE = "aiorpc.examples.actor_learner"
 LIMIT = 400.0  # seconds for a run to the end, on a slow machine
@@ -42,11 +41,3 @@ def test_it_solves_cartpole(tmp_path: Path, chaos: float) -> None:
     assert result["solved_at"] is not None, result["rewards"][-1]
     assert bool(result["kills"]) == bool(chaos)
     assert max(result["ages"]) < 30  # nobody goes on with weights that are long gone
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--actors", "0"], ["--chaos", "-1"], ["--chaos", "nan"], ["--batch", "0"]], ids="=".join
-)
-def test_what_cannot_be_run_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is started."""
-    assert f"error: {wrong[0]} " in usage_error(actor_learner.main, wrong, capsys)

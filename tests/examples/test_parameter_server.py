@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc.examples import parameter_server
 from aiorpc.examples.parameter_server import Settings, digits, network
-from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
+from tests.examples.programs import Ran, is_png, matches, run_all
 
 pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.parameter_server"
@@ -85,15 +84,3 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
     )
     assert matches(ran.outcome.out, expected), ran.outcome.out
     assert is_png(ran.folder / "new" / "p.png")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("--world-size", "1", "--world-size must be at least 2"),
-        *((name, "0", f"{name} must be at least 1") for name in ("--num-steps", "--batch-size", "--check-every")),
-    ],
-)
-def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str, words: str) -> None:
-    """A usage error that names the option, before anything is started."""
-    assert words in usage_error(parameter_server.main, [option, value], capsys)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from aiorpc.examples import rnn
 from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, loss_of, read_text
-from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
+from tests.examples.programs import Ran, is_png, matches, run_all
 
 pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.rnn"
@@ -87,21 +85,3 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
     assert ran.outcome.err == ""
     assert matches(ran.outcome.out, (*SPOKEN, r"wrote new/r\.png")), ran.outcome.out
     assert is_png(ran.folder / "new" / "r.png")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *((("--" + name, "0"), f"--{name} must be at least 1") for name in ("epochs", "length", "batch", "hidden")),
-        (("--sample", "-1"), "--sample must not be negative"),
-        (("--text", "nowhere.txt"), "there is no file nowhere.txt"),
-        (("--text", "/dev/null"), "there is no file /dev/null"),
-        (("--text", __file__, "--batch", "1000000"), f"--text: cannot read {__file__}: a text of "),
-        (("--text", sys.executable), f"--text: cannot read {sys.executable}: 'utf-8' codec can't decode"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
-) -> None:
-    """A usage error that names the option, before anything is started."""
-    assert words in usage_error(rnn.main, options, capsys)
