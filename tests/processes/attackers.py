@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,11 @@ from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.packing import pack
 from aiorpc.protocol.seal import Seal, Unsealer
 from aiorpc.protocol.states import HandshakeState
+from aiorpc.transport.certificates import Credentials
+from aiorpc.transport.tls import TlsLayer
 
+PATIENCE = 20.0
+REFUSED = Kind.REFUSED
 Target = tuple[socket.AddressFamily, Any]
 
 
@@ -192,3 +197,99 @@ def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
         said = call(path=path)
         sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [said], len(said))))
         some_frames(sock, source)  # its answer, or its end
+
+
+def unfinished(record: WorkerRecord) -> list[bytes]:
+    """What strangers begin with who do not go on."""
+    return [b"", head(Kind.HELLO, 100), head(Kind.HELLO, 100)[:7], hello(record.to_wire(), False)]
+
+
+STRANGER = WorkerRecord("stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1)
+
+
+def unproved(wanted: list[Any], sealed: bool, record: WorkerRecord) -> bytes:
+    """A HELLO with that record, and a proof that is none."""
+    return hello(wanted, sealed, record=record.to_wire()) + frame(Kind.PROOF, bytes(32))
+
+
+def told_to_log(record: WorkerRecord, forged: bytes) -> list[bytes]:
+    """Those words wherever a refusal may quote a stranger."""
+    long = replace(record, host="h" * 4000, hostname=forged[:4000].decode(), pid=1, main="m" * 4000)
+    said = [frame(kind, forged) for kind in (Kind.REFUSED, Kind.CALL, Kind.HELLO)]
+    return [*said, unproved(record.to_wire(), True, long)]
+
+
+FIELDS = len(handshake.Introduction.__struct_fields__)
+
+
+def nested_hello(record: WorkerRecord, place: int | None, depth: int) -> bytes:
+    """A HELLO with lists in lists in the place of one field, or of all."""
+    nested = b"\x91" * depth + b"\x01"
+    if place is None:
+        return frame(Kind.HELLO, pack(handshake.Hello(nested, b"")))
+    honest = handshake.read_hello(hello(record.to_wire(), True)[HEAD.size :]).introduction
+    said = handshake.read_introduction(honest)
+    fields = [pack(getattr(said, name)) for name in said.__struct_fields__]
+    fields[place] = nested
+    return frame(Kind.HELLO, pack(handshake.Hello(b"".join((bytes([0x90 + len(fields)]), *fields)), b"")))
+
+
+def call_first() -> bytes:
+    """A call before any handshake."""
+    return frame(Kind.CALL, b"")
+
+
+def said_by(data: bytes) -> list[tuple[int, bytes]]:
+    """Kind and body of each frame."""
+    return [(frame.kind, frame.body) for frame in FrameDecoder(max_body=10_000).feed(data)]
+
+
+def started_tls(tls: rpc.Tls) -> TlsLayer:
+    """TLS as worker w1 begins it when it opens a connection."""
+    context, own = Credentials(tls, "w1").context(opener=True)
+    layer = TlsLayer(context, FrameDecoder(max_body=1000), opener=True, own=own)
+    layer.start()
+    return layer
+
+
+class Between(threading.Thread):
+    """Somebody on the way who ends TLS himself, with a certificate that he has, and carries on what is inside."""
+
+    def __init__(self, at: tuple[str, int], to: tuple[str, int], tls: rpc.Tls, honest: rpc.Tls) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server(at)
+        self._listener.settimeout(PATIENCE)
+        self._at, self._to, self._over = at, to, False
+        self._acceptor = Credentials(tls, "x").context(opener=False)[0]
+        self._opener = Credentials(honest, "x").context(opener=True)[0]
+        self.carried = 0
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with sock:
+                    if self._over:
+                        return
+                    sock.settimeout(PATIENCE)
+                    with contextlib.suppress(OSError):
+                        self._relay(sock)
+
+    def _relay(self, sock: socket.socket) -> None:
+        with contextlib.ExitStack() as stack:
+            near = stack.enter_context(self._acceptor.wrap_socket(sock, server_side=True))
+            onward = stack.enter_context(socket.create_connection(self._to, PATIENCE))
+            far = stack.enter_context(self._opener.wrap_socket(onward))
+            for source, target in ((near, far), (far, near), (near, far), (far, near)):
+                data = source.recv(65536)
+                if not data:
+                    return
+                self.carried += 1
+                target.sendall(data)
+
+    def stop(self) -> None:
+        self._over = True
+        with contextlib.suppress(OSError), socket.create_connection(self._at, PATIENCE):
+            self.join()
+        self._listener.close()

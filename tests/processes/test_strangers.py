@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 
 import aiorpc as rpc
-from aiorpc.protocol.frames import Kind
-from aiorpc.protocol.identity import WorkerRecord
 from tests.ports import free_port
 from tests.scripts import set_bounds
 
 from . import bodies
-from .attackers import attacks, head, hello, talk, targets
+from .attackers import attacks, hello, talk, targets, unfinished
 from .workers import Link, Place, group, meeting_file, places, private_directory, processes, until
 
 
@@ -68,12 +66,7 @@ async def test_half_open_connections_do_no_harm() -> None:
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3  # a member on a busy machine is no stranger
         set_bounds(worker, handshake=0.5)
         target = targets(worker._node.engine.record)["unix"]
-        beginnings = [
-            b"",
-            head(Kind.HELLO, 100),
-            head(Kind.HELLO, 100)[:7],
-            hello(worker._node.engine.record.to_wire(), False),
-        ]
+        beginnings = unfinished(worker._node.engine.record)
         talking = [asyncio.ensure_future(asyncio.to_thread(talk, target, data)) for data in beginnings]
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         await asyncio.gather(*talking)
@@ -154,7 +147,7 @@ async def test_group_on_one_host_does_not_listen_on_tcp() -> None:
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
-def _members(worker: rpc.Worker) -> list[WorkerRecord]:
+def _members(worker: rpc.Worker) -> list[Any]:
     assert worker._node.rendezvous is not None
     return worker._node.rendezvous.members()
 
