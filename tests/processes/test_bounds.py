@@ -351,7 +351,7 @@ _queues: list[rpc.Queue[Any]] = []
 
 async def test_a_get_finds_room_beside_puts_that_wait_for_it() -> None:
     """Of the same caller, whose items at a full queue have taken all that he may have: three of them, but one."""
-    async with cluster(2, options=rpc.RpcBackendOptions(max_queued_bytes=40_180)) as workers:
+    async with cluster(2, options=rpc.RpcBackendOptions(max_queued_bytes=40_190)) as workers:
         await workers[1].call("worker1", own_a_queue)
         assert sorted(await workers[0].call("worker0", fill_a_queue, 3, 20_000)) == [0, 1, 2]
         _queues.pop().close()
