@@ -196,11 +196,10 @@ async def apart() -> AsyncIterator[list[Worker]]:
 async def current_pair() -> AsyncIterator[list[Worker]]:
     """Two workers on the test's loop, the first of them the current one."""
     from aiorpc import RpcBackendOptions
-    from aiorpc.runtime.calls.current import current_node
     from aiorpc.testing import cluster
     from tests.runtime.waiting import LIMIT
+    from tests.scripts import make_current
 
     async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
-        token = current_node.set(workers[0]._node)
+        make_current(workers[0])
         yield workers
-        current_node.reset(token)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-
-from aiorpc.transport import sockets
+import socket
 
 LOWEST, HIGHEST = 20_000, 32_000  # below those that systems give to whoever asks for any: nobody else comes by one
 
@@ -15,7 +14,7 @@ def free_range(count: int) -> tuple[int, int]:
         first = LOWEST + secrets.randbelow(HIGHEST - LOWEST - count)
         try:
             for port in range(first, first + count):
-                sockets.listen_tcp("127.0.0.1", (port, port)).close()
+                socket.create_server(("127.0.0.1", port)).close()
         except OSError:
             continue
         return first, first + count - 1

@@ -6,20 +6,17 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from aiorpc import sites
 from aiorpc.collecting import collect_all
-from aiorpc.errors import WorkerClosed
 from aiorpc.futures import Future
 from tests.settling import (
     LONG,
     pending,
     running,
-    until,
     wait_until,
 )
 
@@ -128,55 +125,6 @@ async def test_callbacks_never_run_on_a_loop_thread() -> None:
         results = [await first, await second]
     assert [value for _, value in results] == ["free", "free"]
     assert threading.get_ident() not in [thread for thread, _ in results]
-
-
-async def test_callbacks_go_to_the_executor() -> None:
-    """With an executor the callback goes there; when that is closed it still runs."""
-    jobs: list[tuple[Any, ...]] = []
-
-    class Threads:
-        may_stay_awake = True
-
-        def stay_awake(self, look: Any, done: Any, timeout: float | None) -> None:
-            raise AssertionError("nobody waits")
-
-        def waited(self, seconds: float) -> None:
-            raise AssertionError("nobody waits")
-
-    class Open(Threads):
-        def submit(self, fn: Callable[..., None], *args: object) -> None:
-            jobs.append((fn, *args))
-
-    class Closed(Threads):
-        def submit(self, fn: Callable[..., None], *args: object) -> None:
-            raise WorkerClosed("closed")
-
-    ran: list[Any] = []
-    future = pending()
-    future._executor = Open()
-    future.add_done_callback(lambda done: ran.append(done.value()))
-    future.set_result(1)
-    assert ran == []
-    ((job, *args),) = jobs
-    await asyncio.to_thread(job, *args)
-    assert ran == [1]
-
-    future = pending()
-    future._executor = Closed()
-    future.add_done_callback(lambda done: ran.append(done.value()))
-    future.set_result(2)
-    await until(lambda: ran == [1, 2])
-
-
-def test_then_makes_a_future_of_ours() -> None:
-    """then gives a Future of the callback's result, with everything ours can do, and chains."""
-    parent = pending()
-    child = parent.then(lambda done: done.value() + 1).then(lambda done: done.wait() * 10)
-    assert type(child) is Future
-    assert not child.done()
-    parent.set_result(1)
-    assert child.wait(LONG) == 20
-    assert "then" in child._describe()
 
 
 def test_then_passes_errors_on() -> None:

@@ -277,20 +277,6 @@ def test_the_cpu_needs_no_device_where_devices_are_set() -> None:
     check_device_maps({"a": claims(1, {"b": {"cpu": 0, 0: "cpu"}}, [0]), "b": claims(1, devices=[0])})
 
 
-def test_duplicated_devices() -> None:
-    """Of whichever worker."""
-    first, rest = refusal({"a": claims(2), "b": claims(2, devices=[1, 0, 1])})
-    assert first == "Node b has duplicated devices"
-    assert rest == "More than once: cuda:1"
-
-
-def test_devices_that_do_not_exist() -> None:
-    """The count is that of the worker that set them."""
-    first, rest = refusal({"a": claims(4), "b": claims(2, devices=[0, 2, 3])})
-    assert first == "Node b has devices with invalid indices"
-    assert rest == "b has no cuda:2, cuda:3; its cuda devices are 2 in number"
-
-
 def test_maps_to_workers_that_do_not_exist() -> None:
     """In a group of fixed size; in a free one they may join later."""
     found = {"a": claims(1, {"b": {0: 0}, "nobody": {0: 0}}), "b": claims(1)}
@@ -300,43 +286,43 @@ def test_maps_to_workers_that_do_not_exist() -> None:
     check_device_maps(found, fixed=False)
 
 
-def test_duplicated_target_devices() -> None:
-    """Options refuse such a map; a worker that has it all the same is named."""
-    twice = DeviceClaims(2, (), {"b": {cuda(0): cuda(0), cuda(1): cuda(0)}})
-    first, rest = refusal({"a": twice, "b": claims(2)})
-    assert first == "Node a has duplicated target devices in its device map for b"
-    assert rest == "More than once: cuda:0"
+FIRST_LINES: dict[str, tuple[dict[str, DeviceClaims], str]] = {
+    "Node b has duplicated devices": (
+        {"a": claims(2), "b": claims(2, devices=[1, 0, 1])},
+        "More than once: cuda:1",
+    ),
+    "Node b has devices with invalid indices": (
+        {"a": claims(4), "b": claims(2, devices=[0, 2, 3])},
+        "b has no cuda:2, cuda:3; its cuda devices are 2 in number",
+    ),
+    "Node a has duplicated target devices in its device map for b": (
+        {"a": DeviceClaims(2, (), {"b": {cuda(0): cuda(0), cuda(1): cuda(0)}}), "b": claims(2)},
+        "More than once: cuda:0",
+    ),
+    "Node a has unexpected source devices in its device map for b": (
+        {"a": claims(2, {"b": {0: 0, 1: 1}}, [0]), "b": claims(2)},
+        "Not among the devices set for a, cuda:0: cuda:1",
+    ),
+    "Node a has source devices with invalid indices in its device map for b": (
+        {"a": claims(1, {"b": {1: 0}}), "b": claims(2)},
+        "a has no cuda:1; its cuda devices are 1 in number",
+    ),
+    "Node a has unexpected target devices in its device map for b": (
+        {"a": claims(2, {"b": {0: 0, 1: 1}}), "b": claims(2, devices=[1])},
+        "Not among the devices set for b, cuda:1: cuda:0",
+    ),
+    "Node a has target devices with invalid indices in its device map for b": (
+        {"a": claims(4, {"b": {0: 2}}), "b": claims(2)},
+        "b has no cuda:2; its cuda devices are 2 in number",
+    ),
+}
 
 
-def test_source_devices_that_are_not_set() -> None:
-    """They exist, but the worker said that it uses others."""
-    first, rest = refusal({"a": claims(2, {"b": {0: 0, 1: 1}}, [0]), "b": claims(2)})
-    assert first == "Node a has unexpected source devices in its device map for b"
-    assert rest == "Not among the devices set for a, cuda:0: cuda:1"
-
-
-def test_source_devices_that_do_not_exist() -> None:
-    """Also where the worker has none at all, or another kind."""
-    first, rest = refusal({"a": claims(1, {"b": {1: 0}}), "b": claims(2)})
-    assert first == "Node a has source devices with invalid indices in its device map for b"
-    assert rest == "a has no cuda:1; its cuda devices are 1 in number"
-    assert "source devices with invalid indices" in refusal({"a": claims(0, {"a": {0: "cpu"}})})[0]
-    assert "source devices with invalid indices" in refusal({"a": claims(1, {"a": {"xpu:0": "cpu"}})})[0]
-
-
-def test_target_devices_that_are_not_set() -> None:
-    """They exist, but the other worker said that it uses others."""
-    first, rest = refusal({"a": claims(2, {"b": {0: 0, 1: 1}}), "b": claims(2, devices=[1])})
-    assert first == "Node a has unexpected target devices in its device map for b"
-    assert rest == "Not among the devices set for b, cuda:1: cuda:0"
-
-
-def test_target_devices_that_do_not_exist() -> None:
-    """The count is that of the other worker; in a free group, too, if it is there."""
-    found = {"a": claims(4, {"b": {0: 2}, "late": {0: 100}}), "b": claims(2)}
-    first, rest = refusal(found, fixed=False)
-    assert first == "Node a has target devices with invalid indices in its device map for b"
-    assert rest == "b has no cuda:2; its cuda devices are 2 in number"
+@pytest.mark.parametrize("first", FIRST_LINES)
+def test_claims_that_do_not_fit(first: str) -> None:
+    """torch's words, and then which devices."""
+    found, rest = FIRST_LINES[first]
+    assert refusal(found) == [first, rest]
 
 
 def test_the_first_in_order_is_named_on_all() -> None:

@@ -18,10 +18,10 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import RpcBackendOptions, autograd
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Fault, Faults, MessageKind, SentMessage, cluster
 
 from .runtime.waiting import until
+from .scripts import make_current
 
 Workers = list[aiorpc.Worker]
 SHORT = 0.2
@@ -229,7 +229,7 @@ async def test_steps_of_backward_and_the_end_of_contexts_are_kinds(workers: Work
     with Faults(workers[0]) as faults:
         gradient, context = faults.delay(0.01, "gradient"), faults.delay(0.01, "context")
         leaf = torch.ones(3, requires_grad=True)
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         async with autograd.context() as scope:
             loss = (await workers[0].call("worker1", double, leaf)).sum()
             await scope.backward([loss])
@@ -339,16 +339,6 @@ async def test_what_cannot_be_is_refused(workers: Workers) -> None:
         pass
 
 
-def test_functions_match_by_themselves_and_by_name() -> None:
-    """A rule may name a function, or say its name with or without the module."""
-    message = SentMessage(MessageKind.REPLY, "worker1", f"{__name__}:add")
-    assert message.is_of(add)
-    assert message.is_of("add")
-    assert message.is_of(f"{__name__}:add")
-    assert not message.is_of(note)
-    assert not message.is_of("note")
-
-
 async def test_a_killed_worker_is_lost(workers: Workers) -> None:
     """Calls to it fail with PeerLost, on all others; it says no goodbye. The rest of the group goes on."""
     call = workers[0].call("worker1", forever)
@@ -361,24 +351,6 @@ async def test_a_killed_worker_is_lost(workers: Workers) -> None:
     assert [info.name for info in workers[2]._node.group.lost.values()] == ["worker1"]
     assert workers[1].closed
     assert await workers[0].call("worker2", add, 1) == 2
-
-
-async def test_the_leader_can_be_killed() -> None:
-    """The next one leads; shutting down does not wait for the dead."""
-    async with cluster(3) as workers:
-        with Faults(workers[1]) as faults:
-            await faults.kill("worker0")
-        with pytest.raises(aiorpc.PeerLost):
-            await workers[1].call("worker0", add, 1)
-        assert await workers[1].call("worker2", add, 1) == 2
-
-
-async def test_a_worker_with_a_loop_of_its_own_can_be_killed() -> None:
-    """Its thread ends with it."""
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
-        with Faults(workers[0]) as faults:
-            await faults.kill("worker1")
-        assert workers[1].closed
 
 
 PROGRAM = """

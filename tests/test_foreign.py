@@ -31,17 +31,6 @@ def test_no_function_runs_into_what_the_class_raises(
     assert "it failed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "error",
-    [FileNotFoundError(2, "none", "name"), KeyError("a"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")],
-)
-def test_copies_of_the_interpreters_own(error: Exception) -> None:
-    """Nothing is lost that stands in no attribute."""
-    error.add_note("seen")
-    twin = foreign.copy_of(error)
-    assert type(twin) is type(error) and str(twin) == str(error) and twin.__notes__ == ["seen"]
-
-
 def test_what_stands_in_slots_is_copied() -> None:
     """pickle and copy would forget it."""
 
@@ -53,16 +42,6 @@ def test_what_stands_in_slots_is_copied() -> None:
     error.code = 5
     twin = foreign.copy_of(error)
     assert isinstance(twin, Slotted) and twin.code == 5 and not hasattr(twin, "empty")
-
-
-def test_what_is_laid_out_by_another_class_than_its_first_is_copied() -> None:
-    """An exception may inherit from several of the interpreter's, of which one says how it is laid out."""
-
-    class Both(ValueError, OSError):
-        pass
-
-    twin = foreign.copy_of(Both(2, "none", "name"))
-    assert isinstance(twin, Both) and (twin.errno, twin.filename) == (2, "name")
 
 
 def test_what_cannot_be_made_again_has_no_copy() -> None:

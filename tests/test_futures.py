@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc import futures as futures_module
-from aiorpc.callbacks import block_observer
 from aiorpc.collecting import collect_all, wait_all
 from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WouldBlockLoop
 from aiorpc.futures import Future, is_future, outcome
@@ -156,16 +154,6 @@ def _outcome_of(name: str) -> tuple[str, object]:
     return see(future)
 
 
-def test_many_settlers_many_waiters() -> None:
-    """Sixteen settlers and eight waiters at once: one settler wins, and every waiter sees its value."""
-    for _ in range(20):
-        future = pending()
-        settlers = [partial(future._settle, number) for number in range(16)]
-        results = all_at_once(*settlers, *[partial(future.wait, LONG)] * 8)
-        assert results[:16].count(True) == 1
-        assert set(results[16:]) == {results.index(True)}
-
-
 def test_callbacks_registered_during_the_settling_run_once() -> None:
     """A callback added while another thread settles runs exactly once, whoever finds it."""
 
@@ -198,45 +186,7 @@ def test_timeout_racing_with_an_answer() -> None:
         race(number * 1e-6)
 
 
-def test_answer_at_the_very_end_of_a_wait_is_returned() -> None:
-    """If the answer comes after the lock timed out and before the waiter has gone, the waiter returns it."""
-
-    class Late:
-        """Told that the wait is over, before the waiter looks whether anybody has settled the Future."""
-
-        def enter_blocked(self) -> None: ...
-
-        def exit_blocked(self) -> None:
-            assert future._waiters == 1
-            future.set_result("late")
-
-    future = pending()
-    token = block_observer.set(Late())
-    try:
-        assert future.wait(0.0) == "late"
-    finally:
-        block_observer.reset(token)
-
-
 # --- wait -------------------------------------------------------------------------------------------------------------
-
-
-def test_wait_blocks_until_settled() -> None:
-    """wait in one thread returns what another thread sets later."""
-    future = pending()
-    with running(future.wait) as result:
-        wait_until(lambda: future._waiters == 1)
-        assert not result
-        future.set_result("here")
-    assert result == ["here"]
-
-
-def test_wait_raises_the_error_at_every_thread() -> None:
-    """Four threads that wait all get the error."""
-    future = pending()
-    error = ValueError("no")
-    results = all_at_once(*([lambda: future.wait(LONG)] * 4), lambda: future.set_exception(error))
-    assert results == [error] * 4 + [None]
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.01])
@@ -270,28 +220,6 @@ def test_wait_for_less_than_nothing_is_refused(timeout: float, future: Future[An
     with pytest.raises(RpcUsageError, match="timeout"):
         future.wait(timeout)
     assert (future._waiters, future.done()) == before
-
-
-def test_wait_reports_to_the_pool() -> None:
-    """A pool is told when one of its threads begins and ends to wait, and not when there is nothing to wait for."""
-    told: list[str] = []
-
-    class Observer:
-        def enter_blocked(self) -> None:
-            told.append("enter")
-
-        def exit_blocked(self) -> None:
-            told.append("exit")
-
-    token = block_observer.set(Observer())
-    try:
-        settled(1).wait()
-        assert told == []
-        with pytest.raises(RpcTimeout):
-            pending().wait(0.001)
-        assert told == ["enter", "exit"]
-    finally:
-        block_observer.reset(token)
 
 
 def test_ctrl_c_interrupts_wait() -> None:
@@ -363,18 +291,6 @@ def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: L
             runner.run(main())
     finally:
         home.close()
-
-
-@pytest.mark.parametrize("timeout", [None, LONG])
-def test_a_thread_whose_lock_was_lost_looks_for_itself(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever took the lock of a waiting thread and died with it does not keep that from seeing the outcome."""
-    monkeypatch.setattr(futures_module, "LOOK", 0.01)
-    future = pending()
-    with running(future.wait, timeout) as result:
-        wait_until(lambda: future._waiters == 1)
-        future._callbacks.pop()
-        future.set_result("here")
-    assert result == ["here"]
 
 
 def test_wait_on_another_loop_is_allowed(loop_factory: LoopFactory) -> None:
@@ -464,59 +380,7 @@ def test_an_error_that_is_a_value_and_is_raised_keeps_no_frames(raised: str) -> 
     assert kept() is None
 
 
-def test_failed_child_is_freed_without_the_collector() -> None:
-    """The same for what `then` gives, where its callback has raised an error of its own."""
-
-    class Large:
-        pass
-
-    kept: list[weakref.ref[Large]] = []
-
-    def fail(_: Future[Any]) -> None:
-        large = Large()
-        kept.append(weakref.ref(large))
-        raise ValueError("no")
-
-    gc.collect()
-    gc.disable()
-    try:
-        parent = pending()
-        child = parent.then(fail)
-        parent.set_result(1)
-        assert isinstance(child.exception(), ValueError)
-        del child
-        assert kept[0]() is None
-    finally:
-        gc.enable()
-
-
 # --- await ------------------------------------------------------------------------------------------------------------
-
-
-async def test_await_returns_or_raises() -> None:
-    """A completed Future is awaited without a turn of the loop; one that fails raises its error."""
-    assert await settled(1) == 1
-    error = ValueError("no")
-    with pytest.raises(ValueError, match="no") as caught:
-        await settled(error=error)
-    assert caught.value is error
-
-
-async def test_await_wakes_when_its_own_loop_settles() -> None:
-    """The loop that awaits may also be the one that settles."""
-    future = pending(asyncio.get_running_loop())
-    asyncio.get_running_loop().call_soon(future.set_result, "here")
-    assert await future == "here"
-
-
-async def test_await_wakes_when_a_thread_settles() -> None:
-    """A thread that settles wakes a loop that sleeps."""
-    future = pending()
-    task = asyncio.ensure_future(future)
-    await until(lambda: future._waiters == 1)
-    await asyncio.to_thread(future.set_result, "there")
-    async with asyncio.timeout(LONG):
-        assert await task == "there"
 
 
 def test_await_on_three_loops_and_wait_in_two_threads(loop_factory: LoopFactory) -> None:
@@ -729,12 +593,6 @@ def test_torch_wait_all_raises_our_error(settle: str) -> None:
     assert caught.value is future.exception()
 
 
-def test_is_a_torch_future() -> None:
-    """isinstance checks of torch programs hold, and so does the signature of the constructor."""
-    assert isinstance(Future(), torch.futures.Future)
-    assert isinstance(Future(devices=[]), torch.futures.Future)
-
-
 # --- values on devices ------------------------------------------------------------------------------------------------
 
 
@@ -780,15 +638,6 @@ def test_callback_that_takes_a_value_joins_its_streams(method: str) -> None:
     assert joined.threads != [threading.get_ident()]
 
 
-def test_failure_has_no_streams_to_join() -> None:
-    """What could not be made is not waited for."""
-    future, joined = arriving()
-    future.set_exception(ValueError("no"))
-    with pytest.raises(ValueError, match="no"):
-        future.wait(LONG)
-    assert joined.threads == []
-
-
 @pytest.mark.parametrize("helper", ["wait_all", "collect_all"])
 def test_torch_s_helpers_join_streams_too(helper: str) -> None:
     """Programs written for torch need not know whose Futures they have."""
@@ -832,17 +681,3 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
             assert type(got) is type(error)
         else:
             pytest.fail("it has a value")
-
-
-async def test_an_error_that_is_just_coming_as_its_last_waiter_goes_is_not_told_of() -> None:
-    """Another thread is in the midst of settling it: that it comes too late for whoever cared is nobody's fault."""
-    future: Future[int] = Future()
-    future._site = sys._getframe().f_code, 0
-    task = asyncio.ensure_future(future)
-    await asyncio.sleep(0)
-    future._callbacks.remove(futures_module.UNCLAIMED)  # as that thread does first
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    future._publish_outcome(None, RpcTimeout("late", seconds=0.1))
-    assert future._unobserved is not None and future._unobserved.seen

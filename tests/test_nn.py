@@ -16,7 +16,6 @@ from aiorpc import RpcUsageError, RRef, Worker, autograd, nn
 from aiorpc.errors import UnknownWorker, WouldBlockLoop
 from aiorpc.nn import RemoteModule, RemoteModuleError
 from aiorpc.optim import DistributedOptimizer
-from tests.processes import workers as processes
 from tests.scripts import run
 
 Tensor = torch.Tensor
@@ -127,20 +126,6 @@ def breaks() -> torch.nn.Module:
 # --- running it -------------------------------------------------------------------------------------------------------
 
 
-async def test_forward_in_all_ways(apart: list[Worker]) -> None:
-    """forward, forward_async and the call itself give what the local module gives."""
-
-    def script() -> None:
-        module = RemoteModule("worker1", net, args=(1,))
-        expected = net(1)(inputs(0))
-        for got in (module(inputs(0)), module.forward(inputs(0)), module.forward_async(inputs(0)).wait()):
-            torch.testing.assert_close(got, expected)
-        assert isinstance(module, torch.nn.Module)
-        assert (module.on, module.device, module.is_device_map_set) == ("worker1", "cpu", False)
-
-    await run(apart[0], script)
-
-
 async def test_arguments_and_results_of_any_kind(apart: list[Worker]) -> None:
     """Keywords, containers and plain values go there and come back; errors, too."""
 
@@ -230,33 +215,6 @@ async def test_training_equals_that_of_local_modules(apart: list[Worker]) -> Non
         torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-9)
 
 
-async def test_gradients_on_the_loop(current_pair: list[Worker]) -> None:
-    """`await module(x)` in a context of a coroutine."""
-    module = await RemoteModule.create("worker1", net, args=(1,))
-    x, y = inputs(0).requires_grad_(), inputs(0).requires_grad_()
-    async with autograd.context() as ctx:
-        await ctx.backward([(await module(x)).pow(2).sum()])
-        got = ctx.gradients()[x]
-    net(1)(y).pow(2).sum().backward()
-    assert y.grad is not None
-    torch.testing.assert_close(got, y.grad, rtol=0, atol=1e-12)
-
-
-async def test_looking_at_a_module_records_nothing(apart: list[Worker]) -> None:
-    """Its state and its mode have no part in a context that is open."""
-
-    def script() -> None:
-        module = RemoteModule("worker1", net, args=(1,))
-        with autograd.context() as context_id:
-            state = module.state_dict()
-            module.train().load_state_dict({name: value + 0 for name, value in state.items()})
-            assert not any(value.requires_grad for value in state.values())
-            context = apart[0]._node.gradients.get(context_id)
-            assert not context.sent and not context.received and not context.known
-
-    await run(apart[0], script)
-
-
 # --- where it is ------------------------------------------------------------------------------------------------------
 
 
@@ -340,21 +298,6 @@ async def test_inputs_go_to_the_device_of_the_module(apart: list[Worker]) -> Non
 
 
 # --- the module -------------------------------------------------------------------------------------------------------
-
-
-async def test_remote_parameters(apart: list[Worker]) -> None:
-    """In the module's order; only its own without recursion."""
-
-    def script() -> None:
-        module = RemoteModule("worker1", net, args=(1,))
-        rrefs = module.remote_parameters()
-        assert {rref.owner_name() for rref in rrefs} == {"worker1"}
-        for rref, parameter in zip(rrefs, net(1).parameters(), strict=True):
-            assert torch.equal(rref.to_here(), parameter)
-        assert module.remote_parameters(recurse=False) == []
-        assert len(RemoteModule("worker1", torch.nn.Linear, (2, 2)).remote_parameters(recurse=False)) == 2
-
-    await run(apart[0], script)
 
 
 async def test_train_and_eval(apart: list[Worker]) -> None:
@@ -553,49 +496,3 @@ async def test_it_does_not_pickle_by_itself(apart: list[Worker]) -> None:
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-def train_here(place: processes.Place, link: processes.Link) -> list[float]:
-    """A script: a local layer and a remote module, trained together."""
-    place.init_rpc()
-    hybrid = Hybrid(RemoteModule("w1", net, args=(1,)))
-    with torch.no_grad():
-        hybrid.first.weight.copy_(torch.eye(3))
-        hybrid.first.bias.zero_()
-    part: Any = hybrid.part
-    own = [RRef(parameter) for parameter in hybrid.parameters()]
-    optimizer = DistributedOptimizer(torch.optim.SGD, own + part.remote_parameters(), lr=0.01)
-    losses = []
-    for _ in range(5):
-        with autograd.context() as context_id:
-            loss = hybrid(inputs(0)).pow(2).sum()
-            autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
-        losses.append(loss.item())
-    del own, optimizer, part, hybrid
-    aiorpc.shutdown()
-    return losses
-
-
-def test_two_processes() -> None:
-    """A script that trains a local and a remote part at once loses as the local program does."""
-    with processes.processes() as children, processes.meeting_file() as init_method:
-        first, second = processes.places(2, init_method)
-        trainer = children.start(first, train_here)
-        children.start(second, processes.serve)
-        losses = trainer.hear()
-        children.check_ended()
-    hybrid = Hybrid(net(1))
-    with torch.no_grad():
-        hybrid.first.weight.copy_(torch.eye(3))
-        hybrid.first.bias.zero_()
-    optimizer = torch.optim.SGD(hybrid.parameters(), lr=0.01)
-    expected = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = hybrid(inputs(0)).pow(2).sum()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
-    assert losses[-1] < losses[0]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import aiorpc
 from aiorpc import PeerLost, RpcTimeout, RpcUsageError, RRef, Worker, autograd
 from aiorpc.errors import WouldBlockLoop
 from aiorpc.optim import DistributedOptimizer, NoGradients
-from aiorpc.runtime.gradients.contexts import current_autograd
 from tests.processes import workers as processes
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.scripts import as_script, run
@@ -234,23 +234,6 @@ async def test_equal_to_a_local_optimizer(apart: list[Worker], optimizer_class: 
         assert not torch.equal(one, values(0))
 
 
-async def test_positional_arguments_and_a_class_by_value(apart: list[Worker]) -> None:
-    """Arguments after the parameters go to the class; one defined in a function travels itself."""
-
-    class Mine(torch.optim.SGD):
-        pass
-
-    def script() -> Tensor:
-        weight = aiorpc.remote("worker1", make, 0)
-        optimizer = DistributedOptimizer(Mine, [weight], 0.5)
-        with autograd.context() as context_id:
-            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
-            optimizer.step(context_id)
-        return here(weight)
-
-    torch.testing.assert_close(await run(apart[0], script), values(0) - 1.0, rtol=0, atol=1e-12)
-
-
 def embedding(seed: int) -> torch.nn.Parameter:
     """A table."""
     return torch.nn.Parameter(torch.randn(10, 3, generator=torch.Generator().manual_seed(seed)))
@@ -313,12 +296,10 @@ async def test_a_step_with_the_gradients_of_a_context_in_which_the_caller_takes_
         (reference,) = optimizer.remote_optimizers
         with autograd.context() as context_id:
             autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 1.0))])
-            token = current_autograd.set(None)
-            try:
-                with pytest.raises(RpcUsageError, match="Could not find autograd context"):
-                    aiorpc.rpc_sync("worker2", step_part, (reference, int(context_id)))
-            finally:
-                current_autograd.reset(token)
+            step = as_script(aiorpc.current(), aiorpc.rpc_sync, "worker2", step_part, (reference, int(context_id)))
+            refused = pytest.raises(RpcUsageError, match="Could not find autograd context")
+            with ThreadPoolExecutor() as in_no_context, refused:
+                in_no_context.submit(step).result(LIMIT)
         return here(weight)
 
     torch.testing.assert_close(await run(apart[0], script), values(0))
@@ -488,29 +469,6 @@ async def test_backward_and_step_are_what_both_are_one_after_the_other(apart: li
     got = await run(apart[0], remote_training, torch.optim.Adam, 3, {"lr": 0.01}, True)
     for one, other in zip(got, local_training(torch.optim.Adam, 3, {"lr": 0.01}), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-async def test_backward_and_step_take_one_call_for_each_owner(apart: list[Worker]) -> None:
-    """The wish to step travels with the plan of the pass, and its answer tells of both."""
-
-    def script() -> list[int]:
-        weight = aiorpc.remote("worker1", make, 0)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
-        node, calls = aiorpc.current()._node, []
-        for at_once in (False, True):
-            with autograd.context() as context_id:
-                losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))]
-                before = next(node.peers.find("worker1").pending.ids)
-                if at_once:
-                    optimizer.backward_and_step(context_id, losses)
-                else:
-                    autograd.backward(context_id, losses)
-                    optimizer.step(context_id)
-                calls.append(next(node.peers.find("worker1").pending.ids) - before - 1)
-        torch.testing.assert_close(here(weight), values(0) - 4)
-        return calls
-
-    assert await run(apart[0], script) == [2, 1]
 
 
 async def test_backward_and_step_on_the_loop_can_be_awaited(current_pair: list[Worker]) -> None:
@@ -811,33 +769,6 @@ async def test_a_state_of_others_is_refused(apart: list[Worker]) -> None:
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-async def test_two_processes() -> None:
-    """Parameters in another process and in this one, equal to a local optimizer."""
-    async with processes.group(2) as (worker, _):
-        weights = [aiorpc.remote(name, make, seed) for seed, name in enumerate(("w1", "w0"))]
-        optimizer = await DistributedOptimizer.create(torch.optim.Adam, weights, lr=0.01)
-        for number in range(2):
-            async with autograd.context() as ctx:
-                x = values(number)
-                for name, weight in zip(("w1", "w0"), weights, strict=True):
-                    x = await worker.call(name, times, weight, x)
-                await ctx.backward([x.pow(2).sum()])
-                await optimizer.step(ctx)
-        got = [(await weight).detach() for weight in weights]
-    local = [make(seed) for seed in range(2)]
-    reference = torch.optim.Adam(local, lr=0.01)
-    for number in range(2):
-        reference.zero_grad()
-        x = values(number)
-        for each in local:
-            x = (x @ each).tanh()
-        x.pow(2).sum().backward()
-        reference.step()
-    for one, other in zip(got, local, strict=True):
-        torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
 
 
 async def losses_of(worker: Worker, weights: list[RRef[torch.Tensor]]) -> list[torch.Tensor]:

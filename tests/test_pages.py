@@ -58,12 +58,6 @@ def test_a_how_to_page_says_first_what_one_wants(page: str) -> None:
     assert 300 <= len(text.split()) <= 1000
 
 
-def test_a_wrong_print_is_seen() -> None:
-    """The check of what is printed can fail, and knows the order."""
-    assert pages.unmatched("1\n2\n", pages.printed(["print(1)  # -> 1\nprint(2)  # -> 2"])) == []
-    assert pages.unmatched("2\n1\n", ["1", "2"]) == ["2"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in range(len(TUTORIAL))]
@@ -80,16 +74,6 @@ def test_a_step_of_the_tutorial_runs(step: int, tmp_path: Path) -> None:
     assert words[0] == "torchrun"
     outcome = run_program(["-m", "torch.distributed.run", *words[1:]], tmp_path, timeout=LIMIT)
     assert (outcome.code, outcome.out.splitlines()) == (0, expected), f"{outcome.err}\n{program}"
-
-
-def test_a_program_grows_by_what_is_new() -> None:
-    """A block of the tutorial replaces what has its names, and what is new comes before main."""
-    program = "import os\n\ndef f():\n    return 1\n\ndef main():\n    f()\n\nmain()\n"
-    more = "@property\ndef f():\n    return 2\n\nclass C:\n    pass\n"
-    expected = (
-        "import os\n\n@property\ndef f():\n    return 2\n\nclass C:\n    pass\n\ndef main():\n    f()\n\nmain()\n"
-    )
-    assert pages.grown(program, more) == expected
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -29,14 +30,10 @@ def status(mode: int, owner: int, group: int) -> os.stat_result:
         (0o600, OTHER, GROUP, False),
     ],
 )
-def test_a_secret_is_for_this_process_alone(
-    mode: int, owner: int, group: int, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_is_for_this_process_alone(mode: int, owner: int, group: int, taken: bool) -> None:
     """Of this user or root, with nothing for others; root's may be read by a group of this process."""
-    monkeypatch.setattr(os, "geteuid", lambda: USER)
-    monkeypatch.setattr(os, "getegid", lambda: USER)
-    monkeypatch.setattr(os, "getgroups", lambda: [GROUP])
-    said = exposure(status(mode, owner, group))
+    with mock.patch.multiple(os, geteuid=lambda: USER, getegid=lambda: USER, getgroups=lambda: [GROUP]):
+        said = exposure(status(mode, owner, group))
     if taken:
         assert said is None
     else:

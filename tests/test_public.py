@@ -143,31 +143,6 @@ def test_the_page_has_the_attributes_of_public_classes() -> None:
     assert written == rows()
 
 
-def test_an_attribute_that_is_not_on_the_page_is_seen() -> None:
-    """In a class body, in a base that is not public, and as instances get it in a method."""
-
-    class Base:
-        inherited = 1
-
-    Base.__module__ = "aiorpc.made_up"
-
-    class Kind(Base):
-        annotated: int
-        _own = 1
-
-        def method(self) -> None:
-            """One more."""
-
-    assert attributes(Kind, set()) == {"inherited", "annotated", "method"}
-    assert attributes(Kind, {Base}) == {"annotated", "method"}
-    assert set(
-        _assigned(ast.parse("class A:\n    def f(self):\n        self.one, self._two, other.three = 1, 2, 3"))
-    ) == {
-        "one",
-        "_two",
-    }
-
-
 @pytest.mark.parametrize("kind", public_classes().values(), ids=public_classes())
 def test_each_public_attribute_is_documented(kind: type) -> None:
     """A method or property by a docstring, of its own or of what it overrides."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 
-from aiorpc import sites
 from aiorpc.collecting import wait_all
 from aiorpc.futures import Future, outcome
-from aiorpc.sites import LINES, Unobserved, outside
+from aiorpc.sites import LINES, Unobserved
 from tests import settling
 from tests.settling import (
     made_here,
@@ -35,9 +33,7 @@ def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFi
     assert "ValueError: lost in space" in message
 
 
-def test_what_fails_again_and_again_does_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Of one line of the program some failures are logged, and the last of them says so; those of others are, too."""
 
     def lines(what: str, times: int) -> list[str]:
@@ -51,21 +47,6 @@ def test_what_fails_again_and_again_does_not_fill_the_log(
     assert ["not logged" in each for each in many] == [False] * (LINES - 1) + [True]
     assert len(lines("something else", 1)) == 1
     assert not lines("what fails a lot", 1)
-    monkeypatch.setattr(sites, "LINES_EVERY", 0.0)
-    assert len(lines("what fails a lot", 1)) == 1
-
-
-def test_the_frame_of_the_program_is_the_nearest_outside() -> None:
-    """Frames of the module that asks, and of others of the same package, are passed over; a like name is another."""
-    here = {"__name__": "pack.one", "outside": outside}
-    exec("def ask(package):\n    return outside(package)\ndef asked(package):\n    return ask(package)", here)
-    there: dict[str, Any] = {"__name__": "packs", "ask": here["asked"]}
-    exec("def between(package):\n    return ask(package)", there)
-    between: Callable[[str], FrameType] = there["between"]
-    assert outside("pack").f_code.co_name == "test_the_frame_of_the_program_is_the_nearest_outside"
-    assert between("pack").f_code.co_name == "between"
-    assert between("pack.one").f_code.co_name == "between"
-    assert between("another").f_code.co_name == "ask"
 
 
 def test_what_a_callback_of_then_raises_is_logged_if_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import RpcBackendOptions
-from aiorpc.testing import Faults, blocking_cluster, cluster, process_cluster
+from aiorpc.testing import blocking_cluster, cluster, process_cluster
 from tests.ports import free_port
 
 
@@ -33,13 +33,6 @@ async def test_workers_have_names_and_ids_in_order() -> None:
     async with cluster(3) as workers:
         assert [(worker.name, worker.id) for worker in workers] == [("worker0", 0), ("worker1", 1), ("worker2", 2)]
         assert all(worker.loop is asyncio.get_running_loop() for worker in workers)
-
-
-async def test_everybody_reaches_everybody() -> None:
-    """Calls work between all pairs, to oneself too."""
-    async with cluster(3) as workers:
-        calls = [worker.call(other.name, add, i) for i, worker in enumerate(workers) for other in workers]
-        assert await asyncio.gather(*calls) == [i + 1 for i in range(3) for _ in range(3)]
 
 
 async def test_options_for_all_or_for_each() -> None:
@@ -113,12 +106,6 @@ async def test_others_join_a_dynamic_cluster() -> None:
         assert late.closed
 
 
-async def test_blocking_verbs_work_in_threads() -> None:
-    """A thread of the test may block on the workers' loop."""
-    async with cluster(2) as workers:
-        assert await asyncio.to_thread(lambda: workers[0].call("worker1", add, 4).wait()) == 5
-
-
 async def test_clusters_one_after_the_other_and_side_by_side() -> None:
     """Clusters do not see each other: handlers run on the worker of the caller's own cluster."""
     async with cluster(2) as first, cluster(2) as second:
@@ -154,14 +141,6 @@ def test_a_blocking_cluster_does_not_wait_for_calls_under_way() -> None:
         assert workers[0].call("worker1", add, 1).wait() == 2
     with pytest.raises((aiorpc.WorkerClosed, aiorpc.PeerLeft)):
         call.wait()
-
-
-def test_a_worker_of_a_blocking_cluster_is_killed() -> None:
-    """From a loop of its own, as `kill` is awaited."""
-    with blocking_cluster(2) as workers, Faults(workers[0]) as faults:
-        asyncio.run(faults.kill("worker1"))
-        with pytest.raises(aiorpc.PeerLost):
-            workers[0].call("worker1", add, 1).wait()
 
 
 def test_a_blocking_cluster_that_cannot_start_leaves_nothing() -> None:

@@ -11,15 +11,17 @@ from tests.examples.programs import run_program
 
 PROGRAM = """
 import contextvars
-from aiorpc.runtime.engine.pool import ThreadPool
+import aiorpc
+from aiorpc.testing import blocking_cluster
 
 user = contextvars.ContextVar("user", default="nobody")
-pool = ThreadPool("test", limit=1)
-found = []
-user.set("somebody")  # as a handler does, whose nested call starts another thread
-pool.submit(lambda: found.append(user.get()))
-pool.close(20.0)
-print(*found)
+
+def outer():
+    user.set("somebody")  # and the nested call starts another thread
+    return aiorpc.rpc_sync("worker0", user.get)
+
+with blocking_cluster(1) as (worker,):
+    print(worker.call("worker0", outer).wait())
 """
 
 

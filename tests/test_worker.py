@@ -42,16 +42,17 @@ async def use_the_first() -> list[str]:
     return [reference.owner_name(), queue.owner, handle.owner]
 
 
-async def test_references_and_queues_are_those_of_the_worker_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_references_and_queues_are_those_of_the_worker_that_is_asked() -> None:
     """Of two in one process, also in a handler of the other one, where that is the current worker."""
     async with cluster(2) as workers:
-        monkeypatch.setattr(f"{__name__}.WORKERS", workers)
+        WORKERS[:] = workers
         queues = [workers[0].Queue("other")]
         with pytest.raises(rpc.RpcUsageError, match="has a queue, or serves an object, of the name 'other' already"):
             workers[0].Queue("other")
         assert await workers[0].call("worker1", use_the_first) == ["worker0"] * 3
         await workers[1].queue("other", owner="worker0").put(2)
         assert await queues[0].get() == 2
+        WORKERS.clear()
     for make in (lambda: workers[0].RRef(1), lambda: workers[0].Queue("q"), lambda: workers[0].queue("q", owner="a")):
         with pytest.raises(rpc.WorkerClosed):
             make()

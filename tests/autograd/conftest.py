@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from aiorpc import Worker
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
+from tests.scripts import make_current
 
 
 @pytest.fixture
 async def workers() -> AsyncIterator[list[Worker]]:
     """Three workers on the test's loop."""
     async with cluster(3) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         yield workers
         await until(lambda: not any(len(worker._node.gradients) for worker in workers))  # contexts were left
 
@@ -25,6 +25,6 @@ async def workers() -> AsyncIterator[list[Worker]]:
 async def four() -> AsyncIterator[list[Worker]]:
     """Four workers on the test's loop."""
     async with cluster(4) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         yield workers
         await until(lambda: not any(len(worker._node.gradients) for worker in workers))

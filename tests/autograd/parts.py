@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -115,11 +116,6 @@ def context_here() -> int | None:
     return call.autograd
 
 
-def contexts_here() -> int:
-    """How many contexts are open at this worker."""
-    return len(aiorpc.current()._node.gradients)
-
-
 def gradient_here(context_id: int, k: int) -> Tensor | None:
     """The gradient of parameter k of this worker."""
     return autograd.get_gradients(context_id).get(weight(k))
@@ -176,6 +172,18 @@ def check(found: Mapping[Tensor, Tensor], wanted: Iterable[tuple[Tensor, Tensor]
 def gradients_of(worker: Worker, context_id: int) -> dict[Tensor, Tensor]:
     """What a worker of this process has in a context."""
     return worker._node.gradients.get(context_id).gradients()
+
+
+@contextlib.contextmanager
+def inside(worker: Worker, context_id: int) -> Iterator[None]:
+    """Calls of the block are in that context, of which the worker has been told by none of its members."""
+    worker._node.gradients._enter(context_id)
+    token = current_autograd.set(context_id)
+    try:
+        yield
+    finally:
+        current_autograd.reset(token)
+        worker._node.gradients.leave(context_id)
 
 
 async def outside(call: Callable[..., Any], *args: Any) -> Any:

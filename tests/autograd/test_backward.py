@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import sys
 import threading
 import weakref
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,24 +20,17 @@ import aiorpc
 from aiorpc import RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
 from aiorpc.autograd.parts import abort, go_on
 from aiorpc.autograd.wire import MORE, pack_names, to_wire
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
 from tests.runtime.waiting import LIMIT, until
+from tests.scripts import make_current
 from tests.unlooked import unlooked_at
 
 double = torch.float64
 NOTHING = to_wire({})  # no gradients
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-
-
-class Saved:
-    """What a node has saved."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worker]) -> None:
@@ -74,21 +67,6 @@ async def test_several_roots(workers: list[Worker]) -> None:
         check(gradients_of(workers[2], ctx), [(w2, of_w2)])
 
 
-async def test_a_received_scalar_is_a_root(workers: list[Worker]) -> None:
-    """A loss that came from another worker needs nothing done to it here."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        loss = await workers[0].call("worker1", _loss, x)
-        await ctx.backward([loss])
-        of_x, of_w = expected(step(x, w).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
-def _loss(x: Tensor, k: int = 0) -> Tensor:
-    return step(x, parts.weight(k)).sum()
-
-
 def _backward_here(context_id: int, x: Tensor, to: str) -> None:
     loss = aiorpc.rpc_sync(to, parts.layer, args=(step(x, parts.weight(0)),)).sum()
     autograd.backward(context_id, [loss])
@@ -109,15 +87,6 @@ async def test_roots_at_another_worker(workers: list[Worker], handler: Any) -> N
         check(gradients_of(workers[0], ctx), [(x, of_x)])
         check(gradients_of(workers[1], ctx), [(w1, of_w1)])
         check(gradients_of(workers[2], ctx), [(w2, of_w2)])
-
-
-async def test_the_blocking_backward(workers: list[Worker]) -> None:
-    """`autograd.backward` from a thread returns None when the gradients are there."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        await asyncio.to_thread(autograd.backward, ctx, [y.sum()])
-        check(gradients_of(workers[1], ctx), [(w, expected(step(x, w).sum(), [w])[0])])
 
 
 async def test_a_loss_of_this_worker_alone(workers: list[Worker]) -> None:
@@ -159,23 +128,6 @@ async def test_roots_that_cannot_be(workers: list[Worker], roots: Any, text: str
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_tensor_passed_on_through_workers(workers: list[Worker]) -> None:
-    """Received and sent on unchanged, by some that only pass it on and some that also use it."""
-    x, w = vector(), weight_of(workers[2], 0)
-    async with autograd.context() as ctx:
-        y = x * 3
-        there = await workers[0].call("worker1", parts.echo, y)
-        further = await workers[0].call("worker2", parts.echo, there)
-        back = await workers[0].call("worker1", parts.echo, further)
-        z = await workers[0].call("worker2", parts.layer, back)
-        await ctx.backward([(z * there).sum()])
-        y = x * 3
-        of_x, of_w = expected((step(y, w) * y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [])
-        check(gradients_of(workers[2], ctx), [(w, of_w)])
-
-
 def _with_reference(reference: Any, x: Tensor) -> Tensor:
     return step(x, reference.to_here())
 
@@ -199,22 +151,6 @@ async def test_references_as_arguments(workers: list[Worker], handler: Any, to: 
         await ctx.backward([y.sum()])
         of_x, of_w = expected(step(x, w).sum(), [x, w])
         check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
-async def test_recurrent_use_of_a_remote_object(workers: list[Worker]) -> None:
-    """State that stays at its owner between calls ties their graphs together."""
-    xs, w = [vector(seed) for seed in range(6)], weight_of(workers[1], 0)
-    cell = workers[0].remote("worker1", parts.Layer)
-    async with autograd.context() as ctx:
-        states = [await cell.rpc_async().recur(x) for x in xs]
-        await ctx.backward([(states[-1] * states[2]).sum() + states[0].sum()])
-        state, states = torch.zeros(SIZE, dtype=double), []
-        for x in xs:
-            state = torch.tanh(x @ w + state)
-            states.append(state)
-        *of_xs, of_w = expected((states[-1] * states[2]).sum() + states[0].sum(), [*xs, w])
-        check(gradients_of(workers[0], ctx), zip(xs, of_xs, strict=True))
         check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
@@ -255,20 +191,18 @@ async def test_results_that_the_loss_does_not_use(workers: list[Worker]) -> None
         assert weight_of(workers[1], 1) in gradients_of(workers[1], ctx)
 
 
-def _two(x: Tensor) -> tuple[Tensor, Tensor]:
-    w, v = parts.weight(0), parts.weight(1)
-    return step(x, w), step(x, v)
-
-
-async def test_one_of_several_results_is_used(workers: list[Worker]) -> None:
-    """The others of the same call get no gradient, and no zeros."""
-    x, w = vector(), weight_of(workers[1], 0)
+async def test_deep_and_wide_graphs(workers: list[Worker]) -> None:
+    """Deeper than Python may recurse, with more paths than could be walked and more leaves than bits of a word."""
+    leaves = [torch.ones(1, dtype=double, requires_grad=True) for _ in range(200)]
     async with autograd.context() as ctx:
-        y, _unused = await workers[0].call("worker1", _two, x)
-        await ctx.backward([y.sum()])
-        of_x, of_w = expected(step(x, w).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
+        y = await workers[0].call("worker1", parts.echo, torch.stack(leaves).sum(0) / 200)
+        for _ in range(60):
+            y = y * y  # twice as many paths each time
+        for _ in range(20 * sys.getrecursionlimit()):
+            y = y + 1
+        async with asyncio.timeout(LIMIT):
+            await ctx.backward([y.sum()])
+        assert ctx.gradients().keys() == set(leaves)
 
 
 async def test_detached_and_no_grad(workers: list[Worker]) -> None:
@@ -352,53 +286,7 @@ async def test_retained_graphs_and_repeated_passes(workers: list[Worker]) -> Non
         await ctx.backward([loss])  # the context goes on
 
 
-async def test_passes_of_one_context_at_the_same_time(workers: list[Worker]) -> None:
-    """Several passes over a retained graph run at once and add up."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, x)
-        losses = [(y * factor).sum() for factor in range(1, 6)]
-        await asyncio.gather(*(ctx.backward([loss], retain_graph=True) for loss in losses))
-        of_x, of_w = expected(15 * step(x, w).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
 # --- functions and nodes ----------------------------------------------------------------------------------------------
-
-
-class Scale(torch.autograd.Function):
-    """A Function with arguments that are no tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, name: str, flag: bool = False) -> Tensor:
-        """x * factor."""
-        ctx.factor = factor
-        ctx.save_for_backward(x)
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """And back."""
-        (x,) = ctx.saved_tensors
-        return grads[0] * ctx.factor + 0 * x, None, None, None
-
-
-def _scaled(x: Tensor) -> Tensor:
-    return apply(Scale, step(x, parts.weight(0)), 3.0, "three")
-
-
-async def test_custom_functions(workers: list[Worker]) -> None:
-    """They run at the worker that applied them, with complete gradients, once."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", _scaled, x)
-        z = apply(Scale, y, 2.0, "two", True)
-        await ctx.backward([(z * y).sum()])
-        y = 3 * step(x, w)
-        of_x, of_w = expected((2 * y * y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
 
 
 def _changed_later(x: Tensor) -> Tensor:
@@ -661,9 +549,6 @@ async def test_hooks_on_nodes_of_leaves(workers: list[Worker]) -> None:
     assert all(leaf.grad is None for leaf in leaves)
 
 
-# --- interruptions ----------------------------------------------------------------------------------------------------
-
-
 # --- leaves that change after the forward pass ------------------------------------------------------------------------
 
 
@@ -718,18 +603,6 @@ async def test_leaves_that_change_after_the_forward_pass(workers: list[Worker], 
     assert all(each.grad is None for each in (x, v, w))
 
 
-async def test_nodes_run_outside_of_the_loop(workers: list[Worker]) -> None:
-    """Hooks run in threads other than the loop's, at each worker."""
-    loop, threads = threading.get_ident(), []
-    x = vector()
-    for leaf in (x, weight_of(workers[1], 0)):
-        leaf.register_hook(lambda _: threads.append(threading.get_ident()))
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer_async, x)
-        await ctx.backward([y.sum()])
-    assert len(threads) == 2 and loop not in threads
-
-
 # --- kinds of tensors -------------------------------------------------------------------------------------------------
 
 
@@ -779,16 +652,6 @@ async def test_views(workers: list[Worker]) -> None:
         await ctx.backward([sum(((n + 1) * result.pow(2)).sum() for n, result in enumerate(results))])  # type: ignore[list-item]
         loss: Any = sum(((n + 1) * result.pow(2)).sum() for n, result in enumerate(work(views(x))))
         check(ctx.gradients(), [(x, expected(loss, [x])[0])])
-
-
-async def test_gradients_that_are_not_contiguous(workers: list[Worker]) -> None:
-    """Transposed and expanded gradients travel as they are meant."""
-    x = torch.randn(3, 5, dtype=double, generator=torch.Generator().manual_seed(4)).requires_grad_()
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.echo, x)
-        await ctx.backward([y.t().matmul(torch.arange(6.0, dtype=double).reshape(2, 3).t()).sum() + y.sum()])
-        wanted = expected(x.t().matmul(torch.arange(6.0, dtype=double).reshape(2, 3).t()).sum() + x.sum(), [x])[0]
-        check(ctx.gradients(), [(x, wanted)])
 
 
 def _separate(tensors: list[Tensor]) -> bool:
@@ -877,40 +740,6 @@ async def test_a_gradient_that_a_node_keeps(workers: list[Worker]) -> None:
         y = await workers[0].call("worker1", parts.echo, apply(Constant, x, constant))
         await ctx.backward([y.sum()])
         assert _separate([ctx.gradients()[x], constant])
-
-
-async def test_a_tensor_sent_twice(workers: list[Worker]) -> None:
-    """Twice in one call, and in two calls: it is one tensor of the graph."""
-    x, w = vector(), weight_of(workers[1], 0)
-
-    def both(x: Tensor, y: list[Tensor]) -> Tensor:
-        return step(x, parts.weight(0)) * y[0] + y[1]
-
-    async with autograd.context() as ctx:
-        y = x * 2
-        z = await workers[0].call("worker1", both, y, [y, x])
-        z = z + await workers[0].call("worker1", both, y, [x, y])
-        await ctx.backward([z.sum()])
-        y = x * 2
-        of_x, of_w = expected((step(y, w) * y + x + step(y, w) * x + y).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x)])
-        check(gradients_of(workers[1], ctx), [(w, of_w)])
-
-
-async def test_parameters_sent_themselves(workers: list[Worker]) -> None:
-    """A parameter is sent as a tensor with a past; its gradient comes back to the parameter."""
-    x, w = vector(), weight_of(workers[0], 0)
-
-    def use(x: Tensor, w: Tensor) -> tuple[Tensor, bool]:
-        return step(x, w), w.is_leaf
-
-    async with autograd.context() as ctx:
-        y, was_leaf = await workers[0].call("worker1", use, x, w)
-        assert not was_leaf
-        await ctx.backward([(y * w[0]).sum()])
-        of_x, of_w = expected((step(x, w) * w[0]).sum(), [x, w])
-        check(gradients_of(workers[0], ctx), [(x, of_x), (w, of_w)])
-        check(gradients_of(workers[1], ctx), [])
 
 
 class Net(torch.nn.Module):
@@ -1130,50 +959,6 @@ async def test_a_pass_that_is_cancelled_adds_no_more_gradients(workers: list[Wor
         hook.remove()
 
 
-async def test_a_pass_that_is_cancelled_before_it_began(workers: list[Worker]) -> None:
-    """No other worker is told to go backward; neither by a time limit that has passed."""
-    pool, jobs = workers[0]._node.engine.pool, list[tuple[Any, ...]]()
-
-    def started_late(*job: Any) -> None:
-        jobs.append(job)
-
-    async def begin_late() -> None:
-        while jobs:
-            pool.submit(*jobs.pop())
-        await until(lambda: at_rest(workers))
-        assert gradients_of(workers[0], ctx) == gradients_of(workers[1], ctx) == {}
-
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        with mock.patch.object(pool, "submit", started_late):
-            running = ctx.backward([y.sum()], retain_graph=True)
-            running.cancel("never mind")
-            with pytest.raises(RpcCancelled, match="never mind"):
-                await running
-        assert len(jobs) == 1
-        await begin_late()
-        with mock.patch.object(pool, "submit", started_late), pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await ctx.backward([y.sum()], retain_graph=True)
-        assert len(jobs) == 1
-        await begin_late()
-        await ctx.backward([y.sum()])
-        assert len(gradients_of(workers[1], ctx)) == 1
-
-
-async def test_a_pass_that_is_over_cannot_be_cancelled(workers: list[Worker]) -> None:
-    """Nor does its Future keep the pass, with its graph, for as long as somebody has it."""
-    async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.layer, vector())
-        running = ctx.backward([y.sum()])
-        graph = weakref.ref(y.grad_fn)
-        del y
-        await running
-        assert not running.cancel() and not running.cancelled()
-    await until(lambda: gc.collect() >= 0 and graph() is None)
-    await running
-
-
 @pytest.mark.parametrize("way", ["awaited", "blocking", "cancelled"])
 async def test_a_pass_that_is_over_leaves_nothing_to_the_garbage_collector(workers: list[Worker], way: str) -> None:
     """Graph and gradients are gone with the context; they may be larger than what the collector takes notice of."""
@@ -1212,7 +997,7 @@ async def test_the_deadline_of_a_pass() -> None:
     released = threading.Event()
 
     async with cluster(2) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         weight_of(workers[1], 0).register_hook(lambda _: released.wait(20) and None)
         async with autograd.context() as ctx:
             y = await workers[0].call("worker1", parts.layer, vector())

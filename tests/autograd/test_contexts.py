@@ -19,31 +19,14 @@ import aiorpc
 from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker, autograd
 from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.wire import unpack_ids
-from aiorpc.errors import PeerLeft, ProtocolError, SerializationError, WouldBlockLoop
-from aiorpc.protocol.frames import CALL, HEAD
-from aiorpc.protocol.messages import Recorded
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.gradients.contexts import current_autograd, id_range, opener_of
+from aiorpc.errors import PeerLeft, SerializationError, WouldBlockLoop
 from aiorpc.testing import cluster
-from aiorpc.transport.connection import Connection
 from tests.autograd import parts
-from tests.autograd.parts import Tensor, check, expected, gradients_of, outside, step, vector, weight_of
-from tests.runtime.observers import standing_still
+from tests.autograd.parts import Tensor, check, expected, gradients_of, inside, outside, step, vector, weight_of
 from tests.runtime.waiting import LIMIT, until
+from tests.scripts import make_current
 
 # --- ids --------------------------------------------------------------------------------------------------------------
-
-
-async def test_ids_are_unique_across_workers(workers: list[Worker]) -> None:
-    """Contexts of several workers, open at once and one after the other, all have different ids."""
-    ids: list[int] = []
-    for _ in range(20):
-        for worker in workers:
-            current_node.set(worker._node)
-            async with autograd.context() as first, autograd.context() as second:
-                ids += [first, second]
-    assert len(set(ids)) == len(ids) == 120
 
 
 async def test_an_id_is_an_int_and_travels_as_one(workers: list[Worker]) -> None:
@@ -61,10 +44,6 @@ def _sync(worker: Worker, x: Tensor) -> Any:
     return aiorpc.rpc_sync("worker1", parts.layer, args=(x,))
 
 
-def _async(worker: Worker, x: Tensor) -> Any:
-    return aiorpc.rpc_async("worker1", parts.layer, args=(x,)).wait()
-
-
 def _remote(worker: Worker, x: Tensor) -> Any:
     return aiorpc.remote("worker1", parts.layer, x).to_here()
 
@@ -73,16 +52,8 @@ def _proxy_sync(worker: Worker, x: Tensor) -> Any:
     return aiorpc.remote("worker1", parts.Layer).rpc_sync().forward(x)
 
 
-def _proxy_remote(worker: Worker, x: Tensor) -> Any:
-    return aiorpc.remote("worker1", parts.Layer).remote().forward(x).to_here()
-
-
 async def _call(worker: Worker, x: Tensor) -> Any:
     return await worker.call("worker1", parts.layer, x)
-
-
-async def _handle(worker: Worker, x: Tensor) -> Any:
-    return await worker.peer("worker1").call(parts.layer, x)
 
 
 async def _reference(worker: Worker, x: Tensor) -> Any:
@@ -91,10 +62,6 @@ async def _reference(worker: Worker, x: Tensor) -> Any:
 
 async def _proxy(worker: Worker, x: Tensor) -> Any:
     return await worker.remote("worker1", parts.Layer).rpc_async().forward(x)
-
-
-async def _proxy_of_a_coroutine(worker: Worker, x: Tensor) -> Any:
-    return await worker.remote("worker1", parts.Layer).rpc_async().forward_async(x)
 
 
 async def _sent_parameter(worker: Worker, x: Tensor) -> Tensor:
@@ -118,9 +85,8 @@ async def _by_value(worker: Worker, x: Tensor) -> Any:
     return await worker.call("worker1", lambda x: step(x, parts.weight(0)), x)
 
 
-WAYS = [_call, _handle, _reference, _proxy, _proxy_of_a_coroutine, _sent_parameter, _then, _coroutine, _deferred]
-WAYS += [_by_value]
-BLOCKING_WAYS = [_sync, _async, _remote, _proxy_sync, _proxy_remote]
+WAYS = [_call, _reference, _proxy, _sent_parameter, _then, _coroutine, _deferred, _by_value]
+BLOCKING_WAYS = [_sync, _remote, _proxy_sync]
 
 
 async def _compare(ctx: autograd.Context, workers: list[Worker], x: Tensor, y: Tensor) -> None:
@@ -203,16 +169,6 @@ async def test_a_call_without_tensors_carries_it_too(workers: list[Worker]) -> N
     async with autograd.context() as ctx:
         assert await workers[0].call("worker1", relay) == ctx
     assert await workers[0].call("worker1", relay) is None
-
-
-async def test_get_gradients_in_a_handler(workers: list[Worker]) -> None:
-    """A handler sees the gradients of its own worker."""
-    x, w = vector(), weight_of(workers[1], 0)
-    async with autograd.context() as ctx:
-        await ctx.backward([(await workers[0].call("worker1", parts.layer, x)).sum()])
-        found = await workers[0].call("worker1", parts.gradient_here, ctx, 0)
-        torch.testing.assert_close(found, expected(step(x, w).sum(), [w])[0], rtol=0, atol=1e-12)
-        assert await workers[0].call("worker1", parts.gradient_here, ctx, 1) is None
 
 
 async def test_outside_of_a_context_gradients_do_not_travel(workers: list[Worker]) -> None:
@@ -381,16 +337,11 @@ async def test_leaving_releases_it_everywhere(workers: list[Worker]) -> None:
     await until(lambda: gc.collect() >= 0 and held() is None and not any(context() for context in contexts))
 
 
-def calls_unsent(connection: Connection) -> int:
-    """How many calls wait to be sent; what a session says of itself may wait beside them."""
-    return sum(frame[0][HEAD.size - 2] == CALL for frame in list(connection.queue.frames))
-
-
 async def test_one_caller_may_bring_so_many_contexts() -> None:
     """Calls in a further one are refused, with the option as the reason, until one of them has ended."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_contexts=3), RpcBackendOptions()]
     async with cluster(3, options=options) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         async with autograd.context():
             async with autograd.context(), autograd.context():
                 for _ in range(2):
@@ -407,10 +358,10 @@ async def test_one_caller_may_bring_so_many_contexts() -> None:
                     with pytest.raises(aiorpc.Overloaded, match=r"3 autograd contexts.*max_contexts"):
                         await workers[0].call("worker1", function, *[vector()][: function is parts.layer])  # type: ignore[call-overload]
                 assert await workers[2].call("worker1", len, "abc") == 3
-                token = current_node.set(workers[2]._node)
+                make_current(workers[2])
                 async with autograd.context():
                     assert await workers[2].call("worker1", parts.context_here)
-                current_node.reset(token)
+                make_current(workers[0])
                 await contexts.pop().__aexit__(None, None, None)
                 await until(lambda: len(workers[1]._node.gradients) == 2)
                 assert await workers[0].call("worker1", parts.context_here) == further
@@ -422,20 +373,6 @@ async def test_one_caller_may_bring_so_many_contexts() -> None:
 async def _in_one_more(worker: Worker) -> None:
     async with autograd.context() as ctx:
         assert await worker.call("worker1", parts.context_here) == ctx
-
-
-async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> None:
-    """It is queued, and comes there before what is asked later. That alone it leaves after a pause, others show."""
-    first, second = workers[0], workers[1]
-    first._node.engine.bounds = Bounds(piggyback_pause=60.0)
-    for _ in range(3):
-        async with autograd.context():
-            await first.call("worker1", parts.layer, vector())
-        connection = first._node.peers.find("worker1").connection
-        assert connection is not None
-        assert len(second._node.gradients) == 1 == calls_unsent(connection)
-        assert await first.call("worker1", parts.contexts_here) == 0
-        assert calls_unsent(connection) == 0
 
 
 @pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_queued_bytes", "max_call_rate"])
@@ -450,7 +387,7 @@ async def test_the_end_is_told_whatever_else_there_is(limit: str) -> None:
     at_opener = limit == "max_pending_calls"
     options = [limits[limit] if at_opener else RpcBackendOptions(), RpcBackendOptions() if at_opener else limits[limit]]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         async with asyncio.timeout(LIMIT), autograd.context() as ctx:
             y = await workers[0].call("worker1", parts.layer, vector())
             busy = workers[0].call("worker1", _never, torch.zeros(1 << 20))
@@ -504,7 +441,7 @@ async def test_a_worker_that_comes_after_the_end(through: str) -> None:
     """A call that waits for it belongs to the context: whoever has made it tells of the end, too."""
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         async with autograd.context():
             if through:
                 await workers[0].call(through, _call_and_go_on, "late")
@@ -539,24 +476,6 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
 
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
-    await until(lambda: not any(len(worker._node.gradients) for worker in workers))
-
-
-async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:
-    """A task that is cancelled inside its context leaves none behind."""
-    inside = asyncio.Event()
-
-    async def work() -> None:
-        async with autograd.context():
-            await workers[0].call("worker1", parts.layer, vector())
-            inside.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(work())
-    await asyncio.wait_for(inside.wait(), 10)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
     await until(lambda: not any(len(worker._node.gradients) for worker in workers))
 
 
@@ -603,7 +522,7 @@ async def test_what_makes_contexts_one_at_a_time_has_no_second_one(workers: list
     async with maker as first:
         with pytest.raises(RpcUsageError, match=f"autograd context {int(first)} .* is still open"):
             await maker.__aenter__()
-        assert current_autograd.get() == first and first.gradients() == {}
+        assert await workers[0].call("worker1", parts.context_here) == first and first.gradients() == {}
         assert len(workers[0]._node.gradients) == 1
     async with maker as second:
         assert second != first
@@ -624,7 +543,7 @@ async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> No
 
     def leave() -> int | None:
         entered.close()
-        return current_autograd.get()
+        return aiorpc.rpc_sync("worker1", parts.context_here)
 
     assert await asyncio.to_thread(leave) is None
     await until(lambda: not any(len(worker._node.gradients) for worker in workers))
@@ -661,7 +580,7 @@ async def test_plain_with_on_the_loop_is_refused(workers: list[Worker]) -> None:
     """So is `backward`; the errors say what to write instead, and nothing was opened."""
     with pytest.raises(WouldBlockLoop, match=r"async with autograd\.context\(\) as ctx"), autograd.context():
         pass
-    assert len(workers[0]._node.gradients) == 0 and current_autograd.get() is None
+    assert len(workers[0]._node.gradients) == 0
     async with autograd.context() as ctx:
         with pytest.raises(WouldBlockLoop, match=r"await ctx\.backward\(roots\)"):
             autograd.backward(ctx, [vector().sum()])
@@ -730,7 +649,7 @@ async def test_a_call_that_comes_late_does_not_open_it_again(workers: list[Worke
 async def test_leaving_while_the_first_call_is_under_way() -> None:
     """A call that was not awaited, to a worker that was never called before, leaves no context there."""
     async with cluster(3) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         for name in ("worker1", "worker2"):
             async with autograd.context():
                 call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
@@ -746,7 +665,7 @@ async def test_a_worker_that_leaves_takes_part_no_more() -> None:
     """One that took part has left before the end of the context: leaving it neither fails nor waits."""
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         third = await Worker("worker2", world_size=None, store=store)
         async with asyncio.timeout(20):
             async with autograd.context():
@@ -778,7 +697,7 @@ def _held(x: Tensor) -> Tensor:
 async def test_a_worker_that_leaves_hears_that_a_pass_has_failed() -> None:
     """It waits for its part of one that it has accepted, refuses what else the pass asks for, and then goes at once."""
     async with cluster(3, dynamic=True, options=RpcBackendOptions(rpc_timeout=0)) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         _Held.entered.clear()
         _Held.go_on.clear()
         async with asyncio.timeout(20), autograd.context() as ctx:
@@ -799,7 +718,7 @@ async def test_when_its_opener_leaves_the_others_release_it() -> None:
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
         third = await Worker("worker2", world_size=None, store=store)
-        current_node.set(third._node)
+        make_current(third)
         context = autograd.context()
         await context.__aenter__()
         await third.call("worker0", parts.via, vector(), "worker1")
@@ -808,57 +727,6 @@ async def test_when_its_opener_leaves_the_others_release_it() -> None:
         await until(lambda: not any(len(worker._node.gradients) for worker in workers))
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
-
-
-@pytest.mark.parametrize("takes_part", [True, False])
-async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(takes_part: bool) -> None:
-    """Of two workers one learns first that the opener is gone: what the other still calls leaves no context there."""
-    store = HashStore()
-    apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
-    async with cluster(2, dynamic=True, store=store, options=[RpcBackendOptions(), apart]) as workers:
-        third = await Worker("worker2", world_size=None, store=store)
-        current_node.set(third._node)
-        context = autograd.context()
-        context_id = await context.__aenter__()
-        await third.call("worker1", parts.layer, vector())
-        if takes_part:
-            await third.call("worker0", parts.echo, None)
-        current_autograd.set(None)
-        await workers[1].call("worker0", parts.echo, None)
-        assert [len(worker._node.gradients) for worker in workers] == [takes_part, True]
-        with standing_still(workers[1]):  # it does not learn of it
-            await third.shutdown(graceful=False)
-            await until(lambda: workers[0]._node.peers.by_id(third.id).gone)
-            current_autograd.set(int(context_id))
-            served = workers[0].statistics().calls_served
-            call = workers[1].call("worker0", parts.layer, vector())
-            await until(lambda: workers[0].statistics().calls_served > served)
-            assert [len(worker._node.gradients) for worker in workers] == [0, 1]
-        await call
-        async with asyncio.timeout(10):
-            await context.__aexit__(None, None, None)
-        assert len(workers[0]._node.gradients) == 0
-
-
-async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:
-    """A peer that says it is at fault, and nothing else breaks of it."""
-    peer = workers[0]._node.peers.find("worker1")
-    async with autograd.context() as ctx:
-        await workers[0].call("worker1", parts.weight, 0)
-        for said in (
-            Recorded(ctx, 1, [0], []),
-            Recorded(ctx, 1, [0], [[1]]),
-        ):
-            with pytest.raises(ProtocolError, match="gradients"):
-                workers[0]._node.gradients.receive(peer, said, [vector().detach()])
-        tensors, past = workers[0]._node.gradients.receive(
-            peer, Recorded(ctx, 1, [1, 2], [[], [1]]), [vector().detach()]
-        )
-        assert not tensors[0].requires_grad and past is not None
-        assert past(0, vector().detach()).grad_fn is not None
-        for number in (1, 2):
-            with pytest.raises(ProtocolError, match="gradients"):
-                past(number, vector().detach())
 
 
 async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None:
@@ -881,20 +749,9 @@ async def test_nobody_ends_the_contexts_of_others(workers: list[Worker]) -> None
 async def test_ids_of_contexts_and_passes_cannot_be_guessed(workers: list[Worker]) -> None:
     """Two of one worker have the worker's own bits in common, and no more than random ones have besides."""
     ids = [workers[1]._node.gradients.new_id() for _ in range(200)]
-    assert all(opener_of(id) == workers[1].id and 0 < id < 1 << 63 for id in ids)
-    lowest, highest = id_range(workers[1].id)
-    ones = [sum(id >> bit & 1 for id in ids) for bit in range((highest - lowest).bit_length())]
-    assert len(ones) == 48 and all(40 < count < 160 for count in ones)
-
-
-@pytest.mark.parametrize("worker_id", [0, 1, (1 << 14) - 1, 1 << 14, (1 << 21) - 1, 1 << 21, (1 << 31) - 1])
-def test_each_id_of_a_context_says_who_has_opened_it(worker_id: int) -> None:
-    """Whatever the id of that worker is; the ranges of two workers have none in common."""
-    lowest, highest = id_range(worker_id)
-    assert opener_of(lowest) == opener_of(highest) == worker_id and 0 <= lowest < highest < 1 << 63
-    assert highest - lowest >= (1 << 30) - 1
-    for other in {0, 1, worker_id - 1, worker_id + 1} - {-1, worker_id, 1 << 31}:
-        assert id_range(other)[1] < lowest or id_range(other)[0] > highest
+    assert all(0 < id < 1 << 63 for id in ids)
+    ones = [sum(id >> bit & 1 for id in ids) for bit in range(63)]
+    assert all(40 < count < 160 for count in ones[:48]) and set(ones[48:]) <= {0, 200}
 
 
 async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
@@ -905,37 +762,12 @@ async def test_a_call_that_is_refused_makes_nobody_take_part() -> None:
         Worker("worker0", world_size=None, store=store, options=nothing) as learner,
         Worker("worker1", world_size=None, store=store, role="actor") as actor,
     ):
-        current_node.set(learner._node)
+        make_current(learner)
         ours = learner._node.gradients.open()
         for context_id in (ours.id, actor._node.gradients.open().id, actor._node.gradients.new_id()):
-            actor._node.gradients._enter(context_id)
-            token = current_autograd.set(context_id)
-            try:
+            with inside(actor, context_id):
                 with pytest.raises(NotAllowed):
                     await actor.call("worker0", parts.layer, vector())
                 assert (await actor.call("worker0", has_ended, ours.id)) is False
-            finally:
-                current_autograd.reset(token)
-                actor._node.gradients.leave(context_id)
         assert not ours.known and len(learner._node.gradients) == 1
         learner._node.gradients.leave(ours.id)
-
-
-async def test_what_a_message_says_of_a_context_in_which_its_sender_takes_no_part(workers: list[Worker]) -> None:
-    """Its tensors are like others, and it takes no part because of that."""
-    peer = workers[0]._node.peers.find("worker1")
-    await workers[0].call("worker1", parts.echo, None)
-    async with autograd.context() as ctx:
-        context = workers[0]._node.gradients.get(ctx)
-        tensors, past = workers[0]._node.gradients.receive(peer, Recorded(ctx, 1, [0], [[]]), [vector().detach()])
-        assert not tensors[0].requires_grad and past is None
-        assert not context.known and not context.received
-
-
-async def test_who_hears_of_the_end_of_a_context_from_others_asks(workers: list[Worker]) -> None:
-    """As where a worker was called in it before its opener knew of that worker."""
-    first = workers[0]._node.gradients.new_id()
-    workers[1]._node.gradients.called(first, workers[1]._node.peers.find("worker2"))
-    assert len(workers[1]._node.gradients) == 1
-    assert unpack_ids(await workers[2].call("worker1", forget, first)) == []
-    await until(lambda: len(workers[1]._node.gradients) == 0)

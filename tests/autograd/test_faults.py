@@ -13,10 +13,10 @@ import torch
 
 import aiorpc as rpc
 from aiorpc import PeerLost, autograd
-from aiorpc.runtime.engine.bounds import Bounds
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, apply, expected, step, vector
 from tests.processes.workers import Link, Place, group, own_fork_server, until
+from tests.scripts import set_bounds
 
 BOUND = 40.0  # seconds; a pass has 60 by default, so an error that comes by then was told, not waited for
 
@@ -160,7 +160,7 @@ async def test_a_context_is_released_when_its_opener_was_killed() -> None:
 async def test_contexts_do_not_pile_up_at_a_stopped_worker() -> None:
     """Leaving one waits until those that took part have dropped the one before."""
     async with group(2) as (worker, children), asyncio.timeout(BOUND):
-        worker._node.engine.bounds = Bounds(leave_context=BOUND)
+        set_bounds(worker, leave_context=BOUND)
         under_way = []
 
         async def use() -> None:
@@ -191,7 +191,7 @@ async def outcome_of(call: Any) -> Any:
 async def test_leaving_does_not_wait_for_a_stopped_worker() -> None:
     """It is given up after a while, not long; the worker forgets the context when it goes on."""
     async with group(3) as (worker, children), asyncio.timeout(BOUND):
-        worker._node.engine.bounds = Bounds(leave_context=0.5)
+        set_bounds(worker, leave_context=0.5)
         async with autograd.context():
             await rpc.call("w1", parts.via, vector(), "w2")
             await children["w1"].stop()

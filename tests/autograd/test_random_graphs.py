@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import aiorpc
 from aiorpc import RpcBackendOptions, Worker, autograd
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.gradients.contexts import MOST_BEHIND
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import check, expected, gradients_of, step, vector, weight_of
 from tests.autograd.programs import WORKERS, Node, Program, compare, programs
 from tests.runtime.waiting import until
+from tests.scripts import make_current
 from tests.tiers import examples
 
 EXAMPLES = 60
@@ -44,7 +43,7 @@ def running(loop_factory: LoopFactory) -> Iterator[tuple[list[Worker], Run]]:
 
         async def start() -> list[Worker]:
             workers = await stack.enter_async_context(cluster(WORKERS))
-            current_node.set(workers[0]._node)
+            make_current(workers[0])
             return workers
 
         async def bound(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -77,7 +76,7 @@ KEPT = Program(
 )
 
 
-@pytest.fixture(params=[-1, 2, MOST_BEHIND])
+@pytest.fixture(params=[-1, 2, 512])
 def most_behind(request: pytest.FixtureRequest) -> int:
     """How many tensors a message says to be behind one: none, so that passes always have to ask; some; as always."""
     return int(request.param)
@@ -151,7 +150,7 @@ async def test_more_passes_than_threads(most_behind: int) -> None:
 
         async def one(number: int) -> None:
             here, there = workers[number % 2], workers[1 - number % 2]
-            current_node.set(here._node)
+            make_current(here)
             x, w = vector(number), weight_of(there, 0)
             async with autograd.context() as ctx:
                 y = x

@@ -18,13 +18,14 @@ from aiorpc.autograd.contexts import forget, has_ended
 from aiorpc.autograd.parts import abort, gather, go_on, plan, take
 from aiorpc.autograd.wire import Given, Sparse, from_wire, pack_names, to_wire, unpack_names, unpack_reference
 from aiorpc.errors import ProtocolError
-from aiorpc.runtime.calls.current import current_node
+from aiorpc.protocol.messages import Recorded
 from aiorpc.runtime.gradients.contexts import AutogradContext
 from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, check, expected, gradients_of, outside, step, vector, weight_of
 from tests.runtime.waiting import until
+from tests.scripts import make_current
 
 double = torch.float64
 
@@ -209,7 +210,7 @@ async def test_passes_of_one_worker_are_bounded() -> None:
     """Of passes under way, and of those that are remembered; what it has begun is gone with the context."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_references=20)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         async with autograd.context() as ctx:
             await workers[0].call("worker1", parts.layer, vector())
             with pytest.raises(Overloaded, match="max_references"):
@@ -228,7 +229,7 @@ async def test_tensors_that_are_recorded_for_one_worker_are_bounded() -> None:
     """In its calls, in answers to it and in items; more of them end its call, and leaving the context makes room."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_references=20)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         for verb in (_by_calls, _by_items):
             async with autograd.context():
                 with pytest.raises(Overloaded, match="max_references"):
@@ -256,7 +257,7 @@ async def test_gradients_that_wait_are_bounded() -> None:
     """More than max_queued_bytes of one worker end its passes; one message alone may have any length."""
     options = [RpcBackendOptions(), RpcBackendOptions(max_queued_bytes=100_000)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         x = torch.ones(10_000, dtype=double, requires_grad=True)
         kept = workers[1]._node.gradients.kept
         async with autograd.context() as ctx:
@@ -300,7 +301,7 @@ async def test_gradients_of_leaves_in_many_contexts_of_one_worker_are_bounded() 
     size = SIZE * SIZE * 8
     options = [RpcBackendOptions(), RpcBackendOptions(max_incoming_bytes=size + size // 2)]
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        make_current(workers[0])
         for k in range(2):
             async with autograd.context() as first:
                 y = await workers[0].call("worker1", parts.layer, vector(), k)
@@ -313,6 +314,27 @@ async def test_gradients_of_leaves_in_many_contexts_of_one_worker_are_bounded() 
                 await first.backward([y.sum()])  # adds to what is there
             await until(lambda: not len(workers[1]._node.gradients))
         assert not workers[1]._node.gradients.kept._leaf_bytes
+
+
+async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:
+    """A peer that says it is at fault, and nothing else breaks of it."""
+    peer = workers[0]._node.peers.find("worker1")
+    async with autograd.context() as ctx:
+        await workers[0].call("worker1", parts.weight, 0)
+        for said in (
+            Recorded(ctx, 1, [0], []),
+            Recorded(ctx, 1, [0], [[1]]),
+        ):
+            with pytest.raises(ProtocolError, match="gradients"):
+                workers[0]._node.gradients.receive(peer, said, [vector().detach()])
+        tensors, past = workers[0]._node.gradients.receive(
+            peer, Recorded(ctx, 1, [1, 2], [[], [1]]), [vector().detach()]
+        )
+        assert not tensors[0].requires_grad and past is not None
+        assert past(0, vector().detach()).grad_fn is not None
+        for number in (1, 2):
+            with pytest.raises(ProtocolError, match="gradients"):
+                past(number, vector().detach())
 
 
 # --- how gradients travel ---------------------------------------------------------------------------------------------

@@ -83,28 +83,3 @@ def test_large_tensors_are_compared_and_judged(small_run: dict[str, list[Row]]) 
     assert [row.limit for row in small_run["loop_lag"]] == [20.0, 20.0, None, 20.0, 20.0]
     left = small_run["burst"][-1]
     assert (left.quantity, left.aiorpc, left.passed) == ("lent, after", (0.0,), True)
-
-
-@pytest.fixture(scope="module")
-def misbehaved() -> str:
-    """What a program whose workers misbehave, in one way after the other, has said."""
-    done = run_module("tests.bench.misbehaving")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("raises", "no such luck"),
-        ("dies", "client of torch (blocking) (pid "),
-        ("hangs", "client of torch (blocking) gave no answer within 1 s"),
-    ],
-)
-def test_misbehaving_worker_is_named_and_none_is_left(misbehaved: str, how: str, expected: str) -> None:
-    """A worker process that raises, is killed or hangs gives an error naming it, in bounded time, and all are ended."""
-    said = misbehaved.partition(f"--- {how}\n")[2].split("--- ")[0]
-    assert "client of torch (blocking)" in said and expected in said
-    assert said.splitlines()[-1] == "left: []"

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from bench import gpu, gpu_clients
-from bench.__main__ import main
-from bench.bulk import MB
-from bench.gpu import AIORPC, COPY, RECEIVED, STAGING, TORCH, GpuRow
+from bench.gpu import AIORPC, COPY, RECEIVED, STAGING, TORCH
 from tests.limits import busy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,18 +24,6 @@ CPU = ("cpu", "cpu")
 def _forget_payloads() -> Iterator[None]:
     yield
     gpu_clients.payload.cache_clear()
-
-
-def row(**values: tuple[float, ...]) -> GpuRow:
-    names = {"ours": AIORPC, "staging": STAGING, "torch": TORCH, "copy": COPY}
-    return GpuRow(RECEIVED, MB, {names[name]: value for name, value in values.items()})
-
-
-def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line and exit code 2; nothing is started."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["--gpu"]) == 2
-    assert capsys.readouterr().err == "no CUDA device: nothing to measure\n"
 
 
 SMALL_RUN = """

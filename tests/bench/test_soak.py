@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
-from bench.soak.verdict import judge
 from tests.bench.test_command import run_module
-
-TIMES = [float(number) for number in range(100)]
-
-
-def test_growth_after_the_warm_up_is_found() -> None:
-    """In noise that is larger than the growth of any one step, and with outliers; what comes and goes is no growth."""
-    rng = random.Random(1)
-    noise = [rng.uniform(-5, 5) + (100 if number % 17 == 0 else 0) for number in range(100)]
-    leak = judge("a", "uss", TIMES, [100 + 0.3 * time + more for time, more in zip(TIMES, noise, strict=True)])
-    assert leak is not None and leak.grew and 18 < leak.growth < 27
-    level = judge("a", "uss", TIMES, [100 + more for more in noise])
-    assert level is not None and not level.grew and abs(level.growth) < 5
 
 
 @pytest.mark.long

@@ -51,40 +51,6 @@ def test_a_parameter_that_is_sent_without_its_past_is_told_of_once(
     ]
 
 
-def test_gradients_and_the_graph(alone: Any, autograd: Any) -> None:
-    """A pass through a call; the context shows torch's names of what was sent and received."""
-    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    with autograd.context() as context_id:
-        result = alone.rpc_sync("me", add, (x, y))
-        context = autograd._current_context()
-        assert context._context_id() == context_id
-        sent = next(iter(context._send_functions().values()))
-        assert [node.variable is leaf for (node, _), leaf in zip(sent.next_functions, (x, y), strict=True)] == [
-            True
-        ] * 2
-        received = list(context._recv_functions().values())
-        assert len(received) == 2  # the arguments here, and the result
-        assert result.grad_fn == received[1]
-        assert received[0].name() == "torch::distributed::autograd::RecvRpcBackward"
-        autograd.backward(context_id, [result.sum()])
-        assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(3))
-        assert autograd._get_debug_info()["num_autograd_contexts"] == 1
-        assert alone._get_debug_info()["num_autograd_contexts"] == 1
-    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
-        autograd._retrieve_context(context_id)
-    assert x.grad is None
-
-
-def test_gradients_of_sparse_tensors(alone: Any, autograd: Any) -> None:
-    """A sparse tensor that is sent gets its gradient."""
-    torch.sparse.check_sparse_tensor_invariants.disable()
-    x = torch.eye(3).to_sparse().requires_grad_()
-    with autograd.context() as context_id:
-        result = alone.rpc_sync("me", add, (x, torch.eye(3).to_sparse()))
-        autograd.backward(context_id, [torch.sparse.sum(result)])
-        assert torch.equal(autograd.get_gradients(context_id)[x].to_dense(), torch.eye(3))
-
-
 def use(x: torch.Tensor, y: Any) -> torch.Tensor:
     """A Python function: what it is called with is pickled."""
     assert type(y) is torch.nn.Parameter
@@ -243,11 +209,6 @@ def test_a_pass_that_fails_leaves_what_earlier_ones_gave_ddp(alone: Any, autogra
             assert autograd.get_gradients(context_id)[parameter].tolist() == [[4, 4]]
 
 
-def test_ddp_looks_as_before(rpc: Any) -> None:
-    """Tools that look at how DDP modules are made see torch's signature."""
-    assert "module" in inspect.signature(DistributedDataParallel.__init__).parameters
-
-
 def test_backward_from_an_rref(alone: Any, autograd: Any) -> None:
     """With a context into it, without one into ``.grad``, on the owner."""
     x = torch.ones(3, requires_grad=True)
@@ -307,14 +268,6 @@ def test_annotations_of_an_optimizer_are_not_looked_up(alone: Any, monkeypatch: 
     monkeypatch.setitem(utils.functional_optim_map, space["Own"], space["Own"])
     made = optim.DistributedOptimizer(space["Own"], [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
     assert made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"] == 0.25
-
-
-def test_the_learning_rate_without_torchscript(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes the class itself then, with its own default."""
-    optim = importlib.import_module("torch.distributed.optim")
-    monkeypatch.setattr(torch.jit._state._enabled, "enabled", False)
-    made = optim.DistributedOptimizer(torch.optim.Adamax, [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
-    assert made.remote_optimizers[0].local_value().optim.param_groups[0]["lr"] == 2e-3
 
 
 def test_an_optimizer_without_parameters(alone: Any, autograd: Any) -> None:

@@ -44,15 +44,6 @@ async def test_operators_are_told_from_functions(workers: Workers, kind: str, fa
                 assert (await call).shape == (1,)
 
 
-async def test_a_creation_that_fails_is_named(workers: Workers) -> None:
-    """Uses of the reference say that its creation failed."""
-    with Faults(workers[0]) as faults:
-        inject(faults, options("PYTHON_REMOTE_CALL"))
-        with pytest.raises(RuntimeError, match="RRef creation"):
-            await workers[0].remote("worker1", triple, ONE)
-        assert await workers[0].remote("worker1", torch.neg, ONE) == -1
-
-
 async def test_fetching_is_of_the_type_of_the_creation(workers: Workers) -> None:
     """The value that an operator made is fetched by another type of message than that of a function."""
     with Faults(workers[0]) as faults:
@@ -75,13 +66,6 @@ async def test_what_torch_would_send_again_arrives_late(workers: Workers) -> Non
         assert await workers[0].remote("worker1", triple, ONE) == 3
         reports = await asyncio.gather(*(worker.shutdown() for worker in workers))
     assert [report.references for report in reports] == [(), ()]
-
-
-async def test_no_failing_attempts_are_no_faults(workers: Workers) -> None:
-    """With num_fail_sends=0 nothing fails."""
-    with Faults(workers[0]) as faults:
-        inject(faults, options("PYTHON_CALL", sends=0))
-        assert await workers[0].call("worker1", triple, ONE) == 3
 
 
 def test_a_type_that_does_not_exist_is_refused() -> None:

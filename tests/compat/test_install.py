@@ -14,26 +14,21 @@ import torch.distributed.nn
 import torch.distributed.optim
 
 from aiorpc.compat.torch import install, installed, uninstall
-from aiorpc.compat.torch.replace import Replacements
-from aiorpc.futures import Future
-from aiorpc.runtime.callee import service as dispatch
-from aiorpc.runtime.calls import values
-from aiorpc.runtime.gradients import contexts as gradients
-from aiorpc.runtime.references import rref as references
 
 NAMES = ("rpc", "rpc.api", "rpc.functions", "rpc.options", "rpc.backend_registry", "rpc.internal", "rpc.constants")
 MODULES = [f"torch.distributed.{name}" for name in (*NAMES, "rpc.rref_proxy", "autograd")]
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Every attribute of every module of torch, and of what else is touched."""
+    """Every attribute of every module of torch and of aiorpc, and of the classes of aiorpc."""
     found = {
         name: dict(vars(module))
         for name, module in list(sys.modules.items())
-        if (name == "torch" or name.startswith("torch.")) and isinstance(module, ModuleType)
+        if name.partition(".")[0] in ("torch", "aiorpc") and isinstance(module, ModuleType)
     }
-    others = (Future, gradients.AutogradContext, gradients, references, dispatch, values, multiprocessing.spawn)
-    found |= {repr(other): dict(vars(other)) for other in others}
+    classes = {each for module in found.values() for each in module.values() if issubclass(type(each), type)}
+    others = [each for each in classes if each.__module__.startswith("aiorpc.")]
+    found |= {repr(other): dict(vars(other)) for other in (*others, multiprocessing.spawn)}
     found["sys.modules"] = {name: sys.modules.get(name) for name in (*found, *MODULES)}
     return found
 
@@ -127,24 +122,3 @@ def test_not_while_rpc_is_initialized(alone: Any) -> None:
         uninstall()
     assert installed()
     assert alone.rpc_sync("me", max, (1, 2)) == 2
-
-
-def test_replacements_put_back_what_was_missing() -> None:
-    """An attribute or an item that was not there is not there again."""
-
-    class Owner:
-        there = 1
-
-    replaced, mapping = Replacements(), {"there": 1}
-    for name in ("there", "missing"):
-        replaced.attribute(Owner, name, 2)
-        replaced.item(mapping, name, 2)
-    replaced.attribute(Owner, "there", 3)
-    replaced.no_item(mapping, "there")
-    replaced.no_item(mapping, "never")
-    assert mapping == {"missing": 2}
-    replaced.undo()
-    assert Owner.there == 1
-    assert not hasattr(Owner, "missing")
-    assert mapping == {"there": 1}
-    assert not replaced

@@ -382,37 +382,6 @@ def test_an_error_that_can_be_no_runtime_error(alone: Any) -> None:
         alone.rpc_async("me", add, (1, 2)).then(lambda _: fail_of_its_own_kind()).wait()
 
 
-def test_wait_all_collects_futures(alone: Any) -> None:
-    """What `rpc_async` gives inside of ``_wait_all`` is waited for at its end."""
-    with alone._wait_all():
-        future = alone.rpc_async("me", add, (1, 2))
-        assert alone.api._thread_local_var.future_list == [future]
-    assert future.done()
-    assert not hasattr(alone.api._thread_local_var, "future_list")
-
-
-def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_all_gather` gives what all gave; shutdown calls the steps that stand in the module then."""
-    assert alone.api._all_gather("mine") == {"me": "mine"}
-    alone.api._barrier({"me"})
-    called = threading.Event()
-    monkeypatch.setattr(alone.api, "_wait_all_workers", lambda timeout: called.set())
-    alone.shutdown()
-    assert called.is_set()
-    assert not alone.api._is_current_rpc_agent_set()
-
-
-def test_leaks_are_reported_if_that_is_wanted(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``_ignore_rref_leak`` off, and nobody to delete them, references fail the shutdown; RPC has ended then."""
-    kept = alone.RRef(torch.ones(2))
-    monkeypatch.setattr(alone.api, "_ignore_rref_leak", False)
-    monkeypatch.setattr(alone.api, "_delete_all_user_and_unforked_owner_rrefs", lambda: None)
-    with pytest.raises(RuntimeError, match="Leaking RRef"):
-        alone.shutdown()
-    assert not alone.api._is_current_rpc_agent_set()
-    del kept
-
-
 def test_figures(alone: Any) -> None:
     """Counts are those of the worker; ``RRef(value)`` does not count before it is shared."""
     kept = alone.RRef(1)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from aiorpc.examples._shared.progress import Steps
-from aiorpc.examples._shared.ps import ServerBase, Settings
 from tests.examples.programs import run_all
 
 pytestmark = pytest.mark.slow
@@ -48,17 +45,3 @@ def test_the_loss_falls(results: dict[str, dict[str, Any]], name: str) -> None:
 def test_a_seed_gives_the_same_losses_again(results: dict[str, dict[str, Any]]) -> None:
     """Batched: gradients are averaged in the trainers' order, whatever order they came in."""
     assert results["batched again"]["losses"] == pytest.approx(results["batched"]["losses"][:2], rel=1e-6)
-
-
-def test_an_update_is_one_step_with_the_average() -> None:
-    """The server steps once, when all have reported, by the mean of their gradients times the learning rate."""
-    settings = Settings(model="resnet18", lr=0.5)
-    server = ServerBase(2, settings, Steps("steps", 1, show=False))
-    before = server.get_model()["0.0.weight"]
-    shapes = [each.shape for each in server.parameters]
-    first = server.update_and_fetch_model(1, [torch.full(shape, 1.0) for shape in shapes], 1.0)
-    assert not first.done()
-    second = server.update_and_fetch_model(2, [torch.full(shape, 3.0) for shape in shapes], 3.0)
-    assert second is first and first.done()
-    assert torch.allclose(first.value()[0], before - 0.5 * 2.0)
-    assert server.step_losses() == [2.0]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aiorpc.examples import batch_rl
-from aiorpc.examples._shared import sweep
-from aiorpc.examples._shared.rl import Settings
 from tests.examples.programs import Program, is_png, run_all, run_program, started, torchrun, usage_error
 
 pytestmark = pytest.mark.slow
@@ -128,24 +124,6 @@ def test_workers_end_with_a_killed_program(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], wrong: tuple[str, str]) -> None:
     """A usage error that names the option, before anything is started."""
     assert f"error: {wrong[0]} must be" in usage_error(batch_rl.main, wrong, capsys)
-
-
-@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
-def test_a_sweep_writes_its_data_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each world size in the table and in the file, and a PNG picture. The runs' speeds are given here."""
-
-    def run(settings: Settings) -> dict[str, Any]:
-        observers = settings.world_size - 1
-        rate = 1000.0 * (observers if settings.batch else 1.5)
-        return {"observers": observers, "seconds": [9.0, observers * settings.num_steps / rate]}
-
-    sweep.sweep(run, replace(Settings(), num_episode=2), str(tmp_path / "new" / "out"), world_sizes=(2, 3, 4))
-    data = json.loads((tmp_path / "new" / "out.json").read_text())
-    assert [row["observers"] for row in data["rows"]] == [1, 2, 3]
-    assert data["batched_wins_from"] == 2
-    assert [row["ratio"] for row in data["rows"]] == pytest.approx([1 / 1.5, 2 / 1.5, 3 / 1.5])
-    assert is_png(tmp_path / "new" / "out.png")
-    assert "batches win from 2 observers on" in capsys.readouterr().out
 
 
 def _workers(program: Program) -> list[int]:

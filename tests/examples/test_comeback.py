@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from aiorpc.examples import comeback
 from tests.examples.programs import matches, run_program
-from tests.runtime.waiting import until
 
 LIMIT = 120.0  # seconds for three processes that import torch, one behind the others
 
@@ -25,26 +20,6 @@ def test_it_goes_on_from_its_checkpoint_in_another_process(tmp_path: Path) -> No
     assert outcome.code == 0, outcome.err
     spoken = (r"step 4: lost the server", r"12 steps, the last in another process; the error is 0\.00\d\d")
     assert matches(outcome.out, spoken), outcome.out
-
-
-async def test_an_interrupted_program_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process ends with whoever looks after it."""
-    started: list[asyncio.subprocess.Process] = []
-
-    async def start(*_: str) -> asyncio.subprocess.Process:
-        process = await create(sys.executable, "-c", "import time; time.sleep(600)")
-        started.append(process)
-        return process
-
-    create = asyncio.create_subprocess_exec
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    supervisor = asyncio.create_task(comeback.supervise("file:///nowhere"))
-    await until(lambda: started)
-    supervisor.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await supervisor
-    (process,) = started
-    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("options", [[], ["-OO"]], ids=["docstrings", "none"])

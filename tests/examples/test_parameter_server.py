@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any
 
 import pytest
 import torch
 
-from aiorpc.examples import parameter_server
-from aiorpc.examples._shared.progress import Steps
-from aiorpc.examples.parameter_server import ParameterServer, Settings, digits, network
-from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
+from aiorpc.examples.parameter_server import Settings, digits, network
+from tests.examples.programs import Ran, is_png, matches, run_all
 
 pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.parameter_server"
@@ -38,11 +35,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def results(ran: Ran) -> dict[str, dict[str, Any]]:
     """By the names of the variants."""
     return dict(zip(VARIANTS, ran.results, strict=True))
-
-
-def a_server(trainers: int = 1, **settings: Any) -> ParameterServer:
-    with torch.random.fork_rng(devices=[]):
-        return ParameterServer(trainers, Settings(**settings), Steps("looks", 1, show=False))
 
 
 def losses_in_one_process(settings: Settings) -> list[float]:
@@ -92,50 +84,3 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
     )
     assert matches(ran.outcome.out, expected), ran.outcome.out
     assert is_png(ran.folder / "new" / "p.png")
-
-
-def test_a_step_between_forward_and_backward_does_no_harm() -> None:
-    """A trainer's gradients are those of the parameters that its scores came from, whatever others did since."""
-    server = a_server()
-    parameters = server.parameters()
-    pictures, labels = next(digits(1, 1, 8))
-    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(server.forward(pictures), labels), parameters)
-    scores = server.forward(pictures)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(0.5)
-    gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, labels), parameters)
-    for gradient, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, other)
-
-
-def test_forwards_at_the_same_time_leave_the_model_as_it_was() -> None:
-    """Trainers call at once: the module keeps its own parameters."""
-    server = a_server()
-    before = server.parameters()
-    pictures, _ = next(digits(1, 1, 4))
-    start = threading.Barrier(4)
-
-    def work() -> None:
-        start.wait(10.0)
-        for _ in range(60):
-            server.forward(pictures)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert all(one is other for one, other in zip(server.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("--world-size", "1", "--world-size must be at least 2"),
-        *((name, "0", f"{name} must be at least 1") for name in ("--num-steps", "--batch-size", "--check-every")),
-    ],
-)
-def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str, words: str) -> None:
-    """A usage error that names the option, before anything is started."""
-    assert words in usage_error(parameter_server.main, [option, value], capsys)

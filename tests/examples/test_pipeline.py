@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc.examples import pipeline
 from aiorpc.examples._shared.resnet import images
 from aiorpc.examples.pipeline import MOMENTUM, SIZE, Settings, Stage
-from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
+from tests.examples.programs import Ran, is_png, matches, run_all
 
 pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.pipeline"
@@ -83,32 +82,3 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
     )
     assert matches(ran.outcome.out, expected), ran.outcome.out
     assert is_png(ran.folder / "new" / "p.png")
-
-
-def test_a_stage_is_the_same_wherever_it_is_made() -> None:
-    """Number and seed make the layers, and nobody else's random numbers are touched by it."""
-    before = torch.get_rng_state()
-    settings = Settings(width=8, depth=2)
-    x = torch.ones(1, 8)
-    first, again = (Stage(1, settings).forward(x) for _ in range(2))
-    assert torch.equal(first, again) and first.shape == (1, 30)
-    assert not torch.equal(first, Stage(1, Settings(width=8, depth=2, seed=1)).forward(x))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *(
-            ((name, "0"), f"{name} must be at least 1")
-            for name in ("--num-steps", "--batch-size", "--width", "--depth")
-        ),
-        (("--micro", "1", "0"), "--micro must be at least 1"),
-        (("--micro", "9", "--batch-size", "8"), "at most --batch-size"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
-) -> None:
-    """A usage error that names the option, before anything is started."""
-    assert words in usage_error(pipeline.main, options, capsys)

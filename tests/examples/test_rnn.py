@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from aiorpc.examples import rnn
-from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, Text, loss_of, read_text
-from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
+from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, loss_of, read_text
+from tests.examples.programs import Ran, is_png, matches, run_all
 
 pytestmark = pytest.mark.slow
 MODULE = "aiorpc.examples.rnn"
@@ -88,39 +85,3 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
     assert ran.outcome.err == ""
     assert matches(ran.outcome.out, (*SPOKEN, r"wrote new/r\.png")), ran.outcome.out
     assert is_png(ran.folder / "new" / "r.png")
-
-
-def test_pieces_are_the_text_with_what_follows() -> None:
-    """Each column reads on where it stopped; together the pieces have each letter once, but for a rest."""
-    text = Text("abcdefghijklm")
-    pieces = list(text.pieces(length=2, batch=3))
-    assert [tuple(letters.shape) for letters, _ in pieces] == [(2, 3), (2, 3)]
-    columns = torch.cat([letters for letters, _ in pieces]).t()
-    assert ["".join(text.alphabet[i] for i in column) for column in columns.tolist()] == ["abcd", "efgh", "ijkl"]
-    assert all(torch.equal(following, letters + 1) for letters, following in pieces)
-
-
-def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    """With both numbers that do not fit."""
-    (tmp_path / "short.txt").write_text("0123456789")
-    with pytest.raises(ValueError, match="a text of 10 letters cannot be read in 10 places at once"):
-        read_text(Settings(text=str(tmp_path / "short.txt"), batch=10))
-    assert len(list(read_text(Settings(text=str(tmp_path / "short.txt"), batch=9)).pieces(5, 9))) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *((("--" + name, "0"), f"--{name} must be at least 1") for name in ("epochs", "length", "batch", "hidden")),
-        (("--sample", "-1"), "--sample must not be negative"),
-        (("--text", "nowhere.txt"), "there is no file nowhere.txt"),
-        (("--text", "/dev/null"), "there is no file /dev/null"),
-        (("--text", __file__, "--batch", "1000000"), f"--text: cannot read {__file__}: a text of "),
-        (("--text", sys.executable), f"--text: cannot read {sys.executable}: 'utf-8' codec can't decode"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
-) -> None:
-    """A usage error that names the option, before anything is started."""
-    assert words in usage_error(rnn.main, options, capsys)

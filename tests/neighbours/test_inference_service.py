@@ -50,8 +50,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "MEET", f"file://{tmp_path}/meet")
-    monkeypatch.setattr(module, "MODEL", Model())
+    module.MEET, module.MODEL = f"file://{tmp_path}/meet", Model()  # type: ignore[attr-defined]  # it has both
     yield module
     module.MODEL.free.set()
 
@@ -87,9 +86,9 @@ async def test_requests_share_runs_of_the_model(service: Any) -> None:
         assert len(service.MODEL.runs) < 40
 
 
-async def test_a_full_model_turns_requests_away(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_model_turns_requests_away(service: Any) -> None:
     """What is more than may wait gets 503 and when to come again, at once; those that wait are served."""
-    monkeypatch.setattr(service, "WAITING", 3)
+    service.WAITING = 3
     service.MODEL.free.clear()
     async with running(service) as client:
         posts = [asyncio.create_task(client.post("/infer", json=ROW)) for _ in range(10)]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import aiorpc as rpc
-from aiorpc.runtime.publication.relay import PIECE_SIZE
 from bench.hosts import Hosts, enter, joined
 from tests.runtime.test_publishing import weights
 
@@ -22,8 +21,8 @@ from .hosts import needed
 from .members import SECRET
 
 RATE = 100.0  # Mbit/s
-PIECES = 8
-SIZE = PIECES * PIECE_SIZE  # bytes: 0.7 s at that rate
+PIECES = 8  # in which a version is handed on
+SIZE = PIECES << 20  # bytes: 0.7 s at that rate
 STALLED = 1.0  # seconds in which nothing comes, until whoever does not hand on is passed by
 #: On which host each reader lives, in the order of the chain; "also" lives beside one that may be killed or stopped.
 READERS = {"first": 1, "second": 2, "third": 3, "also": 2}

@@ -16,9 +16,6 @@ import torch
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
-from aiorpc.protocol.frames import Frame
-from aiorpc.protocol.messages import Parcel
-from aiorpc.runtime.links.reassembly import Reassembly
 
 from ..fakes.cuda import FakeCuda
 from .workers import Children, Link, Place, meeting_file, places, processes, wait_for
@@ -270,13 +267,6 @@ def plus(value: torch.Tensor, n: int = 1) -> torch.Tensor:
     return value + n
 
 
-def plus_slowly(value: torch.Tensor, n: int = 1) -> torch.Tensor:
-    """The same, and more that nobody asks for, on what came."""
-    for _ in range(6):
-        value + n
-    return value + n
-
-
 async def aplus(value: torch.Tensor, n: int = 1) -> torch.Tensor:
     """The same in several steps, with others between them."""
     half = n // 2
@@ -316,24 +306,11 @@ def plus_together(values: list[torch.Tensor], numbers: list[int]) -> list[torch.
 
 
 @rpc.batched(4, max_wait=0.05)
-def plus_last_together(values: list[list[torch.Tensor]], numbers: list[int]) -> list[torch.Tensor]:
-    """The same for the last tensor of each caller's list."""
-    return [value[-1] + number for value, number in zip(values, numbers, strict=True)]
-
-
-@rpc.batched(4, max_wait=0.05)
 async def aplus_together(values: list[torch.Tensor], numbers: list[int]) -> list[torch.Tensor]:
     """The same in steps."""
     first = [value + 0 for value in values]
     await asyncio.sleep(0.001)
     return [value + number for value, number in zip(first, numbers, strict=True)]
-
-
-def overwritten(value: torch.Tensor, n: int = 1) -> torch.Tensor:
-    """Answers with a tensor that is written to right after it was answered."""
-    result: torch.Tensor = value + n
-    threading.Timer(0.0, result.fill_, (0,)).start()
-    return result
 
 
 def give_back(value: Any) -> Any:
@@ -347,51 +324,9 @@ async def agive_back(value: Any) -> Any:
     return value
 
 
-def note_openers() -> None:
-    """From now on the names of the threads are noted that take messages out of outboxes."""
-    original = Reassembly.open_one
-
-    def open_one(self: Reassembly, frame: Frame, parcel: Parcel, channel: Any) -> Any:
-        Home.state.setdefault("openers", []).append(threading.current_thread().name)
-        return original(self, frame, parcel, channel)
-
-    Reassembly.open_one = open_one  # type: ignore[method-assign]  # in a process of the test's own
-
-
-def openers() -> list[str]:
-    """Those names."""
-    names: list[str] = Home.state["openers"]
-    return names
-
-
-class Picky(FakeCuda):
-    """Has no memory for so many bytes on device 1, without a look at what it has."""
-
-    refused = 777
-
-    def empty(self, size: int, index: int) -> torch.Tensor:
-        """As said."""
-        if (size, index) == (self.refused, 1):
-            raise torch.OutOfMemoryError(f"no {size} bytes")
-        return super().empty(size, index)
-
-
 def make(size: int, mark: int, index: int = 1) -> torch.Tensor:
     """A tensor of the handler's own."""
     return on_device(size, mark, index)
-
-
-def make_slowly(size: int, mark: int, index: int = 1) -> torch.Tensor:
-    """The same, when the stream has done much else."""
-    tensor = on_device(size, mark, index)
-    for _ in range(4):
-        tensor = tensor + 0
-    return tensor
-
-
-def count_wrong(value: torch.Tensor, size: int, mark: int) -> int:
-    """Look at a tensor here."""
-    return wrong(value, pattern(size, mark))
 
 
 def where(value: Any) -> str:

@@ -20,12 +20,7 @@ import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
 import aiorpc as rpc
-from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import Handshake
-from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.messages import ByName, Call, Values, write
-from aiorpc.protocol.seal import Seal, Unsealer
-from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.secret import CERTIFIED, fingerprint
 from aiorpc.testing import cluster
@@ -33,6 +28,7 @@ from aiorpc.transport.certificates import Credentials
 from tests.authority import Authority
 from tests.ports import free_port
 
+from .attackers import call, record_in, run_code
 from .workers import Link, Place, processes, until
 
 CHOSEN = b"chosen by the attacker, 32 bytes"
@@ -85,44 +81,6 @@ def read(store: Store, key: str) -> Any:
     """What stands under a key, once it is there."""
     wait_for(store, key)
     return json.loads(store.get(key))
-
-
-def record_in(member: Any) -> WorkerRecord:
-    """The record of a member as it stands in the store."""
-    return WorkerRecord.from_wire(member[0])
-
-
-def some_frames(sock: socket.socket, source: FrameDecoder | Unsealer) -> list[Frame]:
-    """The next frames that come; ConnectionError when the other side closes."""
-    while data := sock.recv(65536):
-        if frames := source.feed(data):
-            return frames
-    raise ConnectionError
-
-
-def call(kind: Kind = Kind.CALL, *, path: str) -> bytes:
-    """A call of os.mkdir."""
-    body = Call(ByName(1, "os:mkdir"), Values([path]))
-    return b"".join(encode_frame(kind, 1, write(body)))
-
-
-def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
-    """Call os.mkdir at a worker over TCP as a member that knows this secret would; OSError or RpcError if refused."""
-    mine = replace(target, name="stranger", id=99, incarnation="ab" * 16)
-    decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
-    with socket.create_connection((target.tcp_host, target.tcp_port), 2) as sock:
-        sock.settimeout(2)
-        shaking = Handshake(mine, secret, expect=target, sealed=True)
-        sock.sendall(b"".join(shaking.start()))
-        source: FrameDecoder | Unsealer = decoder
-        while shaking.peer is None:
-            for frame in some_frames(sock, source):
-                sock.sendall(b"".join(shaking.feed(frame)))
-            if shaking.state is HandshakeState.PROVED:
-                source = Unsealer(Seal(shaking.keys()[1]), decoder)
-        said = call(path=path)
-        sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [said], len(said))))
-        some_frames(sock, source)  # its answer, or its end
 
 
 def try_until_it_runs(attempt: Callable[[], None], path: str) -> bool:

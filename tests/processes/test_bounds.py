@@ -18,10 +18,7 @@ import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.protocol import handshake
-from aiorpc.runtime.links.distribution import Distribution
 from aiorpc.testing import cluster
-from aiorpc.transport.connection import Connection
 
 from . import bodies
 from .workers import Link, Place, group, until
@@ -76,22 +73,6 @@ async def test_silent_strangers_leave_nothing(count: int) -> None:
             assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
             await until(lambda: len(connections) <= before)
             assert bodies.resident() - started < 20 * MB
-
-
-async def test_a_stranger_gets_16_kib_before_his_proof() -> None:
-    """What is kept to read into, as long as nothing is proved; those who stay cost no more than that."""
-    async with group(2) as (worker, _):
-        path = worker._node.engine.record.unix_path
-
-        def strangers() -> list[Connection]:
-            return [each for each in worker._node.engine.connections if each.decoder.max_body == handshake.MAX_BODY]
-
-        with contextlib.ExitStack() as stack:
-            for _ in range(50):
-                enter(stack.enter_context(socket.socket(socket.AF_UNIX)), path)
-            await until(lambda: len(strangers()) == 50)
-            for connection in strangers():
-                assert memoryview(connection.decoder.get_buffer().obj).nbytes <= 16 * 1024
 
 
 def serve_with_few_descriptors(place: Place, link: Link, spare: int) -> list[str]:
@@ -395,7 +376,9 @@ async def test_streams_of_one_consumer_are_counted() -> None:
 @pytest.mark.parametrize("least", [1 << 40, 256 * 1024], ids=["in the frame", "in chunks"])
 async def test_tensors_under_way_have_a_limit(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends more than that at once loses the connection, with the option as the reason; others are served."""
-    monkeypatch.setattr(Distribution, "check_length", lambda *_: None)  # whoever does not keep to what it was told
+    monkeypatch.setattr(
+        "aiorpc.runtime.links.distribution.Distribution.check_length", lambda *_: None
+    )  # as of a sender that ignores it
     options = rpc.RpcBackendOptions(max_incoming_bytes=16 * MB, min_bulk_bytes=least, shared_memory=0)
     async with cluster(3, options=options) as workers:
         # Not the leader: where that one has lost a member, and it the leader, all others lose it as well.
@@ -408,20 +391,6 @@ async def test_tensors_under_way_have_a_limit(least: int, monkeypatch: pytest.Mo
 async def give_some(*sizes: int) -> list[torch.Tensor]:
     """Handler: tensors of so many bytes."""
     return [torch.ones(size, dtype=torch.uint8) for size in sizes]
-
-
-async def test_who_ends_a_connection_for_a_limit_tells_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while an answer is on its way over the second connection, and the other one parts with it, too."""
-    monkeypatch.setattr("aiorpc.runtime.links.link.DRAIN_PAUSE", 0.5)
-    monkeypatch.setattr(Distribution, "check_length", lambda *_: None)
-    options = rpc.RpcBackendOptions(max_incoming_bytes=8 * MB, shared_memory=0, transports=("unix",))
-    async with cluster(2, options=options) as workers:
-        assert await workers[1].call("worker0", len, "abc") == 3  # by whose end the other's parting is seen
-        assert len(await workers[0].call("worker1", give_some, 4 * MB)) == 1
-        calls = [workers[0].call("worker1", give_some, *sizes) for sizes in ([7 * MB], [3 * MB] * 3)]
-        for call in calls:
-            with pytest.raises(rpc.PeerLost, match="max_incoming_bytes"):
-                await call
 
 
 async def pour_some(*sizes: int) -> AsyncIterator[list[torch.Tensor]]:

@@ -220,21 +220,6 @@ def leave_after_the_leader(place: Place, link: Link) -> tuple[list[str], int]:
     return [info.name for info in rpc.shutdown().lost], result
 
 
-async def test_two_deaths_at_once() -> None:
-    """Several workers may die together; each is named."""
-    async with group(4, ended=("w1", "w2")) as (worker, children):
-        calls = {name: rpc.call(name, bodies.ablock) for name in ("w1", "w2")}
-        for name in calls:
-            await running(name, 1)
-        for name in calls:
-            children[name].kill()
-        killed = time.monotonic()
-        for name, call in calls.items():
-            await fails_soon(call, killed, children[name])
-        report = await worker.shutdown()
-        assert {info.name for info in report.lost} == {"w1", "w2"}
-
-
 @pytest.mark.slow
 async def test_stopped_process_and_handler_that_keeps_the_interpreter_are_not_dead() -> None:
     """SIGSTOP for seconds, or a loop that cannot run for seconds, with connections coming in meanwhile, only delays."""

@@ -60,20 +60,6 @@ async def test_values_go_by_the_map_and_come_back_by_its_inverse(way: str) -> No
         assert report.calls.get("open", 0) == (0 if way == "staging" else 2), report.calls
 
 
-async def test_who_runs_a_call_takes_its_tensor() -> None:
-    """One call after the other: the thread that stands by is the only one that is woken, as for calls without."""
-
-    async def scenario(group: Group) -> None:
-        for mark in range(30):
-            answer = await group.ask("w1", bodies.plus, on_device(70_000, mark))
-            assert not wrong(answer, pattern(70_000, mark) + 1)
-        names = await group.ask("w1", bodies.openers)
-        assert set(names) - {"MainThread"}, "its loop"
-
-    here, there = setups()
-    await play(scenario, here, replace(there, breaks=bodies.note_openers))
-
-
 HANDLERS: list[Callable[..., Any]] = [
     bodies.plus,
     bodies.aplus,
@@ -100,42 +86,6 @@ async def test_the_sender_may_overwrite_at_once(handler: Callable[..., Any], way
                 assert not wrong(answer, pattern(size, mark) + mark), (size, mark)
 
     await play(scenario, *setups(way))
-
-
-async def test_from_threads_and_tasks_at_once() -> None:
-    """Both mix, with tensors of the host in the same messages, and from streams of their own."""
-
-    def from_thread(group: Group, number: int) -> int:
-        bad = 0
-        stream = group.fake.fresh(0)
-        with group.fake.entered([stream]):
-            for mark in range(number, number + 3):
-                there = on_device(300_000, mark)
-                future = group.worker.call("w1", bodies.mixed, pattern(2 << 20, mark), there, 3)
-                there.fill_(0)
-                answer = future.wait(30)
-                bad += wrong(answer["there"], pattern(300_000, mark) + 3)
-                bad += wrong(answer["here"], pattern(2 << 20, mark) + 3)
-                assert answer["here"].device.type == "cpu"
-        return bad
-
-    async def from_task(group: Group, number: int) -> int:
-        bad = 0
-        for mark in range(number, number + 3):
-            there = on_device(300_000, mark)
-            future = group.worker.call("w1", bodies.mixed, pattern(2 << 20, mark), there, n=5)
-            there.fill_(0)
-            answer = await future
-            bad += wrong(answer["there"], pattern(300_000, mark) + 5)
-            bad += wrong(answer["here"], pattern(2 << 20, mark) + 5)
-        return bad
-
-    async def scenario(group: Group) -> None:
-        threads = [asyncio.to_thread(from_thread, group, 10 * number) for number in range(3)]
-        tasks = [from_task(group, 10 * number) for number in range(3)]
-        assert not any(await asyncio.wait_for(asyncio.gather(*threads, *tasks), 50))
-
-    await play(scenario, *setups())
 
 
 async def test_references() -> None:
@@ -167,32 +117,6 @@ async def test_references() -> None:
     await play(scenario, *setups())
 
 
-async def test_a_method_does_not_overtake_the_making_of_its_object() -> None:
-    """A call that brings less than the one before it, which made the object, finds the object."""
-
-    async def scenario(group: Group) -> None:
-        for mark, size in enumerate((1000, BOX + 1)):  # the first waits for the outbox, the second does not fit
-            model = group.worker.remote("w1", bodies.Model, on_device(size, mark))
-            answer = await asyncio.wait_for(model.rpc_async().get(), 30)
-            assert not wrong(answer, pattern(size, mark))
-            del model, answer
-
-    await play(scenario, *setups())
-
-
-async def test_a_reference_here_is_fetched_by_a_handler_there() -> None:
-    """The owner's value goes by the owner's map."""
-
-    async def scenario(group: Group) -> None:
-        for mark in range(6):
-            ref = rpc.RRef(on_device(150_000, mark))
-            assert not wrong(await group.ask("w1", bodies.fetch, ref, 2), pattern(150_000, mark) + 2)
-            del ref
-
-    first, second = setups()
-    await play(scenario, first, replace(second, maps={"w0": {0: 1, 1: 0}}))
-
-
 @pytest.mark.parametrize("way", ["auto", "staging"])
 @pytest.mark.parametrize("generator", [bodies.items, bodies.aitems], ids=["def", "async"])
 async def test_streams_of_tensors(generator: Callable[..., Any], way: str) -> None:
@@ -210,81 +134,6 @@ async def test_streams_of_tensors(generator: Callable[..., Any], way: str) -> No
                 assert number == count
 
     await play(scenario, *setups(way))
-
-
-@pytest.mark.parametrize("handler", [bodies.by_way_of, bodies.aby_way_of], ids=["def", "async"])
-async def test_calls_within_calls(handler: Callable[..., Any]) -> None:
-    """There and back again, and by way of a third worker; each adds on its own streams."""
-
-    async def scenario(group: Group) -> None:
-        for route in (["w0"], ["w2"], ["w2", "w0"], ["w0", "w1", "w2"]):
-            for mark, size in enumerate((50, 400_000)):
-                answer = await group.ask("w1", handler, route, on_device(size, mark), 3)
-                assert not wrong(answer, pattern(size, mark) + 3 * (2 * len(route) + 1)), (route, size)
-
-    both = {0: 1, 1: 0}
-    await play(
-        scenario,
-        Setup({"w1": both, "w2": both}),
-        Setup({"w0": both, "w2": both}),
-        Setup({"w0": both, "w1": both}),
-    )
-
-
-async def test_shapes_of_values() -> None:
-    """Containers, dataclasses, views of one storage, strides, flags, and tensors of nothing."""
-
-    async def scenario(group: Group) -> None:
-        size = 100_000
-        values = {"list": [on_device(size, 1), on_device(10, 2, 1)], "one": (on_device(1, 3),)}
-        back = await group.ask("w1", bodies.give_back, values)
-        assert not wrong(back["list"][0], pattern(size, 1)) and not wrong(back["list"][1], pattern(10, 2))
-        assert not wrong(back["one"][0], pattern(1, 3)) and str(back["list"][1].device) == "cuda:1"
-        pair = await group.ask("w1", bodies.swap, bodies.Pair(on_device(size, 4), on_device(5, 5)))
-        assert not wrong(pair.first, pattern(5, 5)) and not wrong(pair.second, pattern(size, 4))
-
-        whole = on_device(size, 6)
-        assert await group.ask("w1", bodies.share, whole, whole[10:20]) == 10
-        assert await group.ask("w1", bodies.share, whole[:15], whole[10:20]) >= 5
-        square = group.fake.fake_tensor(torch.arange(12.0).reshape(3, 4), 0)
-        answer = await group.ask("w1", bodies.agive_back, square.t())
-        assert torch.equal(answer.cpu(), torch.arange(12.0).reshape(3, 4).t())
-        assert (await group.ask("w1", bodies.describe, square.t()))[:3] == ("cuda:1", (4, 3), (1, 4))
-        answer = await group.ask("w1", bodies.give_back, square[:, ::2])
-        assert torch.equal(answer.cpu(), torch.arange(12.0).reshape(3, 4)[:, ::2])
-
-        wanting = group.fake.fake_tensor(torch.ones(5), 0).requires_grad_()
-        assert (await group.ask("w1", bodies.describe, wanting))[3:] == (True, False)
-        parameter = torch.nn.Parameter(group.fake.fake_tensor(torch.ones(5), 0), requires_grad=False)
-        assert (await group.ask("w1", bodies.describe, parameter))[3:] == (False, True)
-        empty = await group.ask("w1", bodies.give_back, group.fake.fake_tensor(torch.empty(0, 3), 0))
-        assert tuple(empty.shape) == (0, 3) and str(empty.device) == "cuda:0"
-        scalar = await group.ask("w1", bodies.plus, group.fake.fake_tensor(torch.tensor(3), 0))
-        assert scalar.item() == 4 and scalar.dim() == 0
-
-    await play(scenario, *setups())
-
-
-@pytest.mark.parametrize("device_map", [{0: "cpu"}, {"cpu": 0}], ids=["to the host", "from the host"])
-@pytest.mark.parametrize("way", ["auto", "staging"])
-async def test_the_host_on_either_side_of_a_map(device_map: dict[Any, Any], way: str) -> None:
-    """Arguments arrive where the map says, and answers come back to where they came from."""
-    from_device = 0 in device_map
-
-    async def scenario(group: Group) -> None:
-        for mark, size in enumerate((1, 5000, 300_000, 9_000_000)):
-            given = on_device(size, mark) if from_device else pattern(size, mark)
-            future = group.worker.call("w1", bodies.aplus, given, 2)
-            if from_device:
-                given.fill_(0)
-            answer = await asyncio.wait_for(future, 30)
-            assert str(answer.device) == ("cuda:0" if from_device else "cpu")
-            assert not wrong(answer, pattern(size, mark) + 2), size
-            there = await group.ask("w1", bodies.where, on_device(9, 1) if from_device else pattern(9, 1))
-            assert there == ("cpu 1" if from_device else "cuda:0 1")
-
-    first, second = setups(way)
-    await play(scenario, replace(first, maps={"w1": device_map}), second)
 
 
 async def test_a_worker_without_devices() -> None:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 import aiorpc as rpc
 import aiorpc.testing
-from aiorpc.runtime.calls.current import current_node
 from tests.examples.programs import run_program
 from tests.limits import busy
+from tests.scripts import make_current
 
 from . import bodies
 from .test_memory import large, warm
@@ -209,7 +209,7 @@ async def test_a_child_that_waits_for_what_is_under_way_in_its_parent_is_told(wh
         together = workers[0].group(["worker1"]).call(held)
         retried = workers[0].peer("worker1", retries=2).call(held)
         stream = workers[0].stream("worker1", endless)
-        current_node.set(workers[0]._node)  # of this test's task
+        make_current(workers[0])
         queue: rpc.Queue[Any] = rpc.Queue("full", maxsize=1)
         await queue.put(0)
         put = queue.put(1)

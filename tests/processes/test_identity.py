@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from dataclasses import replace
 from functools import partial
 
@@ -12,62 +10,12 @@ import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.handshake import Handshake
-from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.messages import ByName, Call, Values, write
-from aiorpc.protocol.seal import Seal, Unsealer
-from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.group import group as handlers
 
 from . import bodies
-from .test_strangers import targets
+from .attackers import GOODBYE, pretend
 from .workers import group, until
-
-GOODBYE = b"".join(encode_frame(Kind.GOODBYE, 0, b"\x91\xa0"))
-RESET = struct.pack("ii", 1, 0)
-
-
-def pretend(
-    me: WorkerRecord, target: WorkerRecord, secret: bytes, transport: str, says: bytes = b"", link: int = 0
-) -> str:
-    """Connect as that worker, with the group's secret, say something and hang up; the reason of a refusal."""
-    family, address = targets(target)[transport]
-    sealed = transport == "tcp"
-    shaking = Handshake(me, secret, expect=target, sealed=sealed, link=link, pipe=link > 0)
-    decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
-    source: FrameDecoder | Unsealer = decoder
-    with socket.socket(family) as sock:
-        sock.settimeout(5)
-        sock.connect(address)
-        sock.sendall(b"".join(shaking.start()))
-        try:
-            while shaking.peer is None:
-                for frame in _frames(sock, source):
-                    if shaking.peer is None:
-                        sock.sendall(b"".join(shaking.feed(frame)))
-                if shaking.sealed and shaking.state is HandshakeState.PROVED and source is decoder:
-                    source = Unsealer(Seal(shaking.keys()[1]), decoder)
-        except (
-            rpc.errors.PeerRefused,
-            rpc.errors.ProtocolError,
-        ) as error:  # the second: a refusal has no seal before the proof
-            return str(error)
-        if says:
-            sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [says], len(says))) if shaking.sealed else says)
-        if says not in (b"", GOODBYE):
-            _frames(sock, source)
-        if says != GOODBYE and transport == "tcp":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    return ""
-
-
-def _frames(sock: socket.socket, source: FrameDecoder | Unsealer) -> list[Frame]:
-    while data := sock.recv(65536):
-        if frames := source.feed(data):
-            return frames
-    return []
 
 
 def lost_here() -> list[str]:
@@ -157,12 +105,6 @@ async def test_a_record_that_is_not_in_the_roster_is_refused(transport: str) -> 
             refused = await asyncio.to_thread(pretend, other, records["w1"], secret_of(worker), transport)
             assert "roster" in refused, other
         assert await rpc.call("w1", reach, "w0") == 3
-
-
-def system_call(name: str, *args: object) -> bytes:
-    """A call of a handler of the group."""
-    body = Call(ByName(1, f"{handlers.__name__}:{name}"), Values(list(args)))
-    return b"".join(encode_frame(Kind.CALL, 1, write(body)))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,31 +36,6 @@ async def test_tensors_of_64_megabytes_travel_both_ways() -> None:
         assert torch.equal(await back, tensor.t())
 
 
-def large_model() -> torch.nn.Module:
-    """A module whose state dict has 301 tensors of many sizes, some without dimensions."""
-    torch.manual_seed(0)
-    blocks = [[torch.nn.Linear(n + 1, n + 3), torch.nn.BatchNorm1d(n + 3)] for n in range(1, 44)]
-    return torch.nn.Sequential(*[layer for block in blocks for layer in block])
-
-
-async def test_state_dict_of_300_tensors_travels_whole() -> None:
-    """Names, order, types and values are the same there and back, and a module of the other side loads it."""
-    async with group(2) as _:
-        state = large_model().state_dict()
-        assert len(state) == 301
-        back = await rpc.call("w1", bodies.echo, state)
-        assert type(back) is type(state)
-        assert list(back) == list(state)
-        assert all(back[name].dtype == state[name].dtype and torch.equal(back[name], state[name]) for name in state)
-        assert await rpc.call("w1", load, state) == []
-
-
-def load(state: dict[str, torch.Tensor]) -> list[str]:
-    """Load a state dict into a module made here; the names of what did not fit."""
-    missing, unexpected = large_model().load_state_dict(state)
-    return [*missing, *unexpected]
-
-
 async def test_thousand_calls_of_eight_threads_are_under_way_at_once() -> None:
     """No call is answered before all have arrived, so none waits for another; each gets its own answer."""
     async with group(2) as (worker, _):
@@ -89,31 +63,6 @@ async def test_thousand_blocking_calls_of_eight_threads() -> None:
             loop = asyncio.get_running_loop()
             sums = await asyncio.gather(*(loop.run_in_executor(threads, call_from, n) for n in range(8)))
         assert sums == [[(thread + 1.0) * (n + 1) for n in range(125)] for thread in range(8)]
-
-
-@pytest.mark.long
-async def test_calls_in_flight_together_cost_less_than_one_after_the_other() -> None:
-    """The point of many pending calls: at least twice as many a second, by the same functions on the same machine."""
-    async with group(2) as _:
-        await rpc.call("w1", bodies.aadd, 1, 2)
-        rates = [await one_after_the_other(600) / await together(600) for _ in range(3)]
-        assert max(rates) > 2, rates
-
-
-async def one_after_the_other(count: int) -> float:
-    """Seconds for so many calls."""
-    started = time.perf_counter()
-    for n in range(count):
-        assert await rpc.call("w1", bodies.aadd, n, 1) == n + 1
-    return time.perf_counter() - started
-
-
-async def together(count: int) -> float:
-    """Seconds for so many calls."""
-    started = time.perf_counter()
-    calls = [rpc.call("w1", bodies.aadd, n, 1) for n in range(count)]
-    assert [await call for call in calls] == list(range(1, count + 1))
-    return time.perf_counter() - started
 
 
 def live_objects() -> int:

@@ -1,13 +1,10 @@
-"""Blocking verbs in signal handlers, trace functions and finalizers that interrupt another one anywhere."""
+"""Blocking verbs in signal handlers and finalizers that interrupt another one anywhere."""
 
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +23,6 @@ from .workers import Link, Place, meeting_file, places, processes, serve
 HITS = 200
 SECONDS = 30.0
 PATIENCE = 20.0  # seconds for a call that takes less than a millisecond
-SOURCES = os.path.dirname(rpc.__file__)
 
 
 def nested(number: int) -> None:
@@ -50,58 +46,6 @@ def in_signal_handlers(call: Callable[[], None]) -> int:
         call()
     signal.setitimer(signal.ITIMER_REAL, 0)
     return hits
-
-
-def in_handlers_of_handlers(call: Callable[[], None]) -> int:
-    """The verb of the handler is interrupted by another handler, whose verb is interrupted by a third one."""
-    chance, hits, depth = random.Random(9), 0, 0
-    numbers = (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
-    timers: list[threading.Timer] = []
-
-    def ring(number: int, _: FrameType | None) -> None:
-        nonlocal hits, depth
-        level = numbers.index(number)
-        depth = max(depth, level)
-        if level + 1 < len(numbers):
-            later = threading.Timer(chance.uniform(2e-5, 1e-3), os.kill, (os.getpid(), numbers[level + 1]))
-            timers.append(later)
-            later.start()
-        nested(hits)
-        hits += 1
-        if level == 0:
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 2e-3))
-
-    for number in numbers:
-        signal.signal(number, ring)
-    until = time.monotonic() + SECONDS
-    signal.setitimer(signal.ITIMER_REAL, 1e-3)
-    while hits < HITS and time.monotonic() < until:
-        call()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    for each in timers:  # their handlers start others meanwhile
-        each.join()
-    assert depth == len(numbers) - 1
-    return hits
-
-
-def in_trace_functions(call: Callable[[], None]) -> int:
-    """The trace function calls, once at each line of the library that the outer call runs in this thread."""
-    seen: set[tuple[str, int]] = set()
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        place = frame.f_code.co_filename, frame.f_lineno
-        if place[0].startswith(SOURCES) and place not in seen:
-            seen.add(place)
-            nested(len(seen))
-        return trace
-
-    for _ in range(3):
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(None)
-    return len(seen)
 
 
 class Calls:
@@ -143,7 +87,7 @@ def calls(place: Place, link: Link, way: Callable[[Callable[[], None]], int], op
 
 @pytest.mark.time_limit(90)
 @pytest.mark.parametrize("transport", ["unix", "tcp", "tls"])
-@pytest.mark.parametrize("way", [in_signal_handlers, in_handlers_of_handlers, in_trace_functions, in_finalizers])
+@pytest.mark.parametrize("way", [in_signal_handlers, in_finalizers])
 def test_a_blocking_verb_works_wherever_it_interrupts_one(
     way: Callable[[Callable[[], None]], int], transport: str, tmp_path: Path
 ) -> None:

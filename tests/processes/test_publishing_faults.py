@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import time
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.runtime import lifecycle
 from tests.runtime.test_publishing import number_of, weights
 
 from .workers import Link, Place, meeting_file, processes, rounds, until
@@ -183,46 +180,3 @@ async def test_publishers_killed_while_they_end_names_are_followed_by_others(see
             published = await worker.publish("policy", weights(1))
             async with worker.subscribe("policy", timeout=20) as versions:
                 assert (await anext(versions)).version == published.version
-
-
-def read_on_host(place: Place, link: Link, host: str, stalled: float) -> None:
-    """Believe to be on that host, and tell each version that comes."""
-    vars(lifecycle)["host_identity"] = lambda: host
-    place.init_rpc(require_secret=False, address="127.0.0.1")
-    engine = rpc.current()._node.engine
-    engine.bounds = replace(engine.bounds, stalled=stalled)
-    for got in rpc.subscribe("policy", timeout=60):
-        link.tell((got.version, number_of(got.value), bool(rpc.current()._node.publications.relays)))
-
-
-@pytest.mark.long
-@pytest.mark.slow
-async def test_a_stopped_reader_that_fetches_for_its_host_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others of its host get the next version by another one, and it goes on when it runs again."""
-    monkeypatch.setattr("aiorpc.runtime.lifecycle.host_identity", lambda: "here")
-    with processes() as children, meeting_file() as init_method:
-        options = rpc.RpcBackendOptions(require_secret=False, address="127.0.0.1")
-        async with rpc.init("w0", init_method=init_method, options=options) as worker:
-            engine = worker._node.engine
-            engine.bounds = replace(engine.bounds, stalled=0.3)
-            readers = [
-                children.start(Place(name, -1, None, init_method), read_on_host, "there", 0.3) for name in ("b1", "b2")
-            ]
-            await until(lambda: len(worker.worker_infos()) == 3)
-            last = await worker.publish("policy", weights(1, SIZE))
-            assert (await last.delivered(quorum=2)).reached
-            heard = [await child.ahear() for child in readers]
-            assert [each[:2] for each in heard] == [(1, 1)] * 2
-            (leader,) = [child for child, each in zip(readers, heard, strict=True) if each[2]]
-            (other,) = [child for child in readers if child is not leader]
-            await leader.stop()
-            try:
-                last = await worker.publish("policy", weights(2, SIZE))
-                assert (await last.delivered(quorum=1)).reached
-                assert (await other.ahear())[:2] == (2, 2)
-            finally:
-                leader.kill(signal.SIGCONT)
-            assert (await last.delivered(quorum=2)).reached
-            assert (await leader.ahear())[:2] == (2, 2)
-            for child in readers:
-                child.kill()

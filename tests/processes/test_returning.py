@@ -157,35 +157,6 @@ async def test_the_leader_is_killed_and_started_again_with_another_one(transport
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transports", [("unix",), ("tcp",)], ids=str)
-async def test_the_leader_is_killed_while_it_lets_a_new_one_in(
-    monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...]
-) -> None:
-    """This process has heard of the new one, and is the next leader: the new one's `init` goes on all the same."""
-    async with group(1, ("w0", "w2"), transports=transports) as (worker, children):
-        await kill(worker, children["w2"])
-        joining = worker._node.group.joining
-        introduce = joining.introduce
-
-        async def kill_the_leader(leader: int, newcomer: Any) -> None:
-            await introduce(leader, newcomer)
-            children["w0"].kill()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(joining, "introduce", kill_the_leader)
-        new = children.start(children["w2"].place, serve, {"transports": transports})
-        await until(lambda: worker._node.group.leads)
-        monkeypatch.undo()
-        await until(
-            lambda: [each.id for each in worker._node.group.live() if each.name == "w2"] == [SIZE + 1], PATIENCE
-        )
-        await until(lambda: answers("w2", new.pid), PATIENCE)
-        await come_back(children, "w0", transports=transports)
-        assert await rpc.call("w0", pid_of, "w2") == new.pid
-        assert [info.name for info in worker.worker_infos()] == ["w0", "w1", "w2"]
-
-
-@pytest.mark.long
 async def test_a_process_too_many_is_refused() -> None:
     """The one that is there goes on; the other one's `init` raises, and names it."""
     async with group(0, ("w1",)) as (_, children):

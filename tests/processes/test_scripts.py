@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import aiorpc as rpc
-from tests.examples.programs import run_program, torchrun
+from tests.examples.programs import run_program
 from tests.limits import busy
 from tests.ports import free_port
 
@@ -257,29 +257,6 @@ if __name__ == "__main__":
 """)
     done = run_program([str(script), f"file://{tmp_path}/store"], tmp_path, timeout=90)
     assert (done.code, done.out, done.err) == (0, "20\n", "")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_torchrun_starts_the_same_script(tmp_path: Path) -> None:
-    """Under torchrun the agent owns the store, and the ranks need to say nothing; a second life works as well."""
-    script = tmp_path / "train.py"
-    script.write_text(f"""{HEADER}
-def add(a, b):
-    return a + b
-
-if __name__ == "__main__":
-    for life in range(2):
-        rpc.init_rpc("w" + os.environ["RANK"])
-        world = int(os.environ["WORLD_SIZE"])
-        assert sum(rpc.rpc_sync(f"w{{rank}}", add, args=(rank, life)) for rank in range(world)) == 3 + world * life
-        rpc.shutdown()
-    print("done")
-""")
-    done = run_program(torchrun(3, str(script)), tmp_path, timeout=120, env={"OMP_NUM_THREADS": "1"})
-    assert done.code == 0, done.err
-    assert done.out.count("done") == 3
-    assert "aiorpc" not in done.err and "lost" not in done.err, done.err
 
 
 def train_beside_a_process_group(place: Place, link: Link, port: int) -> list[float]:

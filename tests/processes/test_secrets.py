@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
 import aiorpc as rpc
-from aiorpc.protocol import handshake
-from aiorpc.protocol.frames import HEAD, Kind
-from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.packing import pack
-from aiorpc.runtime.group import accepting
 
 from . import bodies
-from .test_strangers import frame, hello, talk, targets, warnings_of
+from .attackers import FIELDS, STRANGER, call_first, hello, nested_hello, talk, targets, told_to_log, unproved
+from .test_strangers import warnings_of
 from .workers import group, until
 
 
@@ -27,11 +22,9 @@ async def test_a_stranger_learns_nothing_of_the_worker(transport: str) -> None:
     async with group(1, transports=(transport,)) as (worker, _):
         record = worker._node.engine.record
         target = targets(record)[transport]
-        mine = WorkerRecord("stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1).to_wire()
         sealed = transport == "tcp"
-        for wanted in (record.to_wire(), mine):
-            greeting = hello(wanted, sealed, record=mine)
-            answer = await asyncio.to_thread(talk, target, greeting + frame(Kind.PROOF, bytes(32)))
+        for wanted in (record.to_wire(), STRANGER.to_wire()):
+            answer = await asyncio.to_thread(talk, target, unproved(wanted, sealed, STRANGER))
             for told in (worker.name, record.hostname, record.host, record.main, record.incarnation):
                 assert told.encode() not in answer
             assert len(answer) < 500
@@ -67,11 +60,7 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
     forged = b"done\n2031-01-01 root logged in \x1b[2J" + b"x" * 12_000
     async with group(1, transports=("tcp",)) as (worker, _):
         record = worker._node.engine.record
-        said = [frame(Kind.REFUSED, forged), frame(Kind.CALL, forged), frame(Kind.HELLO, forged)]
-        long = replace(record, host="h" * 4000, hostname=forged[:4000].decode(), pid=1, main="m" * 4000).to_wire()
-        said.append(hello(record.to_wire(), True, record=long) + frame(Kind.PROOF, bytes(32)))
-        for data in said:
-            assert len(data) < handshake.MAX_BODY + 100
+        for data in told_to_log(record, forged):
             with warnings_of(caplog) as logged:
                 refused = worker.statistics().connections_refused + 1
                 await asyncio.to_thread(talk, targets(record)["tcp"], data)
@@ -83,25 +72,16 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
 DEEP = 1010  # less than what reads it takes, and more than what Python shows
 
 
-@pytest.mark.parametrize("place", [*range(len(handshake.Introduction.__struct_fields__)), "instead of all"])
+@pytest.mark.parametrize("place", [*range(FIELDS), None])
 async def test_a_stranger_whose_words_are_nested_deeply_does_no_harm(
-    place: int | str, caplog: pytest.LogCaptureFixture
+    place: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wherever in HELLO that is: he is refused in one line, without a traceback, and the worker serves on."""
-    nested = b"\x91" * DEEP + b"\x01"
     async with group(2, transports=("tcp",)) as (worker, _):
         record = worker._node.engine.record
-        said = handshake.read_introduction(
-            handshake.read_hello(hello(record.to_wire(), True)[HEAD.size :]).introduction
-        )
-        fields = [pack(getattr(said, name)) for name in said.__struct_fields__]
-        if isinstance(place, int):
-            fields[place] = nested
-        introduction = b"".join((bytes([0x90 + len(fields)]), *fields)) if isinstance(place, int) else nested
         with warnings_of(caplog) as logged:
             refused = worker.statistics().connections_refused + 1
-            data = frame(Kind.HELLO, pack(handshake.Hello(introduction, b"")))
-            answer = await asyncio.to_thread(talk, targets(record)["tcp"], data)
+            answer = await asyncio.to_thread(talk, targets(record)["tcp"], nested_hello(record, place, DEEP))
             await until(partial(_has_refused, worker, refused))
         (line,) = logged
         assert line.startswith(f"worker {worker.name} refused a connection: ") and len(line) < 400
@@ -114,14 +94,13 @@ async def test_a_crowd_of_strangers_does_not_fill_our_log(caplog: pytest.LogCapt
     """The first are logged, the last of these says that there are more, and all are counted."""
     async with group(1, transports=("tcp",)) as (worker, _):
         target = targets(worker._node.engine.record)["tcp"]
-        crowd = accepting.REFUSALS_LOGGED + 20
+        crowd = 120
         with warnings_of(caplog) as logged:
             refused = worker.statistics().connections_refused + crowd
             for _stranger in range(crowd):
-                await asyncio.to_thread(talk, target, frame(Kind.CALL, b""))
+                await asyncio.to_thread(talk, target, call_first())
             await until(partial(_has_refused, worker, refused))
-        assert len(logged) == accepting.REFUSALS_LOGGED
-        assert [line for line in logged if "only counted" in line] == logged[-1:]
+        assert len(logged) < crowd and [line for line in logged if "only counted" in line] == logged[-1:]
 
 
 def _has_refused(worker: rpc.Worker, count: int) -> bool:

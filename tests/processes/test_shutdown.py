@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 import aiorpc as rpc
-from aiorpc.transport import sockets
 from tests.examples.programs import run_program
 from tests.limits import busy
 from tests.ports import free_port
 
 from . import bodies
-from .workers import Link, Place, group, meeting_file, places, processes, wait_for, wait_for_async
+from .workers import Link, Place, group, meeting_file, places, private_directory, processes, wait_for, wait_for_async
 from .zygote import Program, Zygote, zygote
 
 QUICK = 3.0  # seconds for what takes milliseconds on an idle machine
@@ -281,7 +280,7 @@ def test_init_again_after_shutdown_in_the_same_process(scheme: str) -> None:
 
 async def test_sockets_of_a_killed_group_are_removed_by_a_later_worker(tmp_path: Path) -> None:
     """Nobody is left to clean up after a group that is killed as a whole; the next worker of the user does."""
-    directory = sockets.private_directory()
+    directory = private_directory()
     before = set(directory.iterdir())
     with processes() as children, meeting_file() as init_method:
         for place in places(2, init_method):

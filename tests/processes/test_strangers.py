@@ -4,121 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
-import pickle
 import socket
 import stat
-import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 
 import aiorpc as rpc
-from aiorpc.protocol import handshake, messages
-from aiorpc.protocol.frames import HEAD, MAGIC, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.handshake import Handshake
-from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.packing import pack
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.transport import sockets
 from tests.ports import free_port
+from tests.scripts import set_bounds
 
 from . import bodies
-from .workers import Link, Place, group, meeting_file, places, processes, until
-
-Target = tuple[socket.AddressFamily, Any]
-
-
-def targets(record: WorkerRecord) -> dict[str, Target]:
-    """Where a worker listens."""
-    return {
-        "unix": (socket.AF_UNIX, record.unix_path),
-        "tcp": (socket.AF_INET, (record.tcp_host, record.tcp_port)),
-    }
-
-
-def talk(target: Target, data: bytes, timeout: float = 20.0) -> bytes:
-    """Send bytes as a stranger and read until the worker closes; TimeoutError if it does not."""
-    family, address = target
-    received = bytearray()
-    with socket.socket(family) as sock:
-        sock.settimeout(timeout)
-        sock.connect(address)
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            sock.sendall(data)
-            while chunk := sock.recv(65536):
-                received += chunk
-    return bytes(received)
-
-
-def head(kind: int, body: int, segments: int = 0, call_id: int = 0) -> bytes:
-    """The head of a frame that announces so much."""
-    return HEAD.pack(call_id, body, segments, kind, MAGIC)
-
-
-def frame(kind: Kind, body: bytes) -> bytes:
-    """One small frame."""
-    return b"".join(encode_frame(kind, 0, body))
-
-
-class Bomb:
-    """Leaves a trace when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return os.mkdir, (self.path,)
-
-
-def hello(wanted: list[Any], sealed: bool, version: int = handshake.VERSION, record: Any = None) -> bytes:
-    """A HELLO for the worker that is wanted, with that record or with its own."""
-    record = wanted if record is None else record
-    flags = handshake.SEALED if sealed else 0
-    target = WorkerRecord.from_wire(wanted)
-    whom = hashlib.sha256(target.incarnation.encode()).digest()
-    known = hashlib.sha256(msgpack.packb(target.to_wire())).digest()
-    introduction = handshake.Introduction(version, [*record], bytes(handshake.NONCE_SIZE), whom, known, 0, flags)
-    return frame(Kind.HELLO, pack(handshake.Hello(pack(introduction), b"")))
-
-
-def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
-    """What strangers send, by name."""
-    pickled = pickle.dumps(Bomb(bomb))
-    function = messages.Values([None], opaque_at=[0], pickled=pickled)
-    first = messages.Call(None, function)
-    mine = record.to_wire()
-    return {
-        "garbage": os.urandom(4096),
-        "zeros": bytes(4096),
-        "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
-        "a TLS hello": bytes.fromhex("160301020001000000fc0303") + os.urandom(200),
-        "a huge body": head(Kind.HELLO, 0xFFFF_FFFF) + b"x" * 100,
-        "a body over the limit": head(Kind.HELLO, handshake.MAX_BODY + 1) + b"x" * (handshake.MAX_BODY + 1),
-        "huge segments": head(Kind.HELLO, 8, 4) + struct.pack("<4Q", *[1 << 62] * 4) + b"x" * 8,
-        "very many segments": head(Kind.HELLO, 0, 0xFFFF_FFFF) + b"x" * 100,
-        "a call first": frame(Kind.CALL, messages.write(first)),
-        "a bare pickle": pickled,
-        "a pickle as HELLO": frame(Kind.HELLO, pickled),
-        "a pickle in HELLO": frame(Kind.HELLO, msgpack.packb([pickled, pickled])),
-        "a pickle as record": hello(mine, sealed, record=[pickled] * len(mine)),
-        "an extension type": frame(Kind.HELLO, msgpack.packb(msgpack.ExtType(1, pickled))),
-        "another version": hello(mine, sealed, version=handshake.VERSION + 1),
-        "a proof that is none": hello(mine, sealed) + frame(Kind.PROOF, bytes(32)),
-        "a proof out of turn": frame(Kind.PROOF, bytes(32)),
-        "a call instead of the proof": hello(mine, sealed) + frame(Kind.CALL, pickled),
-        "an unknown kind": head(99, 4) + b"abcd",
-        "a goodbye": frame(Kind.GOODBYE, b""),
-    }
+from .attackers import attacks, hello, talk, targets, unfinished
+from .workers import Link, Place, group, meeting_file, places, private_directory, processes, until
 
 
 @contextlib.contextmanager
@@ -159,14 +64,9 @@ async def test_half_open_connections_do_no_harm() -> None:
     """Connections that say nothing, or half of something, are let go after a while; meanwhile all is served."""
     async with group(2) as (worker, _):
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3  # a member on a busy machine is no stranger
-        worker._node.engine.bounds = Bounds(handshake=0.5)
+        set_bounds(worker, handshake=0.5)
         target = targets(worker._node.engine.record)["unix"]
-        beginnings = [
-            b"",
-            head(Kind.HELLO, 100),
-            head(Kind.HELLO, 100)[:7],
-            hello(worker._node.engine.record.to_wire(), False),
-        ]
+        beginnings = unfinished(worker._node.engine.record)
         talking = [asyncio.ensure_future(asyncio.to_thread(talk, target, data)) for data in beginnings]
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         await asyncio.gather(*talking)
@@ -176,7 +76,7 @@ async def test_half_open_connections_do_no_harm() -> None:
 async def test_connections_in_their_handshake_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """More than so many at once are closed at once: strangers must not use up the descriptors."""
     async with group(2, shared_memory=0) as (worker, _):  # else each end soon has a segment of the other's
-        worker._node.engine.bounds = Bounds(handshakes=8, handshake=60.0)
+        set_bounds(worker, handshakes=8, handshake=60.0)
         pool = worker._node.engine.pool
         for _ in range(3):  # its thread stands by for the next one then, which takes descriptors once
             assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
@@ -207,31 +107,12 @@ async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: p
         assert logged == []
 
 
-async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
-    """The opener checks too: a process that took over a worker's address never sees a call."""
-    async with group(1) as (worker, _):
-        fake = WorkerRecord.from_wire(worker._node.engine.record.to_wire())
-        theirs = Handshake(fake, os.urandom(32))
-        ours = Handshake(worker._node.engine.record, worker._node.acceptor.secret, expect=fake)
-        ours.feed(_frame(theirs.feed(_frame(ours.start()))))
-        with pytest.raises(rpc.errors.PeerRefused, match="secret"):
-            ours.feed(Frame(Kind.WELCOME, 0, os.urandom(32)))
-
-
-def _frame(buffers: list[Any]) -> Frame:
-    decoder = FrameDecoder(max_body=handshake.MAX_BODY)
-    data = b"".join(buffers)
-    decoder.get_buffer()[: len(data)] = data
-    (found,) = decoder.received(len(data))
-    return found
-
-
 async def test_directory_and_socket_are_private() -> None:
     """0700, 0600, whatever the umask; the secret is not in the store, and in no file."""
     before = os.umask(0)
     try:
         async with group(2) as (worker, _):
-            directory = sockets.private_directory()
+            directory = private_directory()
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
             socket_path = Path(worker._node.engine.record.unix_path)
             assert socket_path.parent == directory
@@ -266,7 +147,7 @@ async def test_group_on_one_host_does_not_listen_on_tcp() -> None:
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
-def _members(worker: rpc.Worker) -> list[WorkerRecord]:
+def _members(worker: rpc.Worker) -> list[Any]:
     assert worker._node.rendezvous is not None
     return worker._node.rendezvous.members()
 
@@ -329,7 +210,7 @@ def test_workers_with_different_secrets_do_not_meet() -> None:
 async def test_process_of_another_user_is_turned_away(caplog: pytest.LogCaptureFixture) -> None:
     """Even where the directory lets it in, the socket asks the kernel who connects."""
     async with group(1) as (worker, _):
-        directory = sockets.private_directory()
+        directory = private_directory()
         path = Path(worker._node.engine.record.unix_path)
         code = (
             "import os, socket, sys\n"
@@ -362,16 +243,3 @@ async def test_process_of_another_user_is_turned_away(caplog: pytest.LogCaptureF
         finally:
             for parent, mode in zip(parents, modes, strict=True):
                 parent.chmod(stat.S_IMODE(mode))
-
-
-def test_directory_that_somebody_else_prepared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A directory others may enter, or a link, is not used."""
-    with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as short:
-        monkeypatch.setattr("tempfile.tempdir", short)
-        place = Path(short) / f"aiorpc-{os.getuid()}"
-        place.mkdir(mode=0o755)
-        other = sockets.private_directory()
-        assert other.name.startswith(f"{place.name}-") and stat.S_IMODE(other.stat().st_mode) == 0o700
-        place.rmdir()
-        place.symlink_to(tmp_path)
-        assert sockets.private_directory() == other

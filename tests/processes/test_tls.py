@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import ssl
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,14 @@ import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
-from aiorpc.transport.certificates import Credentials
-from aiorpc.transport.tls import TlsLayer
 from tests.authority import Authority
+from tests.scripts import set_bounds
 
 from . import bodies
-from .test_strangers import hello, warnings_of
+from .attackers import GOODBYE, PATIENCE, REFUSED, Between, hello, said_by, started_tls
+from .test_strangers import warnings_of
 from .workers import Link, Place, group, meeting_file, places, processes, until
-
-PATIENCE = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -120,14 +115,6 @@ def test_all_members_hear_of_files_that_cannot_be_used(authority: Authority) -> 
     assert said[1].startswith("RpcUsageError: worker 'w1' cannot use TLS") and "is for 'somebody'" in said[1]
 
 
-async def test_a_worker_whose_files_are_wrong_does_not_join(authority: Authority) -> None:
-    """It is told before anybody else is involved."""
-    wrong = authority.tls("worker0", of="somebody")
-    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot use TLS: .* is for 'somebody'"):
-        async with cluster(1, options=options(wrong)):
-            pass
-
-
 # --- on the wire ------------------------------------------------------------------------------------------------------
 
 
@@ -149,10 +136,6 @@ def rest(sock: socket.socket) -> bytes:
     return bytes(received)
 
 
-def said_by(data: bytes) -> list[tuple[int, bytes]]:
-    return [(frame.kind, frame.body) for frame in FrameDecoder(max_body=10_000).feed(data)]
-
-
 async def test_a_plain_member_is_told_on_the_wire(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the store says: a plain HELLO is answered by a plain refusal that names TLS, and logged."""
     async with cluster(1, options=options(authority.tls("worker0"))) as (worker,):
@@ -160,33 +143,23 @@ async def test_a_plain_member_is_told_on_the_wire(authority: Authority, caplog: 
             sock.sendall(hello(worker._node.engine.record.to_wire(), True))
             ((kind, body),) = said_by(await asyncio.to_thread(rest, sock))
             await until(lambda: worker.statistics().connections_refused)
-        assert kind == Kind.REFUSED and b"nothing but TLS" in body
+        assert kind == REFUSED and b"nothing but TLS" in body
         assert any("does not speak TLS" in line for line in logged)
 
 
 async def test_a_member_with_tls_is_told_on_the_wire(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     """A worker without TLS answers the beginning of TLS by a refusal in the clear, which the other side understands."""
-    context, own = Credentials(authority.tls("w1"), "w1").context(opener=True)
-    layer = TlsLayer(context, FrameDecoder(max_body=1000), opener=True, own=own)
-    layer.start()
+    layer = started_tls(authority.tls("w1"))
     async with cluster(1, options=options(None)) as (worker,):
         with warnings_of(caplog) as logged, dialled(worker) as sock:
             sock.sendall(layer.outgoing.read())
             answer = await asyncio.to_thread(rest, sock)
             await until(lambda: worker.statistics().connections_refused)
         ((kind, body),) = said_by(answer)
-        assert kind == Kind.REFUSED and b"speaks TLS, and this worker does not" in body
+        assert kind == REFUSED and b"speaks TLS, and this worker does not" in body
         assert any("speaks TLS" in line for line in logged)
     with pytest.raises(rpc.errors.PeerRefused, match="does not speak TLS"):
         layer.feed(answer)
-
-
-def beginning(authority: Authority) -> bytes:
-    """The first bytes of an honest member."""
-    context, own = Credentials(authority.tls("w1"), "w1").context(opener=True)
-    layer = TlsLayer(context, FrameDecoder(max_body=1000), opener=True, own=own)
-    layer.start()
-    return layer.outgoing.read()
 
 
 @pytest.mark.parametrize("what", ["nothing", "half of the beginning", "the beginning", "rubbish", "a long record"])
@@ -194,7 +167,7 @@ async def test_a_stranger_who_stops_is_closed(
     authority: Authority, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     """In the midst of TLS or with rubbish: the patience of the handshake bounds it, and the worker serves on."""
-    first = beginning(authority)
+    first = started_tls(authority.tls("w1")).outgoing.read()
     data = {
         "nothing": b"",
         "half of the beginning": first[: len(first) // 2],
@@ -203,28 +176,15 @@ async def test_a_stranger_who_stops_is_closed(
         "a long record": b"\x16\x03\x01\xff\xff" + bytes(65_535),
     }[what]
     async with cluster(1, options=options(authority.tls("worker*"))) as (worker,):
-        worker._node.engine.bounds = Bounds(handshake=0.05)
+        set_bounds(worker, handshake=0.05)
         with warnings_of(caplog) as logged, dialled(worker) as sock:
             with contextlib.suppress(ConnectionError):
                 sock.sendall(data)
             await asyncio.to_thread(rest, sock)
             await until(lambda: worker.statistics().connections_refused)
         assert len(logged) == 1
-        worker._node.engine.bounds = Bounds()
+        set_bounds(worker, handshake=10.0)
         assert await worker.call("worker0", abs, -3) == 3
-
-
-async def test_a_stranger_who_goes_in_the_midst_of_tls_is_nothing(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker that is killed while it shakes hands leaves no line and nothing behind."""
-    async with cluster(1, options=options(authority.tls("worker0"))) as (worker,):
-        with warnings_of(caplog) as logged:
-            for end in (10, 10_000):
-                with dialled(worker) as sock:
-                    sock.sendall(beginning(authority)[:end])
-            await until(lambda: not connections(worker))
-        assert logged == []
 
 
 @pytest.mark.slow
@@ -242,49 +202,6 @@ async def test_a_worker_that_is_killed_while_it_shakes_hands(authority: Authorit
 
 
 # --- certificates -----------------------------------------------------------------------------------------------------
-
-
-class Between(threading.Thread):
-    """Somebody on the way who ends TLS himself, with a certificate that he has, and carries on what is inside."""
-
-    def __init__(self, at: tuple[str, int], to: tuple[str, int], tls: rpc.Tls, honest: rpc.Tls) -> None:
-        super().__init__(daemon=True)
-        self._listener = socket.create_server(at)
-        self._listener.settimeout(PATIENCE)
-        self._at, self._to, self._over = at, to, False
-        self._acceptor = Credentials(tls, "x").context(opener=False)[0]
-        self._opener = Credentials(honest, "x").context(opener=True)[0]
-        self.carried = 0
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                with sock:
-                    if self._over:
-                        return
-                    sock.settimeout(PATIENCE)
-                    with contextlib.suppress(OSError):
-                        self._relay(sock)
-
-    def _relay(self, sock: socket.socket) -> None:
-        with contextlib.ExitStack() as stack:
-            near = stack.enter_context(self._acceptor.wrap_socket(sock, server_side=True))
-            onward = stack.enter_context(socket.create_connection(self._to, PATIENCE))
-            far = stack.enter_context(self._opener.wrap_socket(onward))
-            for source, target in ((near, far), (far, near), (near, far), (far, near)):
-                data = source.recv(65536)
-                if not data:
-                    return
-                self.carried += 1
-                target.sendall(data)
-
-    def stop(self) -> None:
-        self._over = True
-        with contextlib.suppress(OSError), socket.create_connection(self._at, PATIENCE):
-            self.join()
-        self._listener.close()
 
 
 @contextlib.asynccontextmanager
@@ -365,7 +282,7 @@ async def test_a_goodbye_is_sure_with_a_certificate_for_one_worker(
             assert await second.call("worker0", abs, -3) == 3
             link = second._node.peers.find("worker0").link
             assert link is not None
-            link.connection.send(encode_frame(Kind.GOODBYE, 0, b"\x91\xa0"), urgent=True)
+            link.connection.send([GOODBYE], urgent=True)
             record = second._node.engine.record
             if own:
                 await until(lambda: first._node.group.is_gone(record))

@@ -27,6 +27,7 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.transport import sockets
+from aiorpc.transport.sockets import private_directory as private_directory
 from tests.conditions import unmet
 
 # Seconds; of use only to a test that fails, on however slow a machine.
@@ -201,7 +202,7 @@ def processes() -> Iterator[Children]:
             child.pipe.close()
             child.process.close()
         # The killed could not do it themselves; the next worker of this user would.
-        sockets.remove_stale(sockets.private_directory())
+        sockets.remove_stale(private_directory())
 
 
 @contextlib.contextmanager

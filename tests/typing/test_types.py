@@ -42,24 +42,6 @@ def test_pyright_sees_results_and_wrong_arguments() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
-def test_a_wrong_argument_that_is_not_marked_is_told(checker: str) -> None:
-    """A case without its mark fails: the checkers do look at them."""
-    case = ROOT / CASES[0]
-    copy = case.with_name(f"unmarked_{checker}.py")
-    text = case.read_text()
-    marked = 'rpc.call("w", add, "1")  # type: ignore'
-    assert marked in text
-    copy.write_text(text.replace(marked, 'rpc.call("w", add, "1")', 1))
-    try:
-        seen = run(checker, str(copy.relative_to(ROOT)))
-    finally:
-        copy.unlink()
-    assert seen.returncode == 1
-    assert copy.name in seen.stdout
-
-
-@pytest.mark.slow
 def test_every_public_name_has_a_type(tmp_path: Path) -> None:
     """pyright finds no public name, parameter or attribute whose type it does not know."""
     seen = run("pyright", "--verifytypes", "aiorpc", "--ignoreexternal", "--outputjson", cwd=tmp_path)
