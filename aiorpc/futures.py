@@ -605,10 +605,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         if kind is tuple:  # a task of another loop that awaits
             loop, waiter = callback
             # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
-            try:
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake, waiter)
-            except RuntimeError:
-                pass
         elif kind is UserCallback and (apart or _running_loop() is not None or nested.get() >= DEEPEST):
             users.append(callback)
         else:

@@ -63,10 +63,8 @@ class FrameWriter:
             if more:
                 return
             if not self.blocked and (len(queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
-                self.write()
-                if self._port.on_drained is not None:  # as in `write_here`
-                    self._port.call_on_loop(self._drained)
-            elif self._scheduled is not True and (not self._scheduled or self._scheduled == threading.get_ident()):
+                self.write_here()
+            elif self._scheduled is not True:
                 self._schedule()
         except BaseException:
             self.interrupted()
@@ -87,7 +85,10 @@ class FrameWriter:
             self.flush_all()
 
     def _schedule(self) -> None:
-        self._scheduled = threading.get_ident()  # what interrupts us asks itself
+        here = threading.get_ident()
+        if self._scheduled and self._scheduled != here:  # another thread is about to
+            return
+        self._scheduled = here  # what interrupts us asks itself
         self._port.call_on_loop(self.flush_all)
         # In one step, without a call: it may have flushed.
         self._scheduled = True if self._scheduled else False  # noqa: SIM210

@@ -187,8 +187,7 @@ class Service:
         call = self._begin(frame, message)
         refusal = failure or self._refusal(call, message)
         if refusal is not None:  # not raised: its traceback would hold this frame, and that the arguments
-            call.function = self._resolver.name(message.function)
-            self._runner.refuse(call, refusal)
+            self._refuse(call, message, refusal)
             return
         if call.once is not None and not self._is_first(call):
             return
@@ -202,6 +201,10 @@ class Service:
             # It may stay, as the value of a reference, and each frame leads back to this one, which has the arguments.
             self._runner.refuse(call, foreign.with_traceback(error, None))
             answers.pass_on(error)
+
+    def _refuse(self, call: ServedCall, message: Call, refusal: Exception) -> None:
+        call.function = self._resolver.name(message.function)
+        self._runner.refuse(call, refusal)
 
     def _begin(self, frame: Frame, message: Call) -> ServedCall:
         """The call of that message is served from here on: something takes it out, and answers or cancels it."""

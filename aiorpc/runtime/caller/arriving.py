@@ -99,15 +99,17 @@ class Arriving:
         except Exception as error:
             self._unreadable(call, error)
             return
-        values, pickled = result.values, result.pickled
-        if len(values) == 1 and not (result.table or pickled or result.references):
+        values = result.values
+        if len(values) == 1 and not (result.table or result.pickled or result.references):
             call._settle(values[0])
-        elif pickled and len(pickled) > LARGE_PICKLE and entry.declaration is None:
-            self._decode_in_background(call, frame, result)
         else:
-            self._decode(call, frame, result)
+            self._take(call, frame, result)
 
-    def _decode_in_background(self, call: MadeCall, frame: Frame, result: Values) -> None:
+    def _take(self, call: MadeCall, frame: Frame, result: Values) -> None:
+        """Make a value that is not plain: here, or in a background thread if that takes long."""
+        if len(result.pickled or b"") <= LARGE_PICKLE or call.entry.declaration is not None:
+            self._decode(call, frame, result)
+            return
         if not call.system:
             self._pending.decoding.add(call.call_id)
         try:

@@ -224,18 +224,14 @@ class Link:
 
     # --- the entrance -------------------------------------------------------------------------------------------------
 
-    def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None, again: bool = False) -> None:
+    def on_frames(self, frames: Sequence[Frame], *, again: bool = False) -> None:
         """Frames have arrived: the one way into a worker. On the loop, or in the thread that has read them.
 
-        pipe: the second connection, if they came over that. again: whether they were held here before, and so have been
-        counted and shown to observers already. Raises ProtocolError, which ends the connection.
+        again: whether they were held here before, and so have been counted and shown to observers already. Raises
+        ProtocolError, which ends the connection.
         """
         if not again:
             self.messages_received += len(frames)
-        if pipe is not None:
-            for frame in frames:
-                self.second.on_frame(pipe, frame)
-            return
         methods = self._methods
         for frame in frames:
             if self.held or frame.segments or frame.kind in OF_LINKS:
@@ -247,6 +243,12 @@ class Link:
             if method is None:
                 raise ProtocolError(f"{frame} does not belong on this side of a connection")
             method(frame)
+
+    def on_pipe_frames(self, pipe: Connection, frames: Sequence[Frame]) -> None:
+        """Frames have arrived over the second connection. On the loop. Raises ProtocolError."""
+        self.messages_received += len(frames)
+        for frame in frames:
+            self.second.on_frame(pipe, frame)
 
     def _look_into(self, frame: Frame, again: bool) -> Frame | None:
         """`admit`, for what is the link's or may have to wait; buffers that came with their frame are counted."""
