@@ -26,6 +26,7 @@ from ..locks import RLock, is_owned, release
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
 from ..threads import waits_in_main_thread
+from ..undoing import on_error
 from .port import Port
 from .send_queue import SendQueue, Unsent
 
@@ -72,12 +73,9 @@ class FrameWriter:
 
     def push(self) -> None:
         """Write what is queued, unless the loop will; from any thread, never blocks."""
-        try:
+        with on_error(self.interrupted):
             if self.queue and not self.blocked and not self._scheduled:
                 self.write_here()
-        except BaseException:
-            self.interrupted()
-            raise
 
     def flush(self) -> None:
         """Write what is queued. On the loop's thread."""
