@@ -473,10 +473,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             except (asyncio.CancelledError, GeneratorExit, RpcError) as error:
                 self._await_no_more(wake, error)
                 raise
-        if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
-            value: T = self._value
-            return value
         try:
+            if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
+                value: T = self._value
+                return value
             return self._outcome_for_task()
         finally:
             del self  # see _outcome

@@ -243,9 +243,7 @@ class FrameDecoder:
         while end - start >= need:
             call_id, body_length, count, kind, magic = HEAD.unpack_from(buffer, start)
             if magic != MAGIC or body_length > self.max_body or count:
-                self._start = start
-                need = self._parse_segments(frames)
-                start = self._start
+                need, start = self._parse_other(frames, start)
                 continue
             need = size + body_length
             if end - start < need:
@@ -257,8 +255,7 @@ class FrameDecoder:
         if start == end and len(buffer) == self.read_size:
             self._start = self._end = 0  # as `_make_room` does, for most that comes
         else:
-            self._start = start
-            self._make_room(need)
+            self._make_room(start, need)
         return frames
 
     def _received_large(self, count: int) -> list[Frame]:
@@ -270,9 +267,9 @@ class FrameDecoder:
         self.filling = False
         return [large.frame()]
 
-    def _check(self, magic: int, body_length: int, count: int) -> None:
+    def _check(self, start: int, magic: int, body_length: int, count: int) -> None:
         if magic != MAGIC:
-            if not self._start and self._buffer[: len(_TLS_BEGINS)] == _TLS_BEGINS:
+            if not start and self._buffer[: len(_TLS_BEGINS)] == _TLS_BEGINS:
                 self.saw_tls = True
                 raise ProtocolError(
                     "it speaks TLS, and this worker does not; give all workers of the group tls=, or none"
@@ -285,18 +282,18 @@ class FrameDecoder:
         if count > MAX_SEGMENTS:
             raise ProtocolError(f"a frame announces {count} segments; the limit is {MAX_SEGMENTS}")
 
-    def _parse_segments(self, frames: list[Frame]) -> int:
-        """Parse a frame with segments at the start of the buffer; or refuse what is no frame, or beyond the limits.
+    def _parse_other(self, frames: list[Frame], start: int) -> tuple[int, int]:
+        """Parse a frame with segments; or refuse what is no frame, or beyond the limits.
 
-        Returns how many bytes must be there to go on: with this frame, or, if it was taken, whole or as the large frame
-        under way, with the next one.
+        Returns how many bytes must be there to go on, and from where: with this frame, or, if it was taken, whole or as
+        the large frame under way, with the next one.
         """
-        start, end = self._start, self._end
+        end = self._end
         call_id, body_length, count, kind, magic = HEAD.unpack_from(self._buffer, start)
-        self._check(magic, body_length, count)
+        self._check(start, magic, body_length, count)
         prefix: int = HEAD.size + 8 * count + body_length
         if end - start < prefix:
-            return prefix
+            return prefix, start
         lengths: Sequence[int]
         if count <= _FEW_SEGMENTS:
             lengths = struct.unpack_from(f"<{count}Q", self._buffer, start + HEAD.size)
@@ -321,20 +318,20 @@ class FrameDecoder:
                     segments.append(bytearray(data[at : at + length]) if length else _NOTHING)
                     at += length
             frames.append(Frame(kind, call_id, body, segments))
-            self._start = at
-            return HEAD.size
+            return HEAD.size, at
         else:
             large = _LargeFrame(kind, call_id, body, lengths, self.allocate)
-        self._start = at + large.take(memoryview(self._buffer)[at:end])
+        start = at + large.take(memoryview(self._buffer)[at:end])
         if large.complete:
             frames.append(large.frame())
         else:
             self._large = large
             self.filling = True
-        return HEAD.size
+        return HEAD.size, start
 
-    def _make_room(self, need: int) -> None:
+    def _make_room(self, start: int, need: int) -> None:
         """Move the unparsed rest to the front, and grow when one frame needs more than there is."""
+        self._start = start
         if self._large is not None:
             self._start = self._end = 0
             return

@@ -110,10 +110,10 @@ class FrameWriter:
         lock, queue, port = self.lock, self.queue, self._port
         frames = queue.frames  # but not `begun`, of which a turn that ends has others use a copy
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
-        while (frames or queue.begun or queue.miscounted) and not self.blocked and not port.closed:
-            # Ours already: a signal handler sends something in the midst of our own writing.
-            if lock._is_owned():  # type: ignore[attr-defined]  # see `is_owned`
-                return
+        # Nor while the lock is ours: a signal handler sends something in the midst of our own writing.
+        while (
+            (frames or queue.begun or queue.miscounted) and not (self.blocked or port.closed) and not lock._is_owned()  # type: ignore[attr-defined]  # see `is_owned`
+        ):
             turn = SocketTurn(self.give_writing_back, frames, _DONT_WAIT)
             begin(turn)
             try:

@@ -111,9 +111,6 @@ class Runner:
         mode says so.
         """
         self._served.identify(call, handler)
-        if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
-            self.refuse(call, _not_run(call))
-            return
         mode = handler.mode
         if (
             handler.declared is not None
@@ -121,11 +118,11 @@ class Runner:
             or call.credit is not None
             or mode is Mode.GENERATOR
             or mode is Mode.ASYNC_GENERATOR
-        ):
-            ready = self._prepared(call, handler)
-            if ready is None:
-                return
-            mode = ready.mode
+            or call.cancelled
+            or (call.deadline is not None and time.monotonic() > call.deadline)  # as `over`
+        ) and not self._is_ready(call, handler):
+            return
+        assert call.handler is not None, "it was identified"
         backlog = self._backlog
         if (
             backlog.parked or backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
@@ -133,7 +130,7 @@ class Runner:
             self._park(call)
             return
         try:
-            self._ways[mode._value_](call)
+            self._ways[call.handler.mode._value_](call)
         except Exception as error:  # there is no thread for it; where the loop has called this, no one else answers
             self.refuse(call, error)
 
@@ -154,13 +151,12 @@ class Runner:
         except Exception as error:  # as in `start`
             self.refuse(call, error)
 
-    def _prepared(self, call: ServedCall, handler: Handler) -> Handler | None:
-        """What runs the call, once it is ready for that; None if it was refused."""
-        refusal = self._prepare(call, handler)
+    def _is_ready(self, call: ServedCall, handler: Handler) -> bool:
+        """Whether the call can be run, by its handler, which may be another one by now; else it was refused."""
+        refusal = _not_run(call) if call.over else self._prepare(call, handler)
         if refusal is not None:
             self.refuse(call, refusal)
-            return None
-        return call.handler  # maybe another one
+        return refusal is None
 
     def _prepare(self, call: ServedCall, handler: Handler) -> RpcError | None:
         """Make a call ready that is one of the runtime's own, in an autograd context, or a stream; why it is refused.

@@ -186,10 +186,7 @@ class Service:
             message = read_call(frame.body)
         call = self._begin(frame, message)
         refusal = failure or self._refusal(call, message)
-        if refusal is not None:  # not raised: its traceback would hold this frame, and that the arguments
-            self._refuse(call, message, refusal)
-            return
-        if call.once is not None and not self._is_first(call):
+        if (refusal is not None or call.once is not None) and not self._goes_on(call, message, refusal):
             return
         try:
             handler = self._functions.get(message.function) if type(message.function) is int else None
@@ -202,9 +199,14 @@ class Service:
             self._runner.refuse(call, foreign.with_traceback(error, None))
             answers.pass_on(error)
 
-    def _refuse(self, call: ServedCall, message: Call, refusal: Exception) -> None:
+    def _goes_on(self, call: ServedCall, message: Call, refusal: Exception | None) -> bool:
+        """Whether a call that is refused, or idempotent, is to be run."""
+        if refusal is None:
+            return self._is_first(call)
+        # Not raised: its traceback would hold a frame that has the arguments.
         call.function = self._resolver.name(message.function)
         self._runner.refuse(call, refusal)
+        return False
 
     def _begin(self, frame: Frame, message: Call) -> ServedCall:
         """The call of that message is served from here on: something takes it out, and answers or cancels it."""

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...channels import Channel
 from ...channels.routes import Route
@@ -235,14 +235,9 @@ class Link:
         methods = self._methods
         for frame in frames:
             if self.held or frame.segments or frame.kind in OF_LINKS:
-                message = self._look_into(frame, again)
-                if message is None:
-                    continue
-                frame = message
-            method = methods.get(frame.kind)
-            if method is None:
-                raise ProtocolError(f"{frame} does not belong on this side of a connection")
-            method(frame)
+                self._look_into(frame, again)
+            else:
+                methods.get(frame.kind, _belongs_elsewhere)(frame)
 
     def on_pipe_frames(self, pipe: Connection, frames: Sequence[Frame]) -> None:
         """Frames have arrived over the second connection. On the loop. Raises ProtocolError."""
@@ -250,11 +245,13 @@ class Link:
         for frame in frames:
             self.second.on_frame(pipe, frame)
 
-    def _look_into(self, frame: Frame, again: bool) -> Frame | None:
-        """`admit`, for what is the link's or may have to wait; buffers that came with their frame are counted."""
+    def _look_into(self, frame: Frame, again: bool) -> None:
+        """Hand on what is the link's or may have to wait; buffers that came with their frame are counted."""
         if frame.segments and not again and frame.kind not in _COUNTED:
             self.distribution.arrived(frame.segments)
-        return self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
+        message = self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
+        if message is not None:
+            self._methods.get(message.kind, _belongs_elsewhere)(message)
 
     def take_over(self, frame: Frame) -> None:
         """A frame that a thread has read, and left. On the loop."""
@@ -505,6 +502,10 @@ class Link:
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
         self._home.ended(self)
+
+
+def _belongs_elsewhere(frame: Frame) -> NoReturn:
+    raise ProtocolError(f"{frame} does not belong on this side of a connection")
 
 
 def _undo(out: Outgoing | None) -> Callable[[], None]:
