@@ -144,12 +144,14 @@ class Answers:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""
         if self._engine.lifetime.forked:
             end_child(where(call))
-        if call.unwaited or call.creates is not None or call.once is not None:
-            self._keep(call, result, copy)
-            return
         backlog = self._backlog
-        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system:
-            self.answer_error(call, backlog.overloaded(call))
+        if (
+            call.unwaited
+            or call.creates is not None
+            or call.once is not None
+            or (backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system)
+        ):
+            self._keep_or_refuse(call, result, copy)
             return
         reply = Reply(Values(list(result) if type(result) is Results else [result]))
         frame = write_plain(REPLY, call.call_id, reply, self._caller.max_body)
@@ -164,13 +166,16 @@ class Answers:
             del result, reply
             self._send_written(call, written, copy)
 
-    def _keep(self, call: ServedCall, result: object, copy: bool) -> None:
-        """The result of a call may come again, is the value of a reference, or no one waits for it."""
+    def _keep_or_refuse(self, call: ServedCall, result: object, copy: bool) -> None:
+        """Deal with a result that is not sent as it is: the call may come again, creates a reference or has no caller
+        any more; or there is no room for its answer."""
         if not call.unwaited:
-            if call.creates is None:
+            if call.creates is not None:
+                self._answer_creation(call, result)
+            elif call.once is not None:
                 self._answer_once(call, result, copy)
             else:
-                self._answer_creation(call, result)
+                self.answer_error(call, self._backlog.overloaded(call))
         elif self._served.end(call, _VALUE) and call.creates is not None:  # others may wait for the value
             self._references.settle_created(call, result)
         elif call.credit is not None:

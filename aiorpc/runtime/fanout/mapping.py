@@ -173,6 +173,7 @@ class _Window(Generic[T]):
             if self._begun:
                 first = self._begun[0]
                 if first.done():
+                    result: T
                     result, error = outcome(first)
                     if error is not None:
                         self.stop()

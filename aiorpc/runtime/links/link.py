@@ -168,10 +168,10 @@ class Link:
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
-            passage = frame_passage(kind, call_id, frame, call, self.record)
-            ask(self.engine.observers, passage, partial(self._leave, kind, frame, urgent, False, unsent), _undo(undo))
-            return
-        self._leave(kind, frame, urgent, more, unsent)
+            leave = partial(self._leave, kind, frame, urgent, False, unsent)
+            ask(self.engine.observers, frame_passage(kind, call_id, frame, call, self.record), leave, _undo(undo))
+        else:
+            self._leave(kind, frame, urgent, more, unsent)
 
     def _leave(self, kind: int, frame: Sequence[Buffer], urgent: bool, more: bool, unsent: Unsent | None) -> None:
         self.messages_sent += 1
