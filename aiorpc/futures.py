@@ -142,8 +142,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             if self._callbacks:
                 self._run_callbacks(self._apart)
         except BaseException:
-            if UNCLAIMED not in self._callbacks:
-                daemon(self._settle_the_rest, value, error, name="aiorpc-settler").start()
+            self._settle_elsewhere(value, error)
             raise
         return True
 
@@ -179,6 +178,11 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture.set_result(self, value if twin is None else twin)
         else:
             _CFuture.set_result(self, value)
+
+    def _settle_elsewhere(self, value: Any, error: BaseException | None) -> None:
+        """`_settle` was interrupted: if this thread has claimed the Future, another one does the rest."""
+        if UNCLAIMED not in self._callbacks:
+            daemon(self._settle_the_rest, value, error, name="aiorpc-settler").start()
 
     def _settle_the_rest(self, value: Any, error: BaseException | None) -> None:
         """Do what an interrupted `_settle` has left to do. In a thread of its own, where no signal handler runs."""
@@ -371,25 +375,14 @@ class Future(torch.futures.Future[T], Generic[T]):
         observer, call = block_observer.get(), served.get()
         if observer is not None:
             observer.enter_blocked()
-        given_up, interrupted = "", True
-        now = time.monotonic()
-        until = _NEVER if timeout is None else now + timeout
+        given_up = ""
+        woken: bool | None = None
         try:
             if call is not None:
                 call.enter_wait(partial(self._let_go, gate))
-            due = (self._end_overdue(now) if self._deadline is None else self._deadline) + GRACE
-            while True:
-                woken = acquire(gate, max(0.0, min(until - now, due - now, LOOK)))
-                if woken or self._state != PENDING:
-                    break
-                now = time.monotonic()
-                if now >= until:
-                    break
-                self._refuse_idle_loop(False)
-                due = self._end_overdue(now) + GRACE
-            interrupted = False
+            woken = self._wait_at(gate, timeout)
         finally:
-            if interrupted:
+            if woken is None:  # interrupted
                 self._remove_callback(gate)
             if observer is not None:
                 observer.exit_blocked()
@@ -403,6 +396,19 @@ class Future(torch.futures.Future[T], Generic[T]):
         # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
         if not woken and self._remove_callback(gate) and self._state == PENDING:
             raise RpcTimeout(f"waited {timeout:g} s for {self._describe()}", seconds=timeout or 0.0)
+
+    def _wait_at(self, gate: threading.Lock, timeout: float | None) -> bool:
+        """Wait until it settles, or `timeout` seconds have passed; whether the lock was released."""
+        now = time.monotonic()
+        until = _NEVER if timeout is None else now + timeout
+        due = (self._end_overdue(now) if self._deadline is None else self._deadline) + GRACE
+        while not acquire(gate, max(0.0, min(until - now, due - now, LOOK))):
+            now = time.monotonic()
+            if self._state != PENDING or now >= until:
+                return False
+            self._refuse_idle_loop(False)
+            due = self._end_overdue(now) + GRACE
+        return True
 
     def _let_go(self, gate: threading.Lock) -> None:
         """The thread that waits there is to wait no longer. Whoever has taken the lock out of the list releases it."""
@@ -459,30 +465,44 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._callbacks.append(wake)
             if self._state != PENDING:
                 self._run_callbacks()
-            watched: Watched | None = None
             try:
-                if loop is not self._loop and (self._loop is not None or self._sources):
-                    watched = oversee(self, loop, waiter)
-                yield from waiter
-            except (asyncio.CancelledError, GeneratorExit, WouldBlockLoop):
-                # It was cancelled, its coroutine was dropped, or the overseer says that it would never settle here.
-                # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
-                # If it has settled just now, or another thread is just settling it, with what does not matter any more.
-                if not self._remove_callback(wake) or not (self._waiters or self.cancel()):
-                    self._mark_seen()
+                if loop is self._loop or (self._loop is None and not self._sources):
+                    yield from waiter
+                else:
+                    yield from self._await_overseen(loop, waiter)
+            except (asyncio.CancelledError, GeneratorExit, RpcError) as error:
+                self._await_no_more(wake, error)
                 raise
-            except RpcError:  # this process was forked, says the overseer
-                self._remove_callback(wake)
-                raise
-            finally:
-                if watched is not None:
-                    del watched[waiter]
-        if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
-            value: T = self._value
-            return value
+        try:
+            if self._error is None and self._arrival is None and not self._devices:  # as `_outcome`, for most calls
+                value: T = self._value
+                return value
+            return self._outcome_for_task()
+        finally:
+            del self  # see _outcome
+
+    def _await_overseen(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> Generator[Any]:
+        """Await what another loop settles, and look meanwhile whether that loop runs."""
+        watched: Watched = oversee(self, loop, waiter)
+        try:
+            yield from waiter
+        finally:
+            del watched[waiter]
+
+    def _await_no_more(self, wake: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]], error: object) -> None:
+        """The task that awaits it was cancelled, its coroutine was dropped, or the overseer has raised."""
+        was_registered = self._remove_callback(wake)
+        if isinstance(error, RpcError) and not isinstance(error, WouldBlockLoop):
+            return  # this process was forked
+        # If this task was the last to wait, the callee is told. If the Future has settled just now, or another thread
+        # is just settling it, its error does not matter any more.
+        if not was_registered or not (self._waiters or self.cancel()):
+            self._mark_seen()
+
+    def _outcome_for_task(self) -> T:
         try:
             return self._outcome()
-        except asyncio.CancelledError as error:  # it has ended with that; nobody has cancelled the task that awaits it
+        except asyncio.CancelledError as error:  # the Future has ended with that; the task was not cancelled
             raise RpcCancelled(f"{self._describe()} has ended with {foreign.said(error)}") from None
         finally:
             del self  # see _outcome
@@ -564,36 +584,43 @@ class Future(torch.futures.Future[T], Generic[T]):
                 except IndexError:  # another thread has come first
                     break
                 callback = taken[0]
-                kind = type(callback)
-                if kind is tuple:  # a task that awaits
-                    loop, waiter = callback
-                    if _running_loop() is not loop:
-                        # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
-                        with contextlib.suppress(RuntimeError):
-                            loop.call_soon_threadsafe(wake, waiter)
-                    elif not waiter.done():
+                if type(callback) is tuple and callback[0] is _running_loop():  # a task of this loop that awaits
+                    waiter = callback[1]
+                    if not waiter.done():
                         waiter.set_result(None)
-                elif kind is _LOCK:  # a thread that waits
+                elif type(callback) is _LOCK:  # a thread that waits
                     callback.release()
-                elif kind is UserCallback:
-                    if apart or _running_loop() is not None or nested.get() >= DEEPEST:
-                        users.append(callback)
-                    else:
-                        callback(self)
                 else:
-                    callback(self)
+                    self._run_callback(callback, apart, users)
                 del taken[0]
             if users:
                 hand_over(self, users)
         except BaseException:
-            for callback in taken:  # one, or none
-                if type(callback) is _LOCK:
-                    with contextlib.suppress(RuntimeError):  # it has been released
-                        callback.release()
-                elif type(callback) is not UserCallback or not (callback.begun or callback in users):
-                    callbacks.insert(0, callback)
-            daemon(self._go_on, users, name="aiorpc-settler").start()
+            self._run_elsewhere(taken, users)
             raise
+
+    def _run_callback(self, callback: _Registered, apart: bool, users: list[UserCallback]) -> None:
+        """Run a callback that is no waiter of this thread. users: gets that of a user which has to run elsewhere."""
+        kind = type(callback)
+        if kind is tuple:  # a task of another loop that awaits
+            loop, waiter = callback
+            # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(wake, waiter)
+        elif kind is UserCallback and (apart or _running_loop() is not None or nested.get() >= DEEPEST):
+            users.append(callback)
+        else:
+            callback(self)
+
+    def _run_elsewhere(self, taken: list[_Registered], users: list[UserCallback]) -> None:
+        """`_run_callbacks` was interrupted: another thread goes on. taken: what it was about to run, if anything."""
+        for callback in taken:
+            if type(callback) is _LOCK:
+                with contextlib.suppress(RuntimeError):  # it has been released
+                    callback.release()
+            elif type(callback) is not UserCallback or not (callback.begun or callback in users):
+                self._callbacks.insert(0, callback)
+        daemon(self._go_on, users, name="aiorpc-settler").start()
 
     def _go_on(self, users: list[UserCallback]) -> None:
         """Do the rest of an interrupted `_run_callbacks`. users: maybe handed over before; each is taken out once."""

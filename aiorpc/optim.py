@@ -42,6 +42,7 @@ from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
 from .sites import call_site, outside
+from .undoing import on_error
 
 __all__ = ["DistributedOptimizer", "NoGradients"]
 
@@ -326,9 +327,9 @@ class _Gathered(Future[T]):
         self._calls: dict[str, Future[Any]] = {}
         for name, start in starts.items():
             try:
-                self._calls[name] = start()
-            except BaseException as error:
-                self._on_cancel()
+                with on_error(self._on_cancel):
+                    self._calls[name] = start()
+            except Exception as error:
                 foreign.add_note(error, self._where(name))
                 raise
         self._left = dict.fromkeys(self._calls)  # that have not answered; to take one out of it is atomic
@@ -467,7 +468,7 @@ class LocalOptimizer(Closing):
             return False
         try:
             return self.step_on(node, context_id, seconds, part) > 0
-        except BaseException as error:
+        except Exception as error:
             foreign.add_note(error, f"DistributedOptimizer.backward_and_step(), on worker {node.engine.name!r}")
             raise
 

@@ -21,11 +21,12 @@ kept.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -592,7 +593,7 @@ def plan(
     brought = brought_by(node, context, peer, given, gradients)
     part = part_of(node, context, number, maker=peer)
     asked = part.question(peer.record.id)
-    try:
+    with _failing(part):
         entries = {name: Entry(edge, context.reach.of(edge.node)) for name, edge in zip(wanted, edges, strict=True)}
         until = time.monotonic() + seconds if seconds else None
         part.take_brought(brought)
@@ -603,8 +604,6 @@ def plan(
             closing=_closing(node, last, until, opener_of(number)) if last else None,
         )
         part.advance()
-    except BaseException as error:
-        part.fail(error)
     return asked
 
 
@@ -634,12 +633,19 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
         return over
     part = part or part_of(node, context, number, maker=peer)
     asked = part.question(peer.record.id)
-    try:
+    with _failing(part):
         part.take_brought(brought)
         part.advance()
+    return asked
+
+
+@contextlib.contextmanager
+def _failing(part: Part) -> Iterator[None]:
+    """What the block raises is what the pass fails with."""
+    try:
+        yield
     except BaseException as error:
         part.fail(error)
-    return asked
 
 
 @intrinsic

@@ -163,10 +163,7 @@ class Pass:
 
     def start(self) -> None:
         """Do what can be done at once, and tell the others their plans; the rest follows from the answers."""
-        try:
-            self._start()
-        except BaseException as error:
-            self._fail(error)
+        self._guarded(self._start)
 
     def _start(self) -> None:
         context, part = self._context, self._part

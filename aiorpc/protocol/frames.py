@@ -234,28 +234,16 @@ class FrameDecoder:
 
         Raises ProtocolError when the stream is not ours or asks for more than the limits.
         """
-        frames: list[Frame] = []
         if self._large is not None:
-            if self._large.filled(count):
-                frames.append(self._large.frame())
-                self._large = None
-                self.filling = False
-            return frames
+            return self._received_large(count)
+        frames: list[Frame] = []
         self._end += count
         buffer, start, end = self._buffer, self._start, self._end
-        size = HEAD.size
-        need = size
-        while end - start >= size:
+        need = size = HEAD.size
+        while end - start >= need:
             call_id, body_length, count, kind, magic = HEAD.unpack_from(buffer, start)
             if magic != MAGIC or body_length > self.max_body or count:
-                self._check(magic, body_length, count)
-            if count:
-                self._start = start
-                need = self._parse_segments(frames)
-                start = self._start
-                if need or self._large is not None:
-                    break
-                need = size
+                need, start = self._parse_other(frames, start)
                 continue
             need = size + body_length
             if end - start < need:
@@ -264,16 +252,24 @@ class FrameDecoder:
             frames.append(_new_frame(Frame, (kind, call_id, bytes(buffer[start + size : start + need]), ())))
             start += need
             need = size
-        if start == end and buffer is self._buffer and len(buffer) == self.read_size and self._large is None:
+        if start == end and len(buffer) == self.read_size:
             self._start = self._end = 0  # as `_make_room` does, for most that comes
         else:
-            self._start = start
-            self._make_room(need)
+            self._make_room(start, need)
         return frames
 
-    def _check(self, magic: int, body_length: int, count: int) -> None:
+    def _received_large(self, count: int) -> list[Frame]:
+        large = self._large
+        assert large is not None, "looked at before"
+        if not large.filled(count):
+            return []
+        self._large = None
+        self.filling = False
+        return [large.frame()]
+
+    def _check(self, start: int, magic: int, body_length: int, count: int) -> None:
         if magic != MAGIC:
-            if not self._start and self._buffer[: len(_TLS_BEGINS)] == _TLS_BEGINS:
+            if not start and self._buffer[: len(_TLS_BEGINS)] == _TLS_BEGINS:
                 self.saw_tls = True
                 raise ProtocolError(
                     "it speaks TLS, and this worker does not; give all workers of the group tls=, or none"
@@ -286,16 +282,18 @@ class FrameDecoder:
         if count > MAX_SEGMENTS:
             raise ProtocolError(f"a frame announces {count} segments; the limit is {MAX_SEGMENTS}")
 
-    def _parse_segments(self, frames: list[Frame]) -> int:
-        """Parse a frame with segments at the start of the buffer.
+    def _parse_other(self, frames: list[Frame], start: int) -> tuple[int, int]:
+        """Parse a frame with segments; or refuse what is no frame, or beyond the limits.
 
-        Returns 0 when it was taken, whole or as the large frame under way; else how many bytes must be there first.
+        Returns how many bytes must be there to go on, and from where: with this frame, or, if it was taken, whole or as
+        the large frame under way, with the next one.
         """
-        start, end = self._start, self._end
-        call_id, body_length, count, kind, _ = HEAD.unpack_from(self._buffer, start)
+        end = self._end
+        call_id, body_length, count, kind, magic = HEAD.unpack_from(self._buffer, start)
+        self._check(start, magic, body_length, count)
         prefix: int = HEAD.size + 8 * count + body_length
         if end - start < prefix:
-            return prefix
+            return prefix, start
         lengths: Sequence[int]
         if count <= _FEW_SEGMENTS:
             lengths = struct.unpack_from(f"<{count}Q", self._buffer, start + HEAD.size)
@@ -320,20 +318,20 @@ class FrameDecoder:
                     segments.append(bytearray(data[at : at + length]) if length else _NOTHING)
                     at += length
             frames.append(Frame(kind, call_id, body, segments))
-            self._start = at
-            return 0
+            return HEAD.size, at
         else:
             large = _LargeFrame(kind, call_id, body, lengths, self.allocate)
-        self._start = at + large.take(memoryview(self._buffer)[at:end])
+        start = at + large.take(memoryview(self._buffer)[at:end])
         if large.complete:
             frames.append(large.frame())
         else:
             self._large = large
             self.filling = True
-        return 0
+        return HEAD.size, start
 
-    def _make_room(self, need: int) -> None:
+    def _make_room(self, start: int, need: int) -> None:
         """Move the unparsed rest to the front, and grow when one frame needs more than there is."""
+        self._start = start
         if self._large is not None:
             self._start = self._end = 0
             return

@@ -295,6 +295,7 @@ CLASSES: dict[int, type[Any]] = {
 
 _CHUNK = struct.Struct("<QQ")
 _KEYS = frozenset((str,))
+_LONG = frozenset((str, bytes))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -317,29 +318,26 @@ def write_plain(kind: int, call_id: int, message: V, limit: int) -> list[Buffer]
     a short list of numbers, or a dict of them. Not two: if they are the same one they have to arrive as such.
     """
     values = message.payload.values
-    if not PLAIN.issuperset(map(type, values)):
-        container: object = None
-        for value in values:
-            if type(value) in PLAIN:
-                continue
-            if container is not None or not _is_flat(value):
-                return None
-            container = value
-    size, data = 0, False
-    for value in values:
-        if type(value) is str:
-            size += len(value)
-        elif type(value) is bytes:
-            size += len(value)
-            data = True
-    if size > limit:  # to write gigabytes takes seconds
+    kinds = set(map(type, values))
+    if not (kinds <= PLAIN or _has_one_flat(values)) or not (kinds.isdisjoint(_LONG) or _is_short(values, limit)):
         return None
     try:
-        body = _pack_bytes(message) if data else pack(message)
+        body = _pack_bytes(message) if bytes in kinds else pack(message)
     except (OverflowError, ValueError, TypeError):
         # An int beyond 64 bits, a str that is no text, one that is too long, a list that another thread changes.
         return None
     return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body] if len(body) <= limit else None
+
+
+def _has_one_flat(values: list[Any]) -> bool:
+    """Whether all values but one are plain, and that one is a short list of numbers, or a dict of them."""
+    others = [value for value in values if type(value) not in PLAIN]
+    return len(others) == 1 and _is_flat(others[0])
+
+
+def _is_short(values: list[Any], limit: int) -> bool:
+    """Whether what is long among them may fit: to write gigabytes takes seconds."""
+    return sum(len(value) for value in values if type(value) in _LONG) <= limit
 
 
 def _is_flat(value: Any) -> bool:

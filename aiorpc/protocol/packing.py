@@ -19,8 +19,6 @@ PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 NUMBERS = frozenset((type(None), bool, int, float))
 #: Exact types of which msgpack brings back as themselves what has only `NUMBERS` in it, under keys that are str.
 CONTAINERS = frozenset((list, dict))
-#: What may be plain, by its type alone.
-FLAT = PLAIN | CONTAINERS
 #: Containers with more items than this are left to the general pickler.
 SIMPLE_SIZE = 64
 #: What msgspec raises for bytes that are not what is declared: its own errors and UnicodeDecodeError are ValueErrors.

@@ -17,6 +17,7 @@ from ..runtime.caller.peer import Peer
 from ..runtime.caller.unawaited import Unawaited
 from ..runtime.calls.current import is_nested
 from ..runtime.node import Node
+from ..undoing import on_error
 from .items import Item, Taken
 
 
@@ -189,13 +190,11 @@ class GetFuture(WaitingFuture):
         waiter = object()
         self._waiting.add(waiter)
         try:
-            self.begin()
-            value = yield from super().__await__()
-            self._take(waiter)
+            with on_error(self._leave, waiter):
+                self.begin()
+                value = yield from super().__await__()
+                self._take(waiter)
             return value
-        except BaseException:
-            self._leave(waiter)
-            raise
         finally:
             del self  # the traceback of its error holds this frame, see `Future`
 
@@ -204,17 +203,18 @@ class GetFuture(WaitingFuture):
         waiter = object()
         self._waiting.add(waiter)
         try:
-            self.begin()
-            value = super().wait(timeout)
-            self._take(waiter)
+            with on_error(self._wait_no_more, waiter):
+                self.begin()
+                value = super().wait(timeout)
+                self._take(waiter)
             return value
-        except BaseException:
-            if self._waiting <= {waiter} and not self._waiters:
-                self.cancel()
-            self._leave(waiter)
-            raise
         finally:
             del self
+
+    def _wait_no_more(self, waiter: object) -> None:
+        if self._waiting <= {waiter} and not self._waiters:
+            self.cancel()
+        self._leave(waiter)
 
     def _take(self, waiter: object) -> None:
         """That waiter has the value."""

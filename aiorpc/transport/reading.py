@@ -116,8 +116,6 @@ class FrameReader:
             if self.unread or self.left:
                 self._take_unread()
             self._read_turn()
-        except (BlockingIOError, InterruptedError):
-            pass
         except Exception as error:
             self._fail_for(error)
         finally:
@@ -151,7 +149,9 @@ class FrameReader:
                 return
 
     def _fail_for(self, error: Exception) -> None:
-        """What has arrived could not be read, or not be handled."""
+        """There is nothing (more) to read, or what has arrived could not be read, or not be handled."""
+        if isinstance(error, (BlockingIOError, InterruptedError)):
+            return
         if isinstance(error, (OSError, ProtocolError)):
             self._say_why(error)
         else:

@@ -26,6 +26,7 @@ from ..locks import RLock, is_owned, release
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
 from ..threads import waits_in_main_thread
+from ..undoing import on_error
 from .port import Port
 from .send_queue import SendQueue, Unsent
 
@@ -63,10 +64,8 @@ class FrameWriter:
             if more:
                 return
             if not self.blocked and (len(queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
-                self.write()
-                if self._port.on_drained is not None:  # as in `write_here`
-                    self._port.call_on_loop(self._drained)
-            elif self._scheduled is not True and (not self._scheduled or self._scheduled == threading.get_ident()):
+                self.write_here()
+            elif self._scheduled is not True:
                 self._schedule()
         except BaseException:
             self.interrupted()
@@ -74,12 +73,9 @@ class FrameWriter:
 
     def push(self) -> None:
         """Write what is queued, unless the loop will; from any thread, never blocks."""
-        try:
+        with on_error(self.interrupted):
             if self.queue and not self.blocked and not self._scheduled:
                 self.write_here()
-        except BaseException:
-            self.interrupted()
-            raise
 
     def flush(self) -> None:
         """Write what is queued. On the loop's thread."""
@@ -87,7 +83,10 @@ class FrameWriter:
             self.flush_all()
 
     def _schedule(self) -> None:
-        self._scheduled = threading.get_ident()  # what interrupts us asks itself
+        here = threading.get_ident()
+        if self._scheduled and self._scheduled != here:  # another thread is about to
+            return
+        self._scheduled = here  # what interrupts us asks itself
         self._port.call_on_loop(self.flush_all)
         # In one step, without a call: it may have flushed.
         self._scheduled = True if self._scheduled else False  # noqa: SIM210
@@ -111,10 +110,10 @@ class FrameWriter:
         lock, queue, port = self.lock, self.queue, self._port
         frames = queue.frames  # but not `begun`, of which a turn that ends has others use a copy
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
-        while (frames or queue.begun or queue.miscounted) and not self.blocked and not port.closed:
-            # Ours already: a signal handler sends something in the midst of our own writing.
-            if lock._is_owned():  # type: ignore[attr-defined]  # see `is_owned`
-                return
+        # Nor while the lock is ours: a signal handler sends something in the midst of our own writing.
+        while (
+            (frames or queue.begun or queue.miscounted) and not (self.blocked or port.closed) and not lock._is_owned()  # type: ignore[attr-defined]  # see `is_owned`
+        ):
             turn = SocketTurn(self.give_writing_back, frames, _DONT_WAIT)
             begin(turn)
             try:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
@@ -16,7 +16,6 @@ from ...interrupts import is_interrupt
 from ...logs import logger
 from ...protocol.frames import ERROR, HEAD, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
-from ...protocol.packing import FLAT
 from ...protocol.states import CallOutcome
 from ...sites import spates
 from ...transport.connection import Connection
@@ -145,43 +144,48 @@ class Answers:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""
         if self._engine.lifetime.forked:
             end_child(where(call))
-        if call.unwaited or call.creates is not None:
-            self._keep(call, result)
-            return
         backlog = self._backlog
-        crowded = backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system
-        if call.once is not None:
-            self._answer_once(call, result, copy, crowded)
+        if (
+            call.unwaited
+            or call.creates is not None
+            or call.once is not None
+            or (backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system)
+        ):
+            self._keep_or_refuse(call, result, copy)
             return
-        if crowded:
-            self.answer_error(call, backlog.overloaded(call))
+        reply = Reply(Values(list(result) if type(result) is Results else [result]))
+        frame = write_plain(REPLY, call.call_id, reply, self._caller.max_body)
+        if frame is not None:
+            size = sum(map(len, frame)) - HEAD.size if self._engine.call_observers else 0
+            if self._may_answer(call, size):
+                urgent = len(self._served.calls) < FEW + self._served.system  # as `_urgent`
+                self._link.send(REPLY, call.call_id, frame, urgent=urgent, call=call)
             return
-        values = list(result) if type(result) is Results else [result]
-        if FLAT.issuperset(map(type, values)):  # most that have to be quick are of this kind
-            frame = write_plain(REPLY, call.call_id, Reply(Values(values)), self._caller.max_body)
-            if frame is not None:
-                size = sum(map(len, frame)) - HEAD.size if self._engine.call_observers else 0
-                if self._may_answer(call, size):
-                    urgent = len(self._served.calls) < FEW + self._served.system  # as `_urgent`
-                    self._link.send(REPLY, call.call_id, frame, urgent=urgent, call=call)
-                return
-        written = self._encode(call, result, values)
+        written = self._encode(call, result, reply)
         if written is not None:
-            del result, values
+            del result, reply
             self._send_written(call, written, copy)
 
-    def _keep(self, call: ServedCall, result: object) -> None:
-        """The result of a call that gets none: it is the value of a reference, or no one waits for it."""
+    def _keep_or_refuse(self, call: ServedCall, result: object, copy: bool) -> None:
+        """Deal with a result that is not sent as it is: the call may come again, creates a reference or has no caller
+        any more; or there is no room for its answer."""
         if not call.unwaited:
-            self._answer_creation(call, result)
+            if call.creates is not None:
+                self._answer_creation(call, result)
+            elif call.once is not None:
+                self._answer_once(call, result, copy)
+            else:
+                self.answer_error(call, self._backlog.overloaded(call))
         elif self._served.end(call, _VALUE) and call.creates is not None:  # others may wait for the value
             self._references.settle_created(call, result)
         elif call.credit is not None:
             self.stopped(call)
 
-    def _answer_once(self, call: ServedCall, result: object, copy: bool, crowded: bool) -> None:
+    def _answer_once(self, call: ServedCall, result: object, copy: bool) -> None:
         """The result of an idempotent call is kept, for when that comes again."""
-        written = self._encode(call, result, list(result) if type(result) is Results else [result])
+        backlog = self._backlog
+        crowded = backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system
+        written = self._encode(call, result, Reply(Values(list(result) if type(result) is Results else [result])))
         if written is None:
             return
         body, buffers, references = written
@@ -189,16 +193,16 @@ class Answers:
         for each in self.remembered.keep(call, first):
             self.give_again(each, first)
         if crowded:
-            self.answer_error(call, self._backlog.overloaded(call))
+            self.answer_error(call, backlog.overloaded(call))
         else:
             self._send_written(call, written, copy)
 
-    def _encode(self, call: ServedCall, result: object, values: list[Any]) -> _Written | None:
+    def _encode(self, call: ServedCall, result: object, reply: Reply) -> _Written | None:
         """The result as its message has it; None if that cannot be, which the caller has been told then."""
         error: BaseException
         try:
             tape = self._tape(call, result) if call.autograd else None
-            body, buffers, out = encode(Reply(Values(values)), self._caller, self._link.route_back, tape)
+            body, buffers, out = encode(reply, self._caller, self._link.route_back, tape)
             return body, buffers, out is not None
         except SerializationError as refused:
             error = SerializationError(f"{self._result_of(call)} {refused}")

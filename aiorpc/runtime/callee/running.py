@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from types import GeneratorType
@@ -35,6 +35,7 @@ from ...errors import (
     WorkerClosed,
 )
 from ...futures import is_future, when_done
+from ...interrupts import is_interrupt
 from ...logs import logger
 from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
@@ -110,9 +111,6 @@ class Runner:
         mode says so.
         """
         self._served.identify(call, handler)
-        if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
-            self.refuse(call, _not_run(call))
-            return
         mode = handler.mode
         if (
             handler.declared is not None
@@ -120,12 +118,11 @@ class Runner:
             or call.credit is not None
             or mode is Mode.GENERATOR
             or mode is Mode.ASYNC_GENERATOR
-        ):
-            refusal = self._prepare(call, handler)
-            if refusal is not None:
-                self.refuse(call, refusal)
-                return
-            mode = call.handler.mode if call.handler is not None else mode  # `_prepare` may have chosen another one
+            or call.cancelled
+            or (call.deadline is not None and time.monotonic() > call.deadline)  # as `over`
+        ) and not self._is_ready(call, handler):
+            return
+        assert call.handler is not None, "it was identified"
         backlog = self._backlog
         if (
             backlog.parked or backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
@@ -133,7 +130,7 @@ class Runner:
             self._park(call)
             return
         try:
-            self._ways[mode._value_](call)
+            self._ways[call.handler.mode._value_](call)
         except Exception as error:  # there is no thread for it; where the loop has called this, no one else answers
             self.refuse(call, error)
 
@@ -153,6 +150,13 @@ class Runner:
             self._ways[call.handler.mode._value_](call)
         except Exception as error:  # as in `start`
             self.refuse(call, error)
+
+    def _is_ready(self, call: ServedCall, handler: Handler) -> bool:
+        """Whether the call can be run, by its handler, which may be another one by now; else it was refused."""
+        refusal = _not_run(call) if call.over else self._prepare(call, handler)
+        if refusal is not None:
+            self.refuse(call, refusal)
+        return refusal is None
 
     def _prepare(self, call: ServedCall, handler: Handler) -> RpcError | None:
         """Make a call ready that is one of the runtime's own, in an autograd context, or a stream; why it is refused.
@@ -234,11 +238,7 @@ class Runner:
         segments, call.segments, call.arguments = call.segments, (), NO_VALUES
         if type(segments) is list:
             segments.clear()
-        names = call.names
-        if not names:
-            return values, {}
-        count = len(values) - len(names)
-        return values[:count], dict(zip(names, values[count:], strict=True))
+        return _named(values, call.names) if call.names else (values, {})
 
     def discard_arguments(self, call: ServedCall) -> None:
         """Drop the arguments of a call that is not run. References among them still have to be taken."""
@@ -571,28 +571,43 @@ class Runner:
             args.clear()  # they are the handler's alone
             kwargs.clear()
             if call.credit is not None:
-                _check_items(call, made)
-                made = serve_async_generator(self._answers, call, made, call.credit, self._backlog)
+                made = self._serve_items(call, made, call.credit)
             result = [await made]
-        except asyncio.CancelledError:
-            if not call.cancelled:
-                self._answers.answer_cancelled(call)
-                return
-            self._answers.stopped(call)
-            raise
         except BaseException as error:
-            self._answers.answer_error(call, error)
-            pass_on(error)
+            if self._ends_task(call, error):
+                raise
             return
         finally:
             self._tasks.discard(call.task)
             call.task = call.on_cancel = None  # they lead back here: without the cycle it goes with the last reference
         self._answers.answer(call, result.pop())
 
+    def _serve_items(self, call: ServedCall, made: Any, credit: int) -> Coro[None]:
+        _check_items(call, made)
+        return serve_async_generator(self._answers, call, made, credit, self._backlog)
+
+    def _ends_task(self, call: ServedCall, error: BaseException) -> bool:
+        """Answer for a coroutine that has raised; whether the task is to end with that: the caller has cancelled it, or
+        it was Ctrl-C."""
+        if not foreign.is_a(error, asyncio.CancelledError):
+            self._answers.answer_error(call, error)
+            return is_interrupt(error)
+        if call.cancelled:
+            self._answers.stopped(call)
+            return True
+        self._answers.answer_cancelled(call)
+        return False
+
 
 def _function_of(call: ServedCall) -> Callable[..., object]:
     assert call.handler is not None, "it was found before the call was started"
     return call.handler.function
+
+
+def _named(values: list[object], names: Sequence[str]) -> tuple[list[object], dict[str, object]]:
+    """Positional and named arguments; the latter come last among the values."""
+    count = len(values) - len(names)
+    return values[:count], dict(zip(names, values[count:], strict=True))
 
 
 def _itself(coroutine: T) -> T:

@@ -51,9 +51,7 @@ class ServedCalls:
         call.handler = handler
         call.function = handler.name
         if handler.system:
-            call.system = True
-            if self.calls.get(call.call_id) is call:  # else it was cancelled while its module was imported
-                self.system += 1
+            self._identify_system(call)
         else:
             self._counters.served += 1
 
@@ -61,6 +59,11 @@ class ServedCalls:
         """The call asks for the value of a reference, and runs nothing."""
         call.function = FETCH
         self._counters.served += 1
+
+    def _identify_system(self, call: ServedCall) -> None:
+        call.system = True
+        if self.calls.get(call.call_id) is call:  # else it was cancelled while its module was imported
+            self.system += 1
 
     def run(self, call: ServedCall) -> None:
         """The handler of the call is called next."""

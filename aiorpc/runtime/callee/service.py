@@ -186,11 +186,7 @@ class Service:
             message = read_call(frame.body)
         call = self._begin(frame, message)
         refusal = failure or self._refusal(call, message)
-        if refusal is not None:  # not raised: its traceback would hold this frame, and that the arguments
-            call.function = self._resolver.name(message.function)
-            self._runner.refuse(call, refusal)
-            return
-        if call.once is not None and not self._is_first(call):
+        if (refusal is not None or call.once is not None) and not self._is_accepted(call, message, refusal):
             return
         try:
             handler = self._functions.get(message.function) if type(message.function) is int else None
@@ -203,15 +199,22 @@ class Service:
             self._runner.refuse(call, foreign.with_traceback(error, None))
             answers.pass_on(error)
 
+    def _is_accepted(self, call: ServedCall, message: Call, refusal: Exception | None) -> bool:
+        """Whether a call that is refused, or idempotent, is to be run."""
+        if refusal is None:
+            return self._is_first(call)
+        # Not raised: its traceback would hold a frame that has the arguments.
+        call.function = self._resolver.name(message.function)
+        self._runner.refuse(call, refusal)
+        return False
+
     def _begin(self, frame: Frame, message: Call) -> ServedCall:
         """The call of that message is served from here on: something takes it out, and answers or cancels it."""
         call = ServedCall(self._home, self._info, frame, message, self._permits)
         call.caller_id, call.record = self.record.id, self.record
-        if type(frame) is Message:
-            call.landing = frame.landing
         call.size = len(frame.body)
-        if frame.segments and call.landing is None:
-            call.size += sum(map(len, frame.segments))
+        if frame.segments or type(frame) is Message:
+            _take_buffers(call, frame)
         self._served.begin(call)
         if message.creates is not None:
             self._home.references.on_create(message.creates, self.record.id, call)
@@ -429,3 +432,10 @@ class Service:
         """This worker leaves: tell the caller so behind the answers that are queued, and close the connection."""
         self.goodbye()
         self.connection.close()
+
+
+def _take_buffers(call: ServedCall, frame: Frame) -> None:
+    if type(frame) is Message:
+        call.landing = frame.landing
+    if call.landing is None:
+        call.size += sum(map(len, frame.segments))

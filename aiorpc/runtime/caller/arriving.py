@@ -71,17 +71,25 @@ class Arriving:
         """An answer has arrived. On the loop, or in the thread that has read it."""
         pending, call_id = self._pending, frame.call_id
         call, now = pending.calls.get(call_id), time.monotonic()
-        if call is None:
-            self._late(frame)
-        elif call._deadline is not None and now > call._deadline:
-            pending.expire(call_id)
-            self._late(frame)
-        elif frame.kind == ERROR:
-            self._on_error(call, frame, now)
-        elif pending.end(call_id, _VALUE, now, self._size(frame) if self._engine.call_observers else 0) is None:
-            self._late(frame)
-        else:
+        if (
+            call is not None
+            and frame.kind != ERROR
+            and (call._deadline is None or now <= call._deadline)
+            and pending.end(call_id, _VALUE, now, self._size(frame) if self._engine.call_observers else 0) is not None
+        ):
             self._on_reply(call, frame)
+        else:
+            self._on_other(call, frame, now)
+
+    def _on_other(self, call: MadeCall | None, frame: Frame, now: float) -> None:
+        """An answer has arrived that is an error, or comes late."""
+        in_time = call is None or call._deadline is None or now <= call._deadline
+        if call is not None and in_time and frame.kind == ERROR:
+            self._on_error(call, frame, now)
+            return
+        if not in_time:
+            self._pending.expire(frame.call_id)
+        self._late(frame)
 
     @staticmethod
     def _size(frame: Frame) -> int:
@@ -98,16 +106,18 @@ class Arriving:
                 entry.declaration.check_answer(result)
         except Exception as error:
             self._unreadable(call, error)
-            return
-        values, pickled = result.values, result.pickled
-        if len(values) == 1 and not (result.table or pickled or result.references):
-            call._settle(values[0])
-        elif pickled and len(pickled) > LARGE_PICKLE and entry.declaration is None:
-            self._decode_in_background(call, frame, result)
         else:
-            self._decode(call, frame, result)
+            values = result.values
+            if len(values) == 1 and not (result.table or result.pickled or result.references):
+                call._settle(values[0])
+            else:
+                self._take(call, frame, result)
 
-    def _decode_in_background(self, call: MadeCall, frame: Frame, result: Values) -> None:
+    def _take(self, call: MadeCall, frame: Frame, result: Values) -> None:
+        """Make a value that is not plain: here, or in a background thread if that takes long."""
+        if len(result.pickled or b"") <= LARGE_PICKLE or call.entry.declaration is not None:
+            self._decode(call, frame, result)
+            return
         if not call.system:
             self._pending.decoding.add(call.call_id)
         try:

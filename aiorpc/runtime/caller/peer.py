@@ -28,7 +28,6 @@ from ...logs import logger
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CALL, HEAD, Buffer, encode_frame
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, Values, write_plain
-from ...protocol.packing import FLAT
 from ...rights import FETCH
 from ..calls import tracing
 from ..calls.current import ServedCall, current_call
@@ -118,9 +117,7 @@ class Peer(Addressee):
         if not (system or options.site or options.begun):
             caller = sys._getframe(depth)
             call._site = caller.f_code, caller.f_lasti
-        frame = None
-        if FLAT.issuperset(map(type, values)) and self.record is not None:
-            frame = write_plain(CALL, call.call_id, message, self.max_body)
+        frame = None if self.record is None else write_plain(CALL, call.call_id, message, self.max_body)
         try:
             if frame is not None:
                 self._send_frame(call, frame, options)

@@ -89,9 +89,8 @@ class PendingCalls:
         call = self.calls.pop(call_id, None)
         if call is None:
             return None
-        if self.lent:
+        if self.lent or call.streamed:
             self.lent.pop(call_id, None)
-        if call.streamed:
             self.streams.pop(call_id, None)
         if call.system:
             self.system -= 1

@@ -39,6 +39,7 @@ from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
 from ...protocol.trace_context import TraceContext
 from ...sites import CallSite, describe_site
+from ...undoing import on_error
 from ..calls import tracing
 from ..calls.current import CommonHome, current_call, is_nested
 from ..calls.functions import describe
@@ -233,16 +234,13 @@ class RetriedFuture(Unawaited, Future[object]):
         """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
         self._make = make
         self._retries.calls.add(self)
-        try:
-            self._follow(make())
-        except (Overloaded, UnknownWorker) as error:
-            if isinstance(error, UnknownWorker) and not met:
-                self.cancel()
-                raise
-            self._failed(error)
-        except BaseException:  # the program does not get this Future
-            self.cancel()
-            raise
+        with on_error(self.cancel):  # the program does not get this Future
+            try:
+                self._follow(make())
+            except (Overloaded, UnknownWorker) as error:
+                if isinstance(error, UnknownWorker) and not met:
+                    raise
+                self._failed(error)
 
     def _follow(self, call: CallFuture) -> None:
         """A try is under way."""

@@ -97,11 +97,14 @@ class LoopPoll:
         if self._awake:
             self._heard = True
         elif self._back_off.worth():
-            self._waited = 0.0
-            self._looked = time.monotonic()
-            self._loop.call_soon(self._look, context=self._context)
-            self._heard = False
-            self._awake = True
+            self._stay_awake()
+
+    def _stay_awake(self) -> None:
+        self._waited = 0.0
+        self._looked = time.monotonic()
+        self._loop.call_soon(self._look, context=self._context)
+        self._heard = False
+        self._awake = True
 
     def _look(self) -> None:
         """In each turn while it is awake: a loop that has something to run does not sleep before it looks for more."""

@@ -92,12 +92,15 @@ class Lookout:
         if source is None or not stance.ready or not self._moment or stance.kept is not None or self._jobs:
             return
         if source.back_off.worth() and self._lock.acquire(False):
-            try:
-                if source.keep():
-                    stance.kept = source
-            finally:
-                if stance.kept is None:
-                    self._lock.release()
+            self._keep(stance, source)
+
+    def _keep(self, stance: Stance, source: JobSource) -> None:
+        try:
+            if source.keep():
+                stance.kept = source
+        finally:
+            if stance.kept is None:
+                self._lock.release()
 
     def let_go(self) -> None:
         """The calling thread looks no more for what its source has, or does not although it was ready to."""

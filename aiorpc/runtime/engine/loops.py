@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ..._typing import Coro
-from ...callbacks import block_observer, served
+from ...callbacks import Served, block_observer, served
 from ...errors import RendezvousError, RpcCancelled, WorkerClosed
 from ...interrupts import acquire
 from ...locks import Lock
 from ...threads import daemon
+from ...undoing import on_error
 
 T = TypeVar("T")
 
@@ -118,6 +119,25 @@ class Handed(Generic[T]):
             return False
         return True
 
+    def _wait_until_ended(self, call: Served | None) -> None:
+        """RpcCancelled if the caller of that call, which this thread serves, gives up first."""
+        try:
+            if call is not None:
+                call.enter_wait(self._wake)
+            while not (self.ended or acquire(self._settled, _LOOK) or self._loop.is_closed()):
+                pass
+        finally:
+            given_up = "" if call is None else call.exit_wait()
+        if given_up:
+            raise RpcCancelled(given_up)
+
+    def _end_soon(self) -> None:
+        """The wait was interrupted: cancel it, and give it a moment to end."""
+        until = time.monotonic() + _INTERRUPTED_GRACE
+        if self._call(self._give_up):
+            while not self.ended and time.monotonic() < until and not self._loop.is_closed():
+                acquire(self._settled, 0.05)
+
     def wait(self, ended: str) -> T:
         """Have it run, and block for its result. What a signal handler raises meanwhile, as Ctrl-C does, cancels it,
         waits for its end and is raised; and so does RpcCancelled in a handler whose caller gives up.
@@ -128,23 +148,9 @@ class Handed(Generic[T]):
         if observer is not None:
             observer.enter_blocked()
         try:
-            if self._call(self._begin):
-                try:
-                    if call is not None:
-                        call.enter_wait(self._wake)
-                    while True:  # not `while self.ended`: docs/inside/design.md, section 9, says why
-                        if self.ended or acquire(self._settled, _LOOK) or self._loop.is_closed():
-                            break
-                finally:
-                    given_up = "" if call is None else call.exit_wait()
-                if given_up:
-                    raise RpcCancelled(given_up)
-        except BaseException:
-            until = time.monotonic() + _INTERRUPTED_GRACE
-            if self._call(self._give_up):
-                while not self.ended and time.monotonic() < until and not self._loop.is_closed():
-                    acquire(self._settled, 0.05)
-            raise
+            with on_error(self._end_soon):
+                if self._call(self._begin):
+                    self._wait_until_ended(call)
         finally:
             if observer is not None:
                 observer.exit_blocked()

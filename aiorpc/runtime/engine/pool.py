@@ -41,7 +41,7 @@ from ...logs import logger
 from ...threads import daemon
 from .busy_poll import MOMENT
 from .forked import end_child
-from .lookout import JobSource, Lookout
+from .lookout import JobSource, Lookout, Stance
 from .wakeup import WakeUp
 
 _Job = tuple[Callable[..., None], tuple[object, ...]]
@@ -484,63 +484,70 @@ class ThreadPool:
 
     def _stand_by(self) -> None:
         """Sleep until woken, or until there is something for the thread itself; or not at all."""
-        stance, standing = self.lookout.stance, self._standing
-        source, stance.source = stance.source, None
-        assert source is not None, "somebody has asked for it"
-        surplus = self._threads + len(self._starting) - self._blocked > self._limit
+        stance = self.lookout.stance
         try:
-            if surplus or len(standing) >= self._most_standing:
-                return
-            wakeup = stance.wakeup
-            if wakeup is None or wakeup.watched() is not source:
-                if self.lookout.crowded():
-                    return
-                if wakeup is None:
-                    wakeup = stance.wakeup = WakeUp.make()
-                if wakeup is None:
-                    self._most_standing = 0
-                    return
-                self._wakes.add(wakeup)
-                if not wakeup.watch(source):
-                    return
-            standing.append(wakeup)
-            for each in standing.copy():
-                if each is wakeup:
-                    break
-                if each.watched() is source:  # one is enough for each, and the first one of two that come at once stays
-                    standing.remove(wakeup)
-                    return
-            del source  # what has ended meanwhile need not be there until we wake up
-            found: list[tuple[int, int]] = []
-            self._idle.insert(0, wakeup)
-            try:
-                if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
-                    if stance.kept is not None:
-                        found = self.lookout.look(wakeup, stance.kept)
-                    if not found:
-                        found = wakeup.epoll.poll(_STANDING, 2)
-            finally:
-                standing.remove(wakeup)
-                try:
-                    self._idle.remove(wakeup)  # as `_unpark`
-                except ValueError:
-                    wakeup.take()  # somebody has taken us from the list, and says so
-                else:
-                    if found and wakeup.event in (found[0][0], found[-1][0]):
-                        wakeup.take()  # we have been woken with everybody
-            if found and (len(found) > 1 or found[0][0] != wakeup.event):
+            wakeup = self._begin_standing(stance)
+            found = [] if wakeup is None else self._sleep_standing(wakeup, stance)
+            if wakeup is not None and found and (len(found) > 1 or found[0][0] != wakeup.event):
                 watched: JobSource | None = wakeup.watched()
                 if watched is not None:
                     self._waking = True  # we take the jobs that we bring ourselves
                     watched.bring()
-        except Exception as error:
+        except BaseException as error:  # the thread goes on: jobs may have been left to it
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
         finally:
             if stance.kept is not None:
                 self.lookout.let_go()
 
-    def _unpark(self, wake: threading.Lock) -> bool:
+    def _begin_standing(self, stance: Stance) -> WakeUp | None:
+        """Enter the threads that stand by; None if this one cannot, or the pool does not need it."""
+        standing = self._standing
+        source, stance.source = stance.source, None
+        assert source is not None, "a job has asked for it"
+        surplus = self._threads + len(self._starting) - self._blocked > self._limit
+        if surplus or len(standing) >= self._most_standing:
+            return None
+        wakeup = stance.wakeup
+        if wakeup is None or wakeup.watched() is not source:
+            if self.lookout.crowded():
+                return None
+            if wakeup is None:
+                wakeup = stance.wakeup = WakeUp.make()
+            if wakeup is None:
+                self._most_standing = 0
+                return None
+            self._wakes.add(wakeup)
+            if not wakeup.watch(source):
+                return None
+        standing.append(wakeup)
+        for each in standing.copy():
+            if each is wakeup:
+                break
+            if each.watched() is source:  # one is enough for each, and the first one of two that come at once stays
+                standing.remove(wakeup)
+                return None
+        return wakeup
+
+    def _sleep_standing(self, wakeup: WakeUp, stance: Stance) -> list[tuple[int, int]]:
+        """What the epoll of this thread has found; nothing if there are jobs already."""
+        found: list[tuple[int, int]] = []
+        self._idle.insert(0, wakeup)
+        try:
+            if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
+                if stance.kept is not None:
+                    found = self.lookout.look(wakeup, stance.kept)
+                if not found:
+                    found = wakeup.epoll.poll(_STANDING, 2)
+        finally:
+            self._standing.remove(wakeup)
+            if not self._unpark(wakeup):
+                wakeup.take()  # another thread has taken us from the list, and says so
+            elif found and wakeup.event in (found[0][0], found[-1][0]):
+                wakeup.take()  # we have been woken with everybody
+        return found
+
+    def _unpark(self, wake: threading.Lock | WakeUp) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""
         try:
             self._idle.remove(wake)

@@ -10,7 +10,7 @@ from typing import Generic, NoReturn
 
 from ..._typing import T
 from ...errors import RpcUsageError
-from ...futures import Future
+from ...futures import Future, outcome
 from ..engine.engine import Engine
 
 _Call = Callable[[object], Future[T]]
@@ -173,11 +173,12 @@ class _Window(Generic[T]):
             if self._begun:
                 first = self._begun[0]
                 if first.done():
-                    try:
-                        result = first.value()
-                    except BaseException as error:
+                    result: T
+                    result, error = outcome(first)
+                    if error is not None:
                         self.stop()
                         self._failure = error
+                        del error, first
                         continue
                     self._begun.popleft()
                     self._room.set()

@@ -30,6 +30,7 @@ from ...protocol.messages import (
     write_plain,
 )
 from ...sites import CallSite
+from ...undoing import on_error
 from ..caller.future import cannot_send
 from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall
@@ -216,11 +217,7 @@ class Sending:
                 pending.lent[call_id] = [keeps]
             pending.begin(call, len(body) + sum(map(len, buffers)) if peer.engine.call_observers else 0)
             if buffers and (link is None or not link.distribution.rides(buffers)):
-                message = WaitingCall(call, body, buffers, None)
-                if link is None or connection is None:
-                    peer.send_buffers(message)
-                else:
-                    self._parcels.append((peer, link, message))
+                self._send_buffers(peer, None if connection is None else link, WaitingCall(call, body, buffers, None))
             else:
                 frame = encode_frame(CALL, call_id, body, buffers)
                 if link is None or connection is None:
@@ -236,6 +233,13 @@ class Sending:
         if peer.gone is not None:  # as in `Peer.call`
             pending.fail_one(call_id, peer.gone)
         return call
+
+    def _send_buffers(self, peer: Peer, link: Link | None, message: WaitingCall) -> None:
+        """Send a call whose buffers are no part of its frame, once there is a link."""
+        if link is None:
+            peer.send_buffers(message)
+        else:
+            self._parcels.append((peer, link, message))
 
     def flush(self) -> None:
         """Send what has large buffers: from here, or from a thread if that takes too long here.
@@ -268,7 +272,7 @@ def send_all(
     flush: sends what `send` has kept. An exception calls all of them off, because the program does not get the call.
     A misuse that shows at the first member is raised: then nothing has been sent.
     """
-    try:
+    with on_error(call.cancel):
         for place in places:
             over = call._over
             if over:
@@ -286,6 +290,3 @@ def send_all(
                     raise
                 call._refused(place, error)
         flush()
-    except BaseException:
-        call.cancel()
-        raise

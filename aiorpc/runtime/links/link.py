@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...channels import Channel
 from ...channels.routes import Route
@@ -168,10 +168,10 @@ class Link:
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
-            passage = frame_passage(kind, call_id, frame, call, self.record)
-            ask(self.engine.observers, passage, partial(self._leave, kind, frame, urgent, False, unsent), _undo(undo))
-            return
-        self._leave(kind, frame, urgent, more, unsent)
+            leave = partial(self._leave, kind, frame, urgent, False, unsent)
+            ask(self.engine.observers, frame_passage(kind, call_id, frame, call, self.record), leave, _undo(undo))
+        else:
+            self._leave(kind, frame, urgent, more, unsent)
 
     def _leave(self, kind: int, frame: Sequence[Buffer], urgent: bool, more: bool, unsent: Unsent | None) -> None:
         self.messages_sent += 1
@@ -224,36 +224,35 @@ class Link:
 
     # --- the entrance -------------------------------------------------------------------------------------------------
 
-    def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None, again: bool = False) -> None:
+    def on_frames(self, frames: Sequence[Frame], *, again: bool = False) -> None:
         """Frames have arrived: the one way into a worker. On the loop, or in the thread that has read them.
 
-        pipe: the second connection, if they came over that. again: whether they were held here before, and so have been
-        counted and shown to observers already. Raises ProtocolError, which ends the connection.
+        again: whether they were held here before, and so have been counted and shown to observers already. Raises
+        ProtocolError, which ends the connection.
         """
-        if not again:
-            count = len(frames)  # apart: no other thread gets in between then
-            self.messages_received += count
-        if pipe is not None:
-            for frame in frames:
-                self.second.on_frame(pipe, frame)
-            return
+        count = 0 if again else len(frames)
+        self.messages_received += count  # without a call in between: threads read both connections at once
         methods = self._methods
         for frame in frames:
             if self.held or frame.segments or frame.kind in OF_LINKS:
-                message = self._look_into(frame, again)
-                if message is None:
-                    continue
-                frame = message
-            method = methods.get(frame.kind)
-            if method is None:
-                raise ProtocolError(f"{frame} does not belong on this side of a connection")
-            method(frame)
+                self._look_into(frame, again)
+            else:
+                methods.get(frame.kind, _belongs_elsewhere)(frame)
 
-    def _look_into(self, frame: Frame, again: bool) -> Frame | None:
-        """`admit`, for what is the link's or may have to wait; buffers that came with their frame are counted."""
+    def on_pipe_frames(self, pipe: Connection, frames: Sequence[Frame]) -> None:
+        """Frames have arrived over the second connection. On the loop. Raises ProtocolError."""
+        count = len(frames)
+        self.messages_received += count  # as above
+        for frame in frames:
+            self.second.on_frame(pipe, frame)
+
+    def _look_into(self, frame: Frame, again: bool) -> None:
+        """Hand on what is the link's or may have to wait; buffers that came with their frame are counted."""
         if frame.segments and not again and frame.kind not in _COUNTED:
             self.distribution.arrived(frame.segments)
-        return self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
+        message = self.admit(frame) if self.held or frame.kind in OF_LINKS else frame
+        if message is not None:
+            self._methods.get(message.kind, _belongs_elsewhere)(message)
 
     def take_over(self, frame: Frame) -> None:
         """A frame that a thread has read, and left. On the loop."""
@@ -504,6 +503,10 @@ class Link:
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
         self._home.ended(self)
+
+
+def _belongs_elsewhere(frame: Frame) -> NoReturn:
+    raise ProtocolError(f"{frame} does not belong on this side of a connection")
 
 
 def _undo(out: Outgoing | None) -> Callable[[], None]:

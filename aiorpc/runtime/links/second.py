@@ -57,7 +57,7 @@ class LinkForSecond(Protocol):
     def send_over(self, pipe: Connection, kind: int, frame: Sequence[Buffer]) -> None:
         """Send a message over that connection."""
 
-    def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None) -> None:
+    def on_pipe_frames(self, pipe: Connection, frames: Sequence[Frame]) -> None:
         """Frames have arrived over that connection. Raises ProtocolError."""
 
 
@@ -143,7 +143,7 @@ class SecondConnection:
             former.abort()
         pipe.on_cut = self.bulk.displace
         pipe.decoder.place = self.bulk.place
-        pipe.on_frames = partial(link.on_frames, pipe=pipe)
+        pipe.on_frames = partial(link.on_pipe_frames, pipe)
         if link.opener:
             greeting = write(messages.ChannelMessage(LINK, MESSAGES.write(Attach())))
             link.send_over(pipe, CHANNEL, encode_frame(CHANNEL, 0, greeting))

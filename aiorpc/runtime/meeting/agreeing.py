@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
@@ -72,18 +73,8 @@ class Agreement:
         record, place = self._record, self._place
         elsewhere = [each.record for each in members if each.record.host != record.host]
         far = ", ".join(each.describe() for each in elsewhere)
-        if self._confined and far and all(sees(record.host, each.host) for each in elsewhere):
-            raise RendezvousError(
-                f"AIORPC_SECRET is not set, and {far} would be run by another user of this host than "
-                f"{record.describe()}. Neither may read a file with a secret that the other one has made. "
-                f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. If there is to be "
-                "no worker of another user, somebody else has written into the store"
-            )
         if self._confined and far:
-            raise RendezvousError(
-                f"the store at {place} says that {far} would be on another host or in another "
-                f"container, but that place is on this host alone. Somebody else has written into the store, {ADVICE}"
-            )
+            self._refuse_far(elsewhere, far)
         if not (far or (place.host and not is_loopback(place) and not is_local(place))):
             return
         careless, others = _parted(members, [member.require_secret is False for member in members])
@@ -101,6 +92,21 @@ class Agreement:
             f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. Or give "
             "require_secret=False to all: then their secret goes through the store, and whoever reaches "
             f"{place} is trusted to run code on all of them"
+        )
+
+    def _refuse_far(self, elsewhere: Sequence[WorkerRecord], far: str) -> NoReturn:
+        """The store is on this host alone, and these members are not, or run as another user."""
+        record, place = self._record, self._place
+        if all(sees(record.host, each.host) for each in elsewhere):
+            raise RendezvousError(
+                f"AIORPC_SECRET is not set, and {far} would be run by another user of this host than "
+                f"{record.describe()}. Neither may read a file with a secret that the other one has made. "
+                f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. If there is to be "
+                "no worker of another user, somebody else has written into the store"
+            )
+        raise RendezvousError(
+            f"the store at {place} says that {far} would be on another host or in another "
+            f"container, but that place is on this host alone. Somebody else has written into the store, {ADVICE}"
         )
 
     def reach(

@@ -302,14 +302,19 @@ class Prefetcher:
             edition = replace(edition, roles=[publisher.role])
         maker = self._outbound.known(edition.publisher)
         info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
-        # The publisher may have gone before this worker came: the worker that hands the version on names its role.
-        named = [each for each in (publisher, None if compares else record, maker) if each is not None]
-        roles = {*edition.roles, *(each.role for each in named if each.id != self.engine.id)}
-        edition = replace(edition, roles=sorted(roles))  # for those to whom this worker hands it on
-        plain = any(map(self.engine.rights.limited, roles))
+        edition = replace(edition, roles=self._roles(edition, publisher, None if compares else record, maker))
+        plain = any(map(self.engine.rights.limited, edition.roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
         if record != publisher:
             self._outbound.tell(publisher, VersionArrived(self.name, self.number, edition.version))
+
+    def _roles(self, edition: Edition, *named: WorkerRecord | None) -> list[str]:
+        """The roles of the workers that a version comes from, for those to whom this worker hands it on.
+
+        The publisher may have gone before this worker came: the worker that hands the version on names its role.
+        """
+        others = [each.role for each in named if each is not None and each.id != self.engine.id]
+        return sorted({*edition.roles, *others})
 
     def _check(self, edition: Edition, bodies: Sequence[bytes], record: WorkerRecord, publisher: WorkerRecord) -> None:
         """Raise ProtocolError for a version that this worker cannot have sent."""

@@ -33,6 +33,7 @@ from ...protocol.publication import (
     write,
 )
 from ...sites import call_site, outside
+from ...undoing import on_error
 from ..calls.current import within_call
 from ..calls.values import Results
 from ..engine.host import provably_dead
@@ -223,20 +224,21 @@ class Publications:
                     f"{self.names.describe(name)}"
                 )
             publisher.ending = True  # who publishes a version from here on waits for the lock, and leases the name anew
-            try:
+            with on_error(self._stay, publisher):
                 await publisher.idle.wait()
                 lease, last = publisher.lease, publisher.last
                 release = partial(release_lease, self._home.rendezvous, publisher.stands, last)
                 await self.names.at_store(release)
-            except BaseException:
-                publisher.ending, publisher.unsure = False, True  # the answer of the store may have been lost alone
-                self._look()  # newcomers have not been told meanwhile
-                raise
             self._retire(publisher)
             # All who answer have heard it before this worker can lease the name once more; the others hear it later.
             told = [self._engine.tasks.spawn(self._tell_end(lease, each)) for each in self._home.group.live()]
             await asyncio.wait(told, timeout=self._engine.bounds.vouch)
         future._settle(None)
+
+    def _stay(self, publisher: Publisher) -> None:
+        """It was not unpublished, as far as is known: the answer of the store alone may have been lost."""
+        publisher.ending, publisher.unsure = False, True
+        self._look()  # newcomers have not been told meanwhile
 
     def _retire(self, publisher: Publisher) -> None:
         """What this worker publishes no longer."""

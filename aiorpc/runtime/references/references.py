@@ -51,6 +51,7 @@ from ...protocol.reference_messages import (
 )
 from ...protocol.references import ReferenceTable
 from ...sites import describe_site
+from ...undoing import on_error
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..calls.options import CallOptions
@@ -203,12 +204,9 @@ class References:
             self._watch(handle, rref, fork)
         handle._bind(self, rref, fork, owner, sys._getframe(depth))
         handle._confirmed = False
-        try:
+        with on_error(self._run, self._table.create_failed_to_send, rref, fork):
             options = CallOptions(creates=rref, keeps=keeps)
             call = peer.call(function, args, kwargs, timeout, depth=depth + 1, options=options)
-        except BaseException:
-            self._run(self._table.create_failed_to_send, rref, fork)
-            raise
         handle._creation = call
         call._when_settled(partial(self._on_created, rref, fork))
         return handle
