@@ -3,12 +3,15 @@
 Blocking; every wait polls within a `Patience`. The keys, G being the number of a generation (one init and shutdown of
 the whole group; the store may outlive many):
 
-    generation the generation that workers now join last/RANK the generation this rank was last in, written once its
-    holder agrees to the world size G/world world size and rank of the first comer; the others must agree G/slot/RANK
-    who holds the rank; taken once, by compare and set G/end/RANK its holder has left, or gave up G/left/RANK its holder
-    leaves in good order; of joining members the id, as in `returning.py` G/verdict set once: complete, or why this
-    generation failed G/done how many ranks have learnt the verdict G/refused the last worker that came without a world
-    size, for the errors of those that wait
+    generation            the generation that workers now join
+    last/RANK             the generation this rank was last in, written once its holder agrees to the world size
+    G/world               world size and rank of the first comer; the others must agree
+    G/slot/RANK           who holds the rank; taken once, by compare and set
+    G/end/RANK            its holder has left, or gave up
+    G/left/RANK           its holder leaves in good order; of joining members the id, as in `returning.py`
+    G/verdict             set once: complete, or why this generation failed
+    G/done                how many ranks have learnt the verdict
+    G/refused             the last worker that came without a world size, for the errors of those that wait
 
 Every rank obeys the verdict, so no rank can believe in a group that another has given up.
 """

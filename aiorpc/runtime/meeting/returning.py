@@ -2,9 +2,10 @@
 
 Keys beside those of `fixed.py`, G being the number of the generation, all of one group that has formed:
 
-    G/slot/RANK/LIFE the holder number LIFE of the place of that rank; taken once, by compare and set G/ids counts the
-    joining members: each has a new id G/answer/ID the leader's answer to the joining member of that id: it is admitted,
-    or why not G/there/ID the joining member of that id has become a member
+    G/slot/RANK/LIFE      holder number LIFE of the place of that rank; taken once, by compare and set
+    G/ids                 counts the joining members: each has a new id
+    G/answer/ID           the leader's answer to the joining member of that id: it is admitted, or why not
+    G/there/ID            the joining member of that id has become a member
 
 A claim stands until its process gives up (G/end/ID) or is proved dead. If no member of the group lives, no claim is
 answered, and the joining members form the next generation.
