@@ -131,7 +131,7 @@ class Handed(Generic[T]):
                 try:
                     if call is not None:
                         call.enter_wait(self._wake)
-                    while True:  # not `while self.ended`: docs/inside/design.md, section 9, says why
+                    while True:  # not `while self.ended`: docs/inside/decisions/interrupts.md says why
                         if self.ended or acquire(self._settled, _LOOK) or self._loop.is_closed():
                             break
                 finally:
