@@ -68,8 +68,8 @@ class RunnerForStanding(Protocol):
 class Standing:
     """See the module: the source of jobs (`engine.lookout.JobSource`) for one connection.
 
-    pause: for how many calls the caller is left to the loop; the runner counts them. running: the runner's call for
-    which a thread stands by next.
+    pause: for how many calls the caller is left to the loop; the runner counts them. running: the call after which a
+    thread last stood by.
     """
 
     def __init__(self, service: ServiceForStanding, runner: RunnerForStanding, connection: Connection) -> None:
