@@ -1,8 +1,8 @@
 """A running worker: its parts, put together.
 
 The parts are made in order, each from those that it needs: the engine first, then the links, and so on up to the group
-and the objects that open and accept connections. A part that needs a later one asks the node for it, through the `Home`
-of its package, and not before the worker runs. `lifecycle` makes nodes and takes them down.
+and the objects that open and accept connections. A part that needs a later one asks the node for it, through a
+`Protocol` of its package, and not before the worker runs. `lifecycle` makes nodes and takes them down.
 """
 
 from __future__ import annotations

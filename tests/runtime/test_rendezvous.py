@@ -30,12 +30,13 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.engine.host import host_identity
 from aiorpc.runtime.meeting import stores
 from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.patience import Patience
-from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous, host_identity
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.secret import USER_KEY, Secret, fingerprint, make_key
 from tests.limits import busy
 from tests.ports import free_port
@@ -1562,7 +1563,8 @@ def test_a_main_without_a_file_is_its_own() -> None:
 CHILD = """
 import os, secrets, socket, sys, threading, time
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity, main_identity
+from aiorpc.runtime.engine.host import host_identity, main_identity
+from aiorpc.runtime.meeting.rendezvous import Rendezvous
 
 def record(name, number):
     token = secrets.token_hex(16)

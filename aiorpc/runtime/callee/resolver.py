@@ -9,7 +9,7 @@ name; its methods are found in the same way.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...errors import Overloaded, ProtocolError, RpcUsageError, SerializationError
 from ...futures import AnyFuture, Future, outcome, when_done
@@ -29,8 +29,6 @@ from .standing import Found
 
 # Functions that one caller may number; each is kept as long as the connection.
 MOST_FUNCTIONS = 65_536
-
-_new: Any = tuple.__new__  # what Handler(...) does, without its call into Python
 
 
 class ReferencesForResolver(Protocol):
@@ -117,8 +115,7 @@ class Resolver:
             return None
         if handler is None or not handler.mode.any_thread or handler.system:
             return None
-        found: Found = _new(Found, (handler.mode, value, attribute, arrival))
-        return found
+        return Found(handler.mode, value, attribute, arrival)
 
     def name(self, function: Function) -> str:
         """The name of a call's function, for errors of calls that are not run."""
@@ -291,7 +288,7 @@ class Resolver:
                     # Kept without the method, which would keep this value alive.
                     known[type(value), name, attribute] = handler._replace(function=len)
             else:
-                handler = _new(Handler, (method, *handler[1:]))
+                handler = Handler(method, *handler[1:])
         except BaseException as failure:
             self._runner.refuse(call, failure)
             return

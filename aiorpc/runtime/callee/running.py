@@ -57,7 +57,7 @@ from .standing import Standing
 _REF = "ref is the reference, or the handle of the object, that it is called through"
 
 
-class RunnerHome(CommonHome, Protocol):
+class RunnerContext(CommonHome, Protocol):
     """The worker, as running calls needs it."""
 
     links: Links
@@ -71,7 +71,7 @@ class Runner:
 
     def __init__(
         self,
-        node: RunnerHome,
+        node: RunnerContext,
         answers: Answers,
         served: ServedCalls,
         load_references: ReferenceLoader,

@@ -92,7 +92,7 @@ class PeerForService(answers.PeerForAnswers, Protocol):
         them."""
 
 
-class Home(CommonHome, Protocol):
+class ServiceContext(CommonHome, Protocol):
     """The worker, as serving calls needs it."""
 
     links: Links
@@ -124,7 +124,7 @@ class Service:
     """
 
     def __init__(
-        self, home: Home, record: WorkerRecord, connection: Connection, link_number: int, sure: bool = False
+        self, home: ServiceContext, record: WorkerRecord, connection: Connection, link_number: int, sure: bool = False
     ) -> None:
         """sure: the connection is proved to be that worker's own."""
         self.record = record

@@ -39,8 +39,7 @@ from ..engine.observing import Passage, ask, frame_passage
 from ..gradients.contexts import Gradients
 from ..links.accelerators import Accelerators
 from ..links.link import FEW, KindMethod, Link
-from .arriving import Arriving
-from .arriving import Home as ArrivingHome
+from .arriving import Arriving, ArrivingContext
 from .future import CallFuture
 from .known import KnownFunctions
 from .pending import PendingCalls
@@ -54,7 +53,7 @@ class ReferencesForPeer(Protocol):
         """Handles of the references in a message from `sender`."""
 
 
-class Home(ArrivingHome, Protocol):
+class PeerContext(ArrivingContext, Protocol):
     """The sending worker, as an addressee needs it."""
 
     gradients: Gradients
@@ -83,7 +82,12 @@ class Addressee:
     """
 
     def __init__(
-        self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None, former: Self | None = None
+        self,
+        home: PeerContext,
+        deadlines: Deadlines,
+        name: str,
+        record: WorkerRecord | None,
+        former: Self | None = None,
     ) -> None:
         self.engine: Engine = home.engine
         self.accelerators: Accelerators = home.links.accelerators

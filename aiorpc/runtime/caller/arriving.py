@@ -48,7 +48,7 @@ class PeerForArriving(PeerOfCall, Protocol):
         them."""
 
 
-class Home(CommonHome, Protocol):
+class ArrivingContext(CommonHome, Protocol):
     """The calling worker, as answers need it."""
 
     links: Links
@@ -60,7 +60,7 @@ class Home(CommonHome, Protocol):
 class Arriving:
     """See the module: the answers of one peer."""
 
-    def __init__(self, home: Home, pending: PendingCalls, peer: PeerForArriving) -> None:
+    def __init__(self, home: ArrivingContext, pending: PendingCalls, peer: PeerForArriving) -> None:
         self._home = home
         self._engine = home.engine
         self._accelerators = home.links.accelerators

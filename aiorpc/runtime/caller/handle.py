@@ -16,7 +16,7 @@ from ..calls.batched import Batched
 from ..calls.options import PLAIN_CALL, WAITING_CALL
 from ..references.rref import RRef
 from .misuse import stays_here
-from .objects import Home, ObjectHandle, not_tried_again
+from .objects import HandleContext, ObjectHandle, not_tried_again
 from .peers import To
 from .retrying import RetryOptions
 from .stream import Stream, open_stream
@@ -25,7 +25,7 @@ from .stream import Stream, open_stream
 class PeerHandle:
     """A worker with options for the calls made through this handle; see `aiorpc.peer`. Any thread."""
 
-    def __init__(self, home: Home, to: To, timeout: float, *, wait: bool = False) -> None:
+    def __init__(self, home: HandleContext, to: To, timeout: float, *, wait: bool = False) -> None:
         self._home = home
         self._to = to
         self._timeout = timeout
@@ -90,7 +90,7 @@ class PeerHandle:
 class RetryingHandle(PeerHandle):
     """A worker whose calls are tried again; see `aiorpc.peer`. Any thread."""
 
-    def __init__(self, home: Home, to: To, timeout: float, options: RetryOptions) -> None:
+    def __init__(self, home: HandleContext, to: To, timeout: float, options: RetryOptions) -> None:
         super().__init__(home, to, timeout, wait=options.wait)
         self._retry = options
 
@@ -138,7 +138,7 @@ def retry_options(wait: bool, retries: int, backoff: object, idempotent: bool) -
 
 
 def make_handle(
-    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: object, idempotent: bool
+    home: HandleContext, to: To, timeout: float, wait: bool, retries: int, backoff: object, idempotent: bool
 ) -> PeerHandle:
     """The handle for these options. RpcUsageError for wrong ones."""
     options = retry_options(wait, retries, backoff, idempotent)

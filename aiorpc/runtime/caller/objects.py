@@ -24,7 +24,7 @@ from .stream import Stream, open_stream
 R = TypeVar("R")
 
 
-class Home(Protocol):
+class HandleContext(Protocol):
     """The calling worker, as a handle needs it."""
 
     peers: Peers
@@ -44,7 +44,7 @@ class ObjectHandle:
     __slots__ = ("_home", "_name", "_retried", "_timeout", "_to", "_wait")
 
     def __init__(
-        self, home: Home, to: To, name: str, timeout: float, wait: bool, retried: RetryOptions | None = None
+        self, home: HandleContext, to: To, name: str, timeout: float, wait: bool, retried: RetryOptions | None = None
     ) -> None:
         """As of the handle of its worker. retried: how calls are tried again; None if they are not."""
         self._home = home

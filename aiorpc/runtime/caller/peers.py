@@ -24,7 +24,7 @@ from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ...protocol.states import PeerState
 from ..engine.deadlines import Deadlines
 from ..meeting.rendezvous import Rendezvous
-from .addressee import Home as PeerHome
+from .addressee import PeerContext
 from .misuse import no_worker
 from .peer import Peer
 
@@ -44,7 +44,7 @@ class GroupForPeers(Protocol):
     def on_joined(self, record: WorkerRecord) -> None: ...
 
 
-class Home(PeerHome, Protocol):
+class PeersContext(PeerContext, Protocol):
     """The worker, as its peers need it."""
 
     rendezvous: Rendezvous
@@ -71,7 +71,7 @@ class Peers:
     still name it, and calls to it end with the error.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: PeersContext) -> None:
         self._home = home
         self._engine = home.engine
         self._dynamic = home.rendezvous.dynamic

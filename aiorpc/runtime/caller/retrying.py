@@ -67,7 +67,7 @@ class RetryOptions(NamedTuple):
     wait: bool
 
 
-class Home(CommonHome, Protocol):
+class RetryContext(CommonHome, Protocol):
     """The calling worker, as calls with retries need it."""
 
     gradients: Gradients
@@ -81,7 +81,7 @@ class Retries:
     or while the arguments are pickled, no other table has them. paused: the calls that wait for their next try.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: RetryContext) -> None:
         self.random: Random = Random()
         self.calls: set[RetriedFuture] = set()
         self.paused: set[RetriedFuture] = set()

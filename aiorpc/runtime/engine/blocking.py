@@ -54,9 +54,7 @@ class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
                 self._block_for(self._bring)
             if not came:
                 raise StopIteration
-            item = came[0]
-            del came[0]  # not `popleft`: if a signal handler raises after it, the item is lost
-            return item
+            return came.popleft()
         except KeyboardInterrupt:
             self.close()
             raise

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...undoing import on_error
-
 
 class CoalescedCallback:
     """Runs a function in one of the loop's next turns, once for all requests until then. Any thread.
@@ -23,9 +21,8 @@ class CoalescedCallback:
     def __call__(self) -> None:
         if self.asked:
             return
-        with on_error(self._post, self._run):  # a second `_run` does nothing
-            self.asked = True
-            self._post(self._run)
+        self.asked = True
+        self._post(self._run)
 
     def _run(self) -> None:
         if self.asked:

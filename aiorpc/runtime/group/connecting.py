@@ -51,7 +51,7 @@ _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LACKING_EVERY = 60.0  # seconds between two warnings of that
 
 
-class ConnectionContext(callee.Home, MembershipContext, Protocol):
+class ConnectionContext(callee.ServiceContext, MembershipContext, Protocol):
     """What connecting and accepting need of the worker."""
 
     resumption: SessionResumption

@@ -25,7 +25,6 @@ from ...errors import RendezvousError, StoreGone
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...undoing import on_error
-from ..engine.host import host_identity, main_identity
 from .agreeing import Agreement, check_alike
 from .fixed import FixedWorld
 from .free import FreeWorld
@@ -36,9 +35,6 @@ from .patience import LAST_PAUSE, Patience
 from .returning import JoiningInStore, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, fingerprint, given_secret, make_key
 from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
-
-__all__ = ["Rendezvous", "host_identity", "main_identity"]
-
 
 T = TypeVar("T")
 
@@ -185,7 +181,7 @@ class Rendezvous:
 
         for _ in self._patience.tries():
             try:
-                self._check_open()
+                self._kv.check_open()
                 self._await_elders()
                 self._make_key()
                 if isinstance(self._world, FreeWorld):
@@ -459,10 +455,6 @@ class Rendezvous:
         if self._key is None or self._key[0] != salt:
             self._key = salt, make_key(self._own_secret, from_hex(salt))
             self._world = self._make_world()
-
-    def _check_open(self) -> None:
-        """StoreGone if the previous group's host is about to end the store, or has ended it."""
-        self._kv.check_open()
 
     def _await_elders(self) -> None:
         """Wait for members of a group that has lost its store: they come to the new store at the place."""
