@@ -601,7 +601,7 @@ async def _serve_rendezvous(node: Node) -> None:
             raise
         except StoreGone as error:
             if not gone:
-                said = "worker %s: %s. Members that know each other go on; joining members find nobody"
+                said = "worker %s: %s. Members that know each other go on; joining members find none of them"
                 logger.warning(said, name, error)
             if not rendezvous.may_return:
                 return

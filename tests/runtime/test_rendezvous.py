@@ -1270,7 +1270,7 @@ def test_a_key_that_others_may_have_written_is_refused(here: Group, tmp_path: Pa
 def test_members_with_different_keys_are_told_so(here: Group, tmp_path: Path, size: int | None) -> None:
     """As where they have another TMPDIR, or where a stranger has written a secret of his own into the store."""
     here.require_secret = None
-    said = "has another secret than .*TMPDIR.* Or somebody who is no member has written into the store"
+    said = "has another secret than .*TMPDIR.* Or a stranger has written into the store"
     assert here.store is not None
     if size is None:
         free(here, tmp_path / "here", "a")

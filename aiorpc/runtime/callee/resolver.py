@@ -108,7 +108,7 @@ class Resolver:
             value, error = outcome(future)
             if error is not None:
                 return None
-            arrival = future._arrival
+            arrival = getattr(future, "_arrival", None)
             attribute = functions.find_method(type(value), function.name)
             handler = self._methods.get((type(value), function.name, attribute))
         else:

@@ -374,7 +374,7 @@ class Peers:
         if record is None:
             text = f"worker {peer.name!r} has not joined {within}"
             if former is not None and former.gone is not None:
-                text += f"; of the last one that had the name: {former.gone}"
+                text += f"; of its predecessor of that name: {former.gone}"
         elif peer.state is PeerState.CONNECTING:
             text = f"{record.describe()} has joined, and could not be connected to {within}"
         else:
@@ -388,7 +388,7 @@ class Peers:
         """The error of a call to a name without a worker. silent: why the store cannot tell."""
         name, engine = peer.name, self._engine
         advice = f"Nothing was sent. To wait until it comes: `await rpc.wait_for({name!r})`, or `peer(..., wait=True)`"
-        unseen = "nobody of that name has joined since"
+        unseen = "no other worker of that name has joined since"
         if silent is not None:
             unseen = f"whether another one of that name has joined since is not known: {silent}"
         former = peer.former
@@ -463,8 +463,8 @@ def _last_holder(peer: Peer | None) -> Peer | None:
 
 def _no_member(worker_id: int) -> UnknownWorker:
     return UnknownWorker(
-        f"there is no worker {worker_id} in the group: whoever named it is mistaken, has invented it, or speaks of one "
-        "that has left; drop the reference that leads to it"
+        f"there is no worker {worker_id} in the group: the id is wrong, or its worker has left; drop the reference with "
+        "that id"
     )
 
 

@@ -204,7 +204,8 @@ class Batcher(Generic[T_co]):
         where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         raise RpcUsageError(
             f"{self.name}{where} is batched and cannot travel by value: each caller would bring a copy, and copies "
-            "gather nobody; write it as a function with a name at the top of a module that both workers can import"
+            "gather no other callers; write it as a function with a name at the top of a module that both workers "
+            "can import"
         )
 
     def __repr__(self) -> str:

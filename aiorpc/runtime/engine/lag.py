@@ -179,7 +179,7 @@ class LoopMonitor:
             if kind in self._named:
                 return
             self._named.add(kind)
-            what, advice = common, "That is no fault of a handler, and is told once"
+            what, advice = common, "That is no fault of a handler, and is reported once"
         else:
             what, advice = self._advise()
         logger.of(self._name).warning(

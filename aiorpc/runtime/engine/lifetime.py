@@ -117,8 +117,8 @@ class Lifetime:
             )
         if self.state is WorkerState.NEW:
             return WorkerClosed(
-                f"worker {self.name!r} has not joined its group, as nobody has awaited it: write `await rpc.init(...)` "
-                "or `async with rpc.init(...)`"
+                f"worker {self.name!r} has not joined its group, because it was not awaited: write `await "
+                "rpc.init(...)` or `async with rpc.init(...)`"
             )
         if self.state is WorkerState.STARTING:
             return WorkerClosed(f"worker {self.name!r} has not joined its group yet; await it, or use `async with`")

@@ -141,7 +141,7 @@ class Listener(AsyncIterator[Event]):
             self._dropped += 1
             if self._dropped == 1:
                 logger.warning(
-                    "nobody takes the events of a listener to the group, of which %d wait: the oldest ones are dropped "
+                    "a listener to the group does not take its events, of which %d wait: the oldest ones are dropped "
                     "from now on. Iterate over what events() gives, or close it",
                     len(self._events),
                 )
@@ -164,7 +164,7 @@ class Listener(AsyncIterator[Event]):
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             logger.warning(
-                "%d events of the group were dropped, the oldest first, as nobody took them in time", dropped
+                "%d events of the group were dropped, the oldest first, because they were not taken in time", dropped
             )
         event = self._events.popleft()
         if event is None:

@@ -445,7 +445,7 @@ def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
     if (member.id, member.info) != (caller_id, caller):
         raise RpcUsageError(f"worker {caller.name!r} speaks for itself alone, and not for {member.name!r}")
     if not group.has_shown(member):
-        raise RpcUsageError(f"worker {caller.name!r} says something else of itself than it said as it connected")
+        raise RpcUsageError(f"worker {caller.name!r} has sent another record of itself than when it connected")
 
 
 @system

@@ -84,7 +84,7 @@ class JoiningMembers:
                     self._blind, self._trouble = False, ""
                 except StoreGone as error:
                     if not self._blind:
-                        logger.info("worker %s can let nobody in: %s", self._engine.name, error)
+                        logger.info("worker %s cannot admit joining members: %s", self._engine.name, error)
                     self._blind = True
                     if not self._context.rendezvous.is_client:  # the store has gone for good
                         return

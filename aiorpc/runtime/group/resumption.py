@@ -204,7 +204,7 @@ class SessionResumption:
             tries.refused = 0
         except (PeerRefused, ProtocolError) as error:
             # The acceptor only probed: something other than the worker answered.
-            tries.refusal = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
+            tries.refusal = error if line.opener else ConnectionError(f"another process is at its address: {error}")
         except ConnectionRefusedError as error:
             tries.failed = foreign.text_of(error)
             tries.refused += 1

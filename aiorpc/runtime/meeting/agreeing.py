@@ -78,12 +78,12 @@ class Agreement:
                 f"AIORPC_SECRET is not set, and {far} would be run by another user of this host than "
                 f"{record.describe()}. Neither may read a file with a secret that the other one has made. "
                 f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. If there is to be "
-                "no worker of another user, somebody else has written into the store"
+                "no worker of another user, a stranger has written into the store"
             )
         if self._confined and far:
             raise RendezvousError(
                 f"the store at {place} says that {far} would be on another host or in another "
-                f"container, but that place is on this host alone. Somebody else has written into the store, {ADVICE}"
+                f"container, but that place is on this host alone. A stranger has written into the store, {ADVICE}"
             )
         if not (far or (place.host and not is_loopback(place) and not is_local(place))):
             return
@@ -100,7 +100,7 @@ class Agreement:
         raise RendezvousError(
             f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, {container}. "
             f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. Or give "
-            "require_secret=False to all: then their secret goes through the store, and whoever reaches "
+            "require_secret=False to all: then their secret goes through the store, and everyone who reaches "
             f"{place} is trusted to run code on all of them"
         )
 
@@ -137,7 +137,7 @@ class Agreement:
         raise RendezvousError(
             f"the store at {self._place} says that {first.describe()} has another secret than the one that this worker "
             f"has from {self._directory}. Either a worker has another TMPDIR or user: give all the same, or set "
-            f"AIORPC_SECRET. Or somebody who is no member has written into the store, {ADVICE}"
+            f"AIORPC_SECRET. Or a stranger has written into the store, {ADVICE}"
         )
 
     def serve(self, kv: KeyValueClient, key: str, members: Sequence[Member]) -> None:

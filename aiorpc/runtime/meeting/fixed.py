@@ -35,7 +35,7 @@ from .key_value import KeyValueClient
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
-CLOSED = "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
+CLOSED = "The group runs, and is closed: a group of fixed size takes no further worker while its members live. "
 _SHOWN = 500  # characters of what others have written there
 _COMPLETE = "complete"
 _TIMEOUT = "timeout"
@@ -360,7 +360,7 @@ class FixedWorld:
         if entry != self._entry:
             raise RendezvousError(
                 f"the store holds another record of rank {self.rank} than the one that this worker wrote there: "
-                "somebody who is no member has written into the store. Find out who, and set AIORPC_SECRET for all"
+                "a stranger has written into the store. Find out who, and set AIORPC_SECRET for all"
             )
 
     def _check_members(self) -> None:
@@ -368,7 +368,7 @@ class FixedWorld:
             member.check(self._proof.key, self.generation)
             if member.record.id != rank:
                 raise RendezvousError(
-                    f"the store has {member.record.describe()} in the place of rank {rank}: somebody who is no member "
+                    f"the store has {member.record.describe()} in the place of rank {rank}: a stranger "
                     "has written into the store"
                 )
 

@@ -203,7 +203,7 @@ class FreeWorld:
         self._check_name(here, record)
         for key, value in (written or {}).items():
             if self.kv.swap(f"{self.generation}/{key}", "", value) != value:
-                logger.warning("worker %s: somebody else has set %s at the store that is here now", record.name, key)
+                logger.warning("worker %s: another worker has set %s at the store that is here now", record.name, key)
 
         def enter(members: list[Member], _: IdSet) -> list[Member]:
             self._check_name(members, record)

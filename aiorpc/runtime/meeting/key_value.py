@@ -24,8 +24,8 @@ _TRIES = 3  # of an operation that breaks its connection each time: the server m
 _ABSENT = "\0"  # a value that no worker writes
 _DIGITS = 18
 _CAN_WRITE = (
-    "Whoever reaches that store can write there, and so keep a group from forming, but not join it: another program "
-    "that uses the store, or somebody who is no member. Meet at another port or in a file where only you can write"
+    "Everyone who reaches that store can write there, and so keep a group from forming, but not join it: another "
+    "program that uses the store, or a stranger. Meet at another port or in a file where only you can write"
 )
 T = TypeVar("T")
 

@@ -71,7 +71,7 @@ class Member:
         if not self.is_known(key, generation):
             raise RendezvousError(
                 f"what the rendezvous store says of {self.record.describe()} was not written by a worker with our "
-                "AIORPC_SECRET: either that differs between the workers, or somebody else has written into the store"
+                "AIORPC_SECRET: either that differs between the workers, or a stranger has written into the store"
             )
 
     def is_known(self, key: bytes | None, generation: int) -> bool:

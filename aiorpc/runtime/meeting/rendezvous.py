@@ -408,8 +408,8 @@ class Rendezvous:
             if not ours or not world.resume(before, record, patience, self._written):
                 raise RendezvousError(
                     f"others have begun a group of their own at {self._place}, while {record.describe()} was not heard "
-                    "of there: whoever joins that finds neither this worker nor those that it knows. Start it again to "
-                    "bring it into the new group, or end the new one"
+                    "of there: workers that join it find neither this worker nor those that it knows. Start it again "
+                    "to bring it into the new group, or end the new one"
                 )
         self._kv.close()
         self._kv, self._world = kv, world
@@ -463,7 +463,7 @@ class Rendezvous:
             for _ in patience.tries():
                 if self._world.founded():
                     return
-            logger.info("nobody is at %s, nor came back within %g s: a new group", self._place, patience.seconds)
+            logger.info("no member was at %s or came back within %g s: a new group", self._place, patience.seconds)
 
     def _reconnect(self) -> None:
         """Wait for the end of a store that is being closed, or for its host to take that back, and reach a store

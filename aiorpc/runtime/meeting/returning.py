@@ -223,7 +223,7 @@ class PlacesInStore:
             lost = tuple((known[member].record, cause) for member, cause in answer.lost)
             left = tuple(known[member].record for member in answer.left)
         except (StopIteration, KeyError):
-            raise self.kv.rubbish(self._key("answer"), "an answer with the number of nobody") from None
+            raise self.kv.rubbish(self._key("answer"), "an answer with an unknown id") from None
         return Admission(by, members, lost, left)
 
     def named(self, incarnation: str) -> str:

@@ -78,7 +78,7 @@ def _checked(text: bytes, name: str, instead: str) -> Secret:
         raise RendezvousError(f"{name} is set, and empty: {instead}, or {_ADVICE}")
     if len(text) < MIN_SIZE:
         raise RendezvousError(
-            f"{name} has {len(text)} bytes, and whoever guesses it can run code on all workers. It needs at least "
+            f"{name} has {len(text)} bytes, and everyone who guesses it can run code on all workers. It needs at least "
             f"{MIN_SIZE}: {_ADVICE}"
         )
     return Secret(text)

@@ -233,7 +233,7 @@ def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> KeyValue
 
     RendezvousError at once if what answers is no torch store.
     """
-    patience.trouble = patience.trouble or f"nobody has been reached yet; {place.host!r} may be long to look up"
+    patience.trouble = patience.trouble or f"nothing has answered yet; {place.host!r} may be long to look up"
     visitor = _Visitor(place, patience, grace)
     for _ in patience.tries():
         kv = visitor.visit()
@@ -256,7 +256,7 @@ def _reach(place: MeetingPlace, seconds: float) -> Reached:
         store = _tcp_store(address, place.port, timedelta(seconds=max(1.0, limit.attempt())))
         prefixed = PrefixStore("aiorpc", store)
         if not listens(place):  # the store is just ending, and torch logs failures
-            raise ConnectionRefusedError(f"nobody listens at {place} any more")
+            raise ConnectionRefusedError(f"nothing listens at {place} any more")
         marks: list[bytes] = []
         fresh = secrets.token_hex(16)
         connection = connection_of(lambda: marks.append(prefixed.compare_set(_MARK, "", fresh)), place.port)
