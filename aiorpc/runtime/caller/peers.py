@@ -463,8 +463,8 @@ def _last_holder(peer: Peer | None) -> Peer | None:
 
 def _no_member(worker_id: int) -> UnknownWorker:
     return UnknownWorker(
-        f"there is no worker {worker_id} in the group: the id is wrong, or its worker has left; drop the reference with "
-        "that id"
+        f"there is no worker {worker_id} in the group: the id is wrong, or its worker has left; drop the reference "
+        "with that id"
     )
 
 
