@@ -29,8 +29,8 @@ class CallEvent:
     caller, worker: the names of the two workers.
     call_id: its number among the calls from that caller to that worker; the same on both sides.
     function: its name; "?" as long as the worker that serves it does not know it.
-    kind: "call"; "stream" of a generator, whose end is that of the call; "remote" for one that makes the value of a
-        reference; "fetch" for one that brings the value of a reference.
+    kind: "call"; "stream" of a generator, whose end is that of the call; "remote" of a call that makes the value of a
+        reference; "fetch" of a call that brings the value of a reference.
     own: whether it is a call of the runtime's own: membership, references, published values, and what a queue or a
         backward pass says beside the program's calls.
     parent: at the caller: of the call whose handler has made this one, its caller and its number; None for a call that

@@ -322,7 +322,7 @@ class FixedWorld:
         return f"{waited}. {self._doubt}" if self._doubt else waited
 
     def _is_stale(self, verdict: _Verdict, patience: Patience) -> bool:
-        """Whether a verdict found on arrival is of an earlier group than the one that now gathers."""
+        """Whether a verdict found on arrival belongs to an earlier group, not to the gathering one."""
         old = abs(time.time() - verdict.time) > (patience.seconds or 60.0)
         return verdict.kind != _ABORT or old or (sees(self._here, verdict.host) and is_gone(verdict.pid))
 
