@@ -1,4 +1,4 @@
-"""What code that builds on a worker may put into it before it starts."""
+"""Hooks that code on top of a worker sets before it starts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _as_it_is(function: str, error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Places where the drop-in for ``torch.distributed.rpc`` changes a worker, to behave as torch does.
+    """The places where the drop-in for ``torch.distributed.rpc`` makes a worker behave as torch does.
 
     handle_class: the class of handles that arrive, and of results of `remote`. on_handler_error: called with each error
-    of a handler after that was sent as an answer, in any thread. read_error: is given the name of a function and the
-    error that came back from it, and returns the error that the caller gets. sink, as_torch: see `Gradients`.
+    of a handler after it was sent as an answer, in any thread. read_error: called with the name of a function and its
+    error, and returns the error for the caller. sink, as_torch: see `Gradients`.
     """
 
     handle_class: type[RRef[object]] = RRef

@@ -1,11 +1,10 @@
-"""How a worker joins its group, how it leaves, and what becomes of it when its loop ends.
+"""How a worker joins its group, how it leaves, and how it is closed when its loop ends.
 
-Its states are the table `protocol.states.WORKER`. Everything that joining makes is entered into one exit stack. The
-stack takes it down again, whether joining has failed halfway or the worker leaves after a long life: there is no other
-place where a worker is taken down.
+Its states are the table `protocol.states.WORKER`. Joining enters everything that it makes into one exit stack. Only
+this stack takes a worker down, after a failed join as after a long life.
 
-A joining member that loses the leader before it is a member begins anew, under another id: as whatever knows the first
-one must take it for dead, all its parts are made anew, and so is its `Lifetime`.
+A joining member that loses the leader before it is a member begins anew under another id, with new parts and a new
+`Lifetime`, because members that know the first id take it for dead.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ from .meeting.rendezvous import MeetingOptions, Rendezvous
 from .node import Meeting, Node, Plan, registry
 from .references.references import LeakedReference
 
-# Seconds before the first try to find a store again that has gone.
+# Seconds before the first try to find a lost store again.
 _FIRST_PAUSE = 0.05
-# Seconds for a step of joining that was given up; they look at that every few milliseconds, if the store answers.
+# Seconds for the end of an abandoned step of joining.
 _GIVING_UP = 1.0
-# Seconds for joining once more, when the time for all of it is almost up; 0 would be no limit.
+# The least seconds for joining once more; 0 would be no limit.
 _LEAST = 0.1
 
 
 class Lifecycle:
     """The life of one worker. On its loop, except where a method says otherwise.
 
-    node: its parts, from when it has joined; None before. loop: where it joins and runs; None before it was started.
+    node: its parts; None before it has joined. loop: where it joins and runs; None before it was started.
     """
 
     lifetime: Lifetime
@@ -70,28 +69,28 @@ class Lifecycle:
     def __init__(self, plan: Plan) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._plan = plan
-        self._without_loop = RLock()  # of whoever takes the worker down once its loop is closed
-        self._left_over = True  # nobody has done so yet
+        self._without_loop = RLock()  # held while a thread takes the worker down without its loop
+        self._left_over = True  # whether no thread has done so yet
         self._joining: asyncio.Task[Node] | None = None
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
-        self._at_once = False  # whether somebody wants it to leave without waiting for the work of others
-        self._stays = False  # whether its shutdown waits for that
+        self._at_once = False  # whether a shutdown without a wait for the others was asked for
+        self._stays = False  # whether its shutdown waits for the others
         self._reset()
 
     def _reset(self) -> None:
-        """As it is before it begins to join."""
+        """Set the state from before joining."""
         self.lifetime = Lifetime(self._plan.name)
         self.lifetime.on_broken = self._break_down
         self.node: Node | None = None
         self._ending = _RendezvousEnd(self._plan)
         self._stack = AsyncExitStack()
         self._closing: asyncio.Future[None] | None = None
-        self._goes_on = False  # it is taken down to begin anew
+        self._goes_on = False  # whether it is taken down to begin anew
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note that the worker is being started. RpcUsageError if it has been started before. Any thread."""
+        """Note the start of the worker. RpcUsageError if it was started before. Any thread."""
         if self.lifetime.state is not WorkerState.NEW:
             raise RpcUsageError(f"worker {self.lifetime.name!r} was started before; make a new one")
         self.lifetime.enter(WorkerEvent.START)
@@ -111,12 +110,12 @@ class Lifecycle:
             await self._joining
         except BaseException as error:
             was_shut_down = self._shutdown is not None and task.cancelling() == cancelled
-            with contextlib.suppress(asyncio.CancelledError):  # as it is cancelled once more
-                if self.lifetime.state is WorkerState.RUNNING:  # it was cancelled in the turn in which it had joined
+            with contextlib.suppress(asyncio.CancelledError):  # in case it is cancelled once more
+                if self.lifetime.state is WorkerState.RUNNING:  # cancelled in the turn in which it joined
                     await self.shutdown(graceful=False, timeout=0.0)
-                elif self.lifetime.state is WorkerState.STARTING:  # it was cancelled in the turn in which it had begun
+                elif self.lifetime.state is WorkerState.STARTING:  # cancelled in the turn in which it began
                     await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
-            if self._closing is not None:  # it was cancelled while it was taken down
+            if self._closing is not None:  # cancelled while it was taken down
                 await until_done(self._closing)
             self._plan.events.end()
             self._plan.objects.close()
@@ -140,7 +139,7 @@ class Lifecycle:
                 leader = node.rendezvous.returned.admission.by
                 lost = isinstance(error, RendezvousError) and node.group.is_gone(leader)
                 self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
-                await self.drop()  # without a word: else others would think that its place is given up
+                await self.drop()  # without a goodbye, which would give its place up
                 if not self._goes_on or self._shutdown is not None:
                     raise
                 why = error.__cause__
@@ -153,7 +152,7 @@ class Lifecycle:
         return node
 
     async def _meet(self, patience: float) -> Node:
-        """Meet the others, within so many seconds; a joining member is no member yet."""
+        """Meet the others, within so many seconds. A joining member is no member yet afterwards."""
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
         plan, waiting = self._plan, Patience(patience, steps.stop)
         bound = asyncio.timeout(patience + Bounds().overtime if patience else None)
@@ -164,7 +163,7 @@ class Lifecycle:
             steps.stop.set()
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if isinstance(error, TimeoutError) and bound.expired():
-                # A step that hangs, as a look-up of a name may, says nothing itself.
+                # A hanging step, such as a look-up of a name, gives no reason itself.
                 where = f"at {waiting.place or plan.init_method}" if plan.store is None else "that was given"
                 raise RendezvousError(
                     f"worker {plan.name!r} could not join within {plan.options.rpc_timeout:g} s (rpc_timeout): the "
@@ -183,7 +182,7 @@ class Lifecycle:
 
     async def _make(self, steps: Steps, patience: Patience) -> Node:
         plan, stack = self._plan, self._stack
-        await steps.run(registry.take_down_closed)  # one of them may host the store that this one is to find
+        await steps.run(registry.take_down_closed)  # a closed one may host the store that this worker looks for
         for pattern in Rights(plan.options.allow).patterns():
             check_pattern(pattern)
         layout.warm_up()
@@ -219,7 +218,7 @@ class Lifecycle:
             )
         )
         if unusable is not None and rendezvous.dynamic:
-            raise unusable  # nobody waits for this worker
+            raise unusable  # no member waits for this worker
         what = "a group without a size" if rendezvous.dynamic else f"{rendezvous.world_size} members"
         logger.debug("worker %s: reached the store of %s, to meet %s there", plan.name, plan.init_method, what)
         confined = rendezvous.dynamic and rendezvous.confined
@@ -248,7 +247,7 @@ class Lifecycle:
         record = ending.record = rendezvous.record
         logger.debug("worker %s: met %s", plan.name, ", ".join(each.describe() for each in records))
         if unusable is not None:
-            raise unusable  # the others have read it, and need not wait for what will not be
+            raise unusable  # the others have read it in the record, and do not wait
         _check_tls(record, records)
         if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
             listeners.close_tcp()
@@ -264,14 +263,14 @@ class Lifecycle:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def report(self) -> ShutdownReport | None:
-        """The report of a shutdown that is over or has nothing to do; None if there is still something to do.
+        """The report of a shutdown that is over or needless; None if a shutdown is still to be done.
 
-        One whose loop is closed is taken down by this. Any thread.
+        Takes a worker with a closed loop down. Any thread.
         """
         if self.loop_is_closed:
             self.loop_closed()
         if self.lifetime.loop_ended or self.lifetime.broken:
-            registry.forget(self.lifetime)  # whoever asks knows by now
+            registry.forget(self.lifetime)  # the program knows it now
         state = self.lifetime.state
         if state in (WorkerState.NEW, WorkerState.CLOSED) and self._shutdown is None and not self._goes_on:
             return ShutdownReport()
@@ -280,12 +279,12 @@ class Lifecycle:
                 return self._shutdown.result()
             if state is WorkerState.CLOSED:
                 return ShutdownReport(timed_out=True)
-        if self.loop_is_closed:  # no shutdown began, or it never comes to its end
+        if self.loop_is_closed:  # no shutdown began, or it cannot end
             return ShutdownReport(timed_out=self._shutdown is not None)
         return None
 
     async def shutdown(self, graceful: bool, timeout: float) -> ShutdownReport:
-        """Begin to shut down, or wait for a shutdown that has begun already. See `Worker.shutdown`."""
+        """Begin to shut down, or wait for a running shutdown. See `Worker.shutdown`."""
         limit = seconds(timeout, "timeout")
         self._at_once = self._at_once or not graceful
         if self._shutdown is None:
@@ -296,8 +295,8 @@ class Lifecycle:
         try:
             return await asyncio.shield(self._shutdown)
         except asyncio.CancelledError:
-            # Whoever waited is cancelled (Ctrl-C, a timeout): leave at once instead of gracefully.
-            # Closing itself is bounded, and never cut short: half of it would be left for good.
+            # The waiting task is cancelled (Ctrl-C, a timeout): leave at once instead of gracefully. Closing itself is
+            # bounded and never cut short, because the rest of it would never be done.
             if self.lifetime.state is WorkerState.LEAVING:
                 self._shutdown.cancel()
             await until_done(self._shutdown)
@@ -316,16 +315,16 @@ class Lifecycle:
                 self._stays = True
                 try:
                     complete = await node.group.leave(timeout)
-                except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
+                except asyncio.CancelledError:  # by `shutdown`; later calls of that get a report
                     complete = False
                 finally:
                     self._stays = False
             node.publications.leave()
             node.references.flush()
             for link in node.links.all():
-                link.flush()  # give back the memory that we have released: this process may live on, and they need it
+                link.flush()  # returns released memory, which the others need: this process may live on
             leaked = tuple(node.references.leaked())
-            with contextlib.suppress(asyncio.CancelledError):  # as above: others that wait for this are not cancelled
+            with contextlib.suppress(asyncio.CancelledError):  # as above
                 await node.connector.settle()
         finally:
             lost = tuple(node.group.lost.values())
@@ -343,15 +342,15 @@ class Lifecycle:
         return ShutdownReport(lost, not complete, leaked)
 
     def _break_down(self) -> None:
-        """Begin to leave at once, as the runtime was interrupted in the midst of a step. Any thread."""
+        """Begin to leave at once after an interruption of the runtime. Any thread."""
         loop = self.loop
         assert loop is not None, "it has joined"
         logger.error("%s", self.lifetime.why_closed())
-        with contextlib.suppress(RuntimeError):  # it is closed, and so is the worker
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the worker
             loop.call_soon_threadsafe(lambda: begin(self.shutdown(graceful=False, timeout=0.0), loop))
 
     async def drop(self) -> None:
-        """Let go of everything without leaving: the others see a death."""
+        """Close everything without leaving: the others see a death."""
         if self.node is None:
             await self._give_up_joining()
             return
@@ -359,7 +358,7 @@ class Lifecycle:
         await self._close(WorkerEvent.DROPPED)
 
     async def _give_up_joining(self) -> None:
-        """End a join that is under way; then wait for whatever closes the worker."""
+        """End a running join; then wait until the worker is closed."""
         if self._joining is not None and not self._joining.done():
             self._joining.cancel()
             await asyncio.wait((self._joining,))
@@ -367,15 +366,15 @@ class Lifecycle:
             await asyncio.shield(self._closing)
 
     async def _close(self, event: WorkerEvent) -> None:
-        """Take down whatever has been made; if that is under way already, wait for it.
+        """Take the worker down; if that is under way already, wait for it.
 
-        The task is shielded: whoever waits here may be cancelled, but taking down halfway would leave things for good.
-        Where the loop has ended by itself, whoever has ended it takes everything down, and nobody can wait for it.
+        The task is shielded from a cancelled caller: a half-done end would leave resources behind. If the loop has
+        ended by itself, `loop_ended` takes everything down, and no task can wait for it.
         """
         if not self.lifetime.ended:
             self.lifetime.enter(event)
             if event is WorkerEvent.DROPPED and self.node is not None:
-                # Closed before: else the end of one connection would be told to others over those that are there still.
+                # Closed first: the others shall not hear of the end of one connection over another one.
                 for connection in list(self.node.engine.connections):
                     connection.abort()
             self._closing = begin(self._take_down(), asyncio.get_running_loop())
@@ -387,14 +386,14 @@ class Lifecycle:
             self._plan.events.end()
             self._plan.objects.close()
         await self._stack.aclose()
-        # It is CLOSED already if the interpreter exits or this is a forked child.
+        # CLOSED already when the interpreter exits, and in a forked child.
         if self.lifetime.state is WorkerState.CLOSING:
             self.lifetime.enter(WorkerEvent.ENDED)
 
     def loop_ended(self, cause: BaseException | None) -> Coro[None]:
         """The loop has ended while the worker was running: close it at once. Others see a loss, not a goodbye.
 
-        The coroutine that is returned lets go of the rest, and needs one more run of the loop. On the loop's thread.
+        The returned coroutine takes down the rest, and needs one more run of the loop. On the loop's thread.
         """
         if self.lifetime.ended or self.lifetime.state is WorkerState.NEW:
             return asyncio.sleep(0)
@@ -415,15 +414,14 @@ class Lifecycle:
 
     @property
     def loop_is_closed(self) -> bool:
-        """Whether the loop that it runs on was closed, so that nothing of the worker can go on."""
+        """Whether the worker's loop was closed."""
         return self.loop is not None and self.loop.is_closed()
 
     def loop_closed(self, *, wait: bool = True) -> None:
-        """The loop was closed, as `asyncio.run` does, and the worker has not shut down: take it down without the loop.
+        """The loop was closed before a shutdown, as `asyncio.run` does: take the worker down without the loop.
 
-        It is as a shutdown at once, as far as that needs no waiting: the others see a goodbye, as where a program ends
-        without a shutdown. Idempotent, nothing if it has shut down. wait: whether to wait for another thread that does
-        so already. Any thread.
+        It is a shutdown at once without its waits: the others see a goodbye. Idempotent; does nothing after a shutdown.
+        wait: whether to wait for another thread that does this already. Any thread.
         """
         if not self._without_loop.acquire(wait):
             return
@@ -436,7 +434,7 @@ class Lifecycle:
                 self.lifetime.loop_ended = True
                 if state is not WorkerState.LEAVING:
                     self.lifetime.enter(WorkerEvent.SHUTDOWN)
-                if not self.lifetime.ended:  # it had joined
+                if not self.lifetime.ended:  # it was a member
                     self.lifetime.enter(WorkerEvent.LEFT)
                 logger.warning("%s", self.lifetime.why_closed())
             self._goes_on = False
@@ -452,13 +450,13 @@ class Lifecycle:
 
 
 class _RendezvousEnd:
-    """How a worker leaves the rendezvous, as far as the store still answers.
+    """Leaving the rendezvous, if the store still answers.
 
-    It is entered into the exit stack before there is a rendezvous, so that joining can be given up at any point.
-    rendezvous, record: None until joining has got that far. silent: nobody is told, as if the process had died.
+    The exit stack has it before there is a rendezvous, so joining can be given up at any point. rendezvous, record:
+    None until joining has got that far. silent: leave without a goodbye, as if the process had died.
 
-    Of a worker that leaves in good order the store is told at once, beside all else: whoever cannot reach it from then
-    on, and has no connection on which a goodbye could come, looks there (`Group.look_for_farewell`).
+    A worker that leaves in good order first writes so into the store: a member that cannot reach it, and has no
+    connection for a goodbye, looks there (`Group.look_for_farewell`).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -469,20 +467,20 @@ class _RendezvousEnd:
         self._leaves = self._told = False
 
     def say_so(self, engine: Engine) -> None:
-        """Begin to tell the store that this worker leaves. `end` waits for it."""
+        """Begin to write into the store that this worker leaves. `end` waits for it."""
         self._leaves = True
         engine.tasks.spawn(engine.steps.run(self._tell))
 
     async def end(self, steps: Steps, joined: Callable[[], Node | None]) -> None:
-        """Wait for steps that are under way at the store, and leave it.
+        """Wait for running steps at the store, and leave it.
 
-        joined: the node, if the worker has joined. Where that leaves in good order these steps are waited for as long
-        as the store may take, else hardly at all.
+        joined: returns the node, if the worker has joined. A worker that leaves in good order waits for the steps for
+        `Bounds.store`, another one hardly at all.
         """
         node = joined()
         patience = Bounds().store if node is None else node.engine.bounds.store
         if node is None and self.rendezvous is not None and self.rendezvous.dynamic:
-            self._leaves = True  # members may have found it in the list, and would take it for lost
+            self._leaves = True  # members may have found it in the list, and must not take it for lost
         if steps.loop_closed:
             self._leaves = True
             self._leave_beside()
@@ -491,28 +489,28 @@ class _RendezvousEnd:
             async with asyncio.timeout(patience) as limit:
                 await steps.wait(patience if node is not None and node.patient else 0.1)
                 if node is None and not await steps.wait(_GIVING_UP):
-                    # It may answer this thread and not that one; but whoever gives up does not wait for long.
+                    # The store may still answer another thread, but an abandoned join does not wait for long.
                     patience = 2 * _GIVING_UP
                     limit.reschedule(asyncio.get_running_loop().time() + _GIVING_UP)
                 if self.rendezvous is not None:
                     await steps.run(self._leave)
         except TimeoutError:
-            steps.stop.set()  # of who still tries to reach it
+            steps.stop.set()  # ends other steps at the store
             logger.warning(
                 "worker %s left without a word to the store of %s, which has not answered for %g s",
                 self._plan.name,
                 self._plan.init_method,
                 patience,
             )
-        except Overloaded as error:  # there is no thread to say it in
+        except Overloaded as error:  # there is no thread for it
             logger.warning(
                 "worker %s left without a word to the store of %s: %s", self._plan.name, self._plan.init_method, error
             )
 
     def _leave_beside(self) -> None:
-        """Leave in a thread that goes on by itself if that takes long: whoever found the loop closed has other work.
+        """Leave in a thread, and wait for it for a short time.
 
-        Nothing if there can be no thread, as when the interpreter exits.
+        Does nothing if there can be no thread, as when the interpreter exits.
         """
         if self.rendezvous is None:
             return
@@ -550,21 +548,21 @@ class _RendezvousEnd:
 
 
 def _finish_without_loop(coroutine: Coro[None]) -> None:
-    """Run a coroutine to its end where no loop can: what would have to wait is cancelled in place of that."""
+    """Run a coroutine to its end without a loop: each of its waits is cancelled."""
     try:
         coroutine.send(None)
         while True:
             coroutine.throw(asyncio.CancelledError())
     except StopIteration:
         return
-    except (Exception, asyncio.CancelledError) as error:  # all steps were taken, and one of them would have needed it
+    except (Exception, asyncio.CancelledError) as error:  # all steps were taken, and one needed the loop
         foreign.log_error(logger, logging.DEBUG, error, "taking a worker down without its loop")
 
 
 def _watch_loop(node: Node) -> asyncio.Task[None]:
-    """A task on a loop of the program's that is cancelled with all others, as `asyncio.run` does at its end.
+    """A task on the program's loop that notices when `asyncio.run` cancels all tasks at its end.
 
-    Then that waits for its threads (`asyncio.to_thread`), and nobody would end what these wait for.
+    Then `asyncio.run` waits for its threads (`asyncio.to_thread`), and their waits for this worker have to end.
     """
 
     async def until_cancelled() -> None:
@@ -576,12 +574,12 @@ def _watch_loop(node: Node) -> asyncio.Task[None]:
             raise
 
     task = begin(until_cancelled(), node.engine.loop, contextvars.Context())
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # a loop may be closed without a word
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # no warning if the loop is closed without cancelling
     return task
 
 
 async def _serve_rendezvous(node: Node) -> None:
-    """In a free group: look after joining members, and find a store again that has gone, until the worker ends."""
+    """In a free group: serve joining members, and find a lost store again, until the worker ends."""
     engine, rendezvous = node.engine, node.rendezvous
     bounds, name = engine.bounds, engine.name
     gone = occupied = False
@@ -598,17 +596,17 @@ async def _serve_rendezvous(node: Node) -> None:
                 logger.info("worker %s has found a store again: joining members find it there", name)
                 gone = occupied = False
                 pause = bounds.serving_pause
-        except asyncio.CancelledError:  # the worker ends, which waits for steps that are under way
+        except asyncio.CancelledError:  # the worker ends, and waits for running steps
             engine.steps.stop.set()
             raise
         except StoreGone as error:
             if not gone:
-                said = "worker %s: %s. Members that know each other go on; joining members find nobody"
+                said = "worker %s: %s. Members that know each other go on; joining members find none of them"
                 logger.warning(said, name, error)
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE
-        except (RendezvousError, OSError) as error:  # also where the file of the secret cannot be written just now
+        except (RendezvousError, OSError) as error:  # OSError if the file of the user's key cannot be written
             if gone and not occupied:
                 occupied = True
                 logger.warning("worker %s: %s", name, error)
@@ -617,10 +615,7 @@ async def _serve_rendezvous(node: Node) -> None:
 
 
 def _check_tls(own: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
-    """RendezvousError if a member cannot use its files, or if some have TLS and others have not.
-
-    It would do nothing for either.
-    """
+    """RendezvousError if a member cannot use its TLS files, or if some members have TLS and others have not."""
     for record in records:
         if record.tls.startswith(UNUSABLE):
             raise RendezvousError(f"{record.describe()} cannot join: {record.tls.removeprefix(UNUSABLE)}")
@@ -636,6 +631,6 @@ def _check_tls(own: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
 def _is_beside(own: WorkerRecord, record: WorkerRecord) -> bool:
     """Whether a worker is on this host and can be reached by its unix socket.
 
-    Containers may share everything that makes a host but the files; then the path of its socket leads nowhere here.
+    Containers may share a host's namespaces but not its files; then the socket's path does not exist here.
     """
     return record.host == own.host and bool(record.unix_path) and os.path.exists(record.unix_path)

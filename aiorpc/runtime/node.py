@@ -1,9 +1,8 @@
 """A running worker: its parts, put together.
 
-The parts are made in their order, each from what it needs: the engine first, then the links, and so on up to the group
-and to the objects that open and take connections. If a part needs another one that is made later, it asks the node for
-it, through the `Home` that its room declares, and not before the worker is running. Nodes are made and taken down by
-`life`.
+The parts are made in order, each from those that it needs: the engine first, then the links, and so on up to the group
+and the objects that open and accept connections. A part that needs a later one asks the node for it, through a
+`Protocol` of its package, and not before the worker runs. `lifecycle` makes nodes and takes them down.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ from .references.rref import RRef
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker is to be, as its user asked for it, before anything of it exists.
+    """The user's description of a worker, before anything of it exists.
 
-    worker: the `Worker` that stands for it in the user's program. claims: what it tells the others about its devices.
-    objects: those that it serves under names. role: as in its record.
+    worker: the `Worker` in the user's program. claims: about its devices, for the others. objects: served under names.
+    role: as in its record.
     """
 
     worker: Any
@@ -91,7 +90,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The result of joining: how the group is reached, who is in it, and the secret that its members share.
+    """The result of joining: the rendezvous, the members, and the secret that they share.
 
     credentials: for TLS, None without.
     """
@@ -105,20 +104,19 @@ class Meeting:
 
 
 class Node:
-    """A running worker. Its methods belong to the loop where they do not say otherwise.
+    """A running worker. On the loop, unless a method says otherwise.
 
-    Every part says itself which threads may use it. All parts are assigned in `__init__`, so whoever has a node need
-    not ask whether a part is there.
+    Every part documents its threads. `__init__` assigns all parts, so a node always has each part.
     """
 
     engine: Engine
 
     def __init__(self, meeting: Meeting, plan: Plan, lifetime: Lifetime, steps: Steps, stack: AsyncExitStack) -> None:
-        """To be called on the loop.
+        """On the loop.
 
-        stack: the exit stack of the worker's life. Each part enters there how it is taken down; the stack runs these
-        steps in the reverse order. A part that others still need while they end has to be entered before them, even
-        where it is made after them: so the devices, the connections and the engine are entered first, and end last.
+        stack: the exit stack of the worker's life. Each part enters its end there, and the stack runs these in reverse
+        order. A part that others need while they end has to be entered before them, even if it is made later: so the
+        devices, the connections and the engine are entered first, and end last.
         """
         options, hooks = plan.options, plan.hooks
         self.worker: Any = plan.worker
@@ -126,7 +124,7 @@ class Node:
         self.rendezvous: Rendezvous = meeting.rendezvous
         self.listeners: Listeners = meeting.listeners
         self.read_error: Callable[[str, BaseException], BaseException] = hooks.read_error
-        self.patient = False  # whether handlers that still run are waited for; set when the worker leaves in good order
+        self.patient = False  # whether to wait for running handlers; set when the worker leaves in good order
         lifetime.may_begin = partial(is_nested, self)
         self.engine = engine = Engine(
             lifetime,
@@ -158,7 +156,7 @@ class Node:
         self.retries: Retries = Retries(self)
         self.barriers: Barriers = Barriers(self)
         self.services: set[Service] = set()
-        self.orphaned: list[Service] = []  # whose callers are gone, and whose calls go on
+        self.orphaned: list[Service] = []  # services whose callers are gone and whose calls go on
         self.group: Group = Group(self, list(meeting.records))
         stack.callback(self.group.close)
         stack.callback(self.peers.close)
@@ -177,16 +175,18 @@ class Node:
             describe=self.describe_running,
             apart=lambda: self.worker._thread is not None,
             name=engine.name,
-            on_closed=partial(self.loop_closed, wait=False),  # a loop that others take down ends this thread, too
+            on_closed=partial(
+                self.loop_closed, wait=False
+            ),  # does not wait for a thread that takes the worker down: that one waits for the monitor's thread
         )
         stack.callback(self.monitor.stop)
         self.lines: LineWatch = LineWatch(engine.loop, engine.connections)
         stack.callback(self.lines.stop)
 
     async def start(self) -> None:
-        """Wake the devices that calls use, and begin to take connections."""
+        """Start the devices that calls use, and begin to take connections."""
         await self.accelerators.start({self.engine.name: self.accelerators.claims, **self.rendezvous.claims})
-        # Handlers run in a copy of the context in which the reader was registered: not in that of whoever started us.
+        # Handlers run in copies of the reader's context, which must not be that of the starting code.
         contextvars.Context().run(self.acceptor.start)
         self.monitor.start()
         self.lines.start()
@@ -208,11 +208,11 @@ class Node:
             logger.warning("worker %s shut down while %d handler threads were still running", self.engine.name, left)
 
     async def _end_connections(self) -> None:
-        """Wait until what is queued is written, for a bounded time: a peer that does not read must not keep us."""
+        """Wait until the queues are written, for a bounded time: a peer that does not read must not delay the end."""
         connections = self.engine.connections
         limit = time.monotonic() + self.engine.bounds.connections
-        closed = self.engine.loop.is_closed()  # then nothing is waited for
-        while not closed and any(not each.ended for each in connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
+        closed = self.engine.loop.is_closed()  # then there is no wait
+        while not closed and any(not each.ended for each in connections) and time.monotonic() < limit:  # noqa: ASYNC110  # no event for all ends
             await asyncio.sleep(0.005)
         for connection in list(connections):
             connection.abort()
@@ -221,11 +221,11 @@ class Node:
         await self.accelerators.close(self.engine.bounds.devices)
 
     def loop_closed(self, *, wait: bool = True) -> None:
-        """The worker's loop was closed without a shutdown: take it down without, see `Lifecycle.loop_closed`."""
+        """The worker's loop was closed without a shutdown: see `Lifecycle.loop_closed`."""
         self.worker._loop_closed(wait=wait)
 
     def leave_without_loop(self, error: RpcError) -> None:
-        """Say goodbye where that takes no waiting, end the pending calls with that error, and close all connections."""
+        """Say goodbye without waiting, end the pending calls with that error, and close all connections."""
         self.engine.steps.stop.set()
         for peer in self.peers.all():
             _without_loop(peer.goodbye)
@@ -236,22 +236,22 @@ class Node:
         for connection in list(self.engine.connections):
             _without_loop(connection.abort)
 
-    # --- for the rooms below ------------------------------------------------------------------------------------------
+    # --- for the packages below ---------------------------------------------------------------------------------------
 
     def connect(self, peer: Peer) -> None:
         """Begin to connect to a peer."""
         self.connector.connect(peer)
 
     def peer_of(self, record: WorkerRecord) -> Peer:
-        """The peer of a worker that has proved who it is."""
+        """The peer of a worker that has proved itself."""
         return self.peers.of(record)
 
     def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
-        """A worker has said that it leaves. sure: it was it for sure that has said so. failed: as of `farewell`."""
+        """A worker says goodbye. sure: the connection is proved to be its own. failed: as of `farewell`."""
         self.group.on_goodbye(record, sure, failed)
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
-        """Whether a worker that cannot be reached has left, as it has told the store."""
+        """Whether an unreachable worker has left, according to the store."""
         return await self.group.look_for_farewell(record)
 
     async def reach(self, record: WorkerRecord) -> socket.socket:
@@ -263,7 +263,7 @@ class Node:
         await self.connector.probe(record)
 
     def on_unknown(self, worker_id: int) -> None:
-        """Nobody in the group has that id."""
+        """No worker in the group has that id."""
         self.references.on_unknown(worker_id)
 
     def open_stream(
@@ -277,7 +277,7 @@ class Node:
         depth: int,
         keeps: object = None,
     ) -> Stream[object]:
-        """A stream of what that call yields, see `stream.open_stream`. Any thread."""
+        """The stream of a call's items, see `stream.open_stream`. Any thread."""
         return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1, keeps=keeps)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Node:
         )
 
     def owes_answers(self) -> bool:
-        """Whether answers wait until their callers read them, or until a connection goes on."""
+        """Whether answers wait for their callers to read, or for a suspended connection."""
         return any(service.link.owing for service in list(self.services))
 
     def activity(self) -> tuple[bool, int]:
@@ -304,7 +304,7 @@ class Node:
     def pending_calls(self) -> list[PendingCall]:
         """The calls under way at this worker, those it made and those it serves, oldest first.
 
-        Also those that are between two tries.
+        Calls between two tries are included.
         """
         calls = [call for peer in self.peers.all() for call in peer.pending.pending_calls()]
         calls += [call for service in (*self.services, *self.orphaned) for call in service.pending_calls()]
@@ -323,16 +323,16 @@ class Node:
         return legible(", ".join((*named, f"and {len(calls) - 5} more") if len(calls) > 5 else named))
 
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
-        """See `Departure`. Not what handlers wait for, which is part of the calls that they serve."""
+        """See `Departure`. Waits of handlers go on, as parts of the calls that they serve."""
         ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(why)]
         ended += [each for peer in self.peers.all() for each in peer.pending.end_waits(why, calls=calls)]
         return [*ended, *self.retries.end_waits()]
 
     def loop_ends(self) -> None:
-        """All tasks of the loop are cancelled, and the worker has not shut down: threads are not to wait for it.
+        """All tasks of the loop are cancelled before a shutdown: end the waits of threads.
 
-        The loop is closed next as a rule, which takes the worker down. What runs on the loop still may make calls, as a
-        task that is cancelled and has something left to say.
+        The loop is usually closed next, which takes the worker down. Code on the loop, such as a cancelled task that
+        cleans up, may still make calls.
         """
         lifetime, engine = self.engine.lifetime, self.engine
         lifetime.loop_ends = True
@@ -343,9 +343,9 @@ class Node:
         self.publications.leave()
 
     def continues(self, origin: tuple[int, int]) -> bool:
-        """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
+        """Whether an arriving call belongs to a chain of calls in which this worker makes or serves another one."""
         served = [call.origin for service in list(self.services) for call in list(service.calls.values())]
-        if served.count(origin) > 1:  # the one that arrives is served, too
+        if served.count(origin) > 1:  # the arriving call is among them
             return True
         caller, call_id = origin
         return caller == self.engine.info.id and any(call_id in peer.pending.calls for peer in self.peers.all())
@@ -357,10 +357,9 @@ class Node:
     # --- the end without leaving --------------------------------------------------------------------------------------
 
     def in_forked_child(self) -> None:
-        """In a forked child: let go of the parent's descriptors; every verb raises from now on.
+        """In a forked child: release the parent's descriptors; every verb raises from now on.
 
-        No lock may be taken here: a thread that held it in the parent does not exist in the child, so nobody would
-        give it back.
+        No lock may be taken here: a thread that held it in the parent does not exist in the child.
         """
         if self.engine.lifetime.state is not WorkerState.CLOSED:
             self.engine.lifetime.enter(WorkerEvent.FORKED)
@@ -374,15 +373,15 @@ class Node:
         self.accelerators.close_in_child()
 
     def at_exit(self) -> None:
-        """The interpreter exits although this worker has not shut down: say goodbye where that takes no waiting.
+        """The interpreter exits before this worker has shut down: say goodbye without waiting.
 
-        On the main thread. No thread may be started any more at this point.
+        On the main thread. No thread can be started any more.
         """
-        # The loop may still run for a while in its thread. It is closed first, so that it takes the ends of connections
-        # with which the others answer the goodbye for no losses.
+        # Closed first, because the loop may still run in its thread: it must not take the ends of connections, with
+        # which the others answer the goodbye, for losses.
         if self.engine.lifetime.state is not WorkerState.CLOSED:
             self.engine.lifetime.enter(WorkerEvent.EXITED)
-        self.engine.lifetime.fail(getattr(sys, "last_type", None))  # of the main program, if that has ended by an error
+        self.engine.lifetime.fail(getattr(sys, "last_type", None))  # the error of the main program, if any
         self.listeners.unlink()
         for peer in self.peers.all():
             peer.goodbye()
@@ -390,13 +389,13 @@ class Node:
             service.goodbye()
 
     def at_end(self) -> None:
-        """The interpreter is about to end although this worker has not shut down: end the thread of its loop, if it
-        has one of its own, and the calls that nothing will answer. On the main thread, behind `at_exit`."""
+        """The interpreter ends before this worker has shut down: end the thread of its loop, if it has one of its own,
+        and the pending calls. On the main thread, after `at_exit`."""
         thread = self.worker._thread
         if thread is None:
             return
         thread.end_at_exit()
-        # A finalizer that runs later may wait for one of them.
+        # A later finalizer may wait for one of them.
         _without_loop(self.publications.close)
         _without_loop(self.retries.close)
         for peer in self.peers.all():
@@ -404,19 +403,19 @@ class Node:
 
 
 def _without_loop(step: Callable[[], object]) -> None:
-    """Take a step of the end whose last part may need the loop, which is closed; what of it needs none is done."""
+    """Take a step of the end whose last part may need the loop, which is closed; the other parts are done."""
     try:
         step()
     except Exception as error:
         foreign.log_error(logger, logging.DEBUG, error, "taking a worker down without its loop")
 
 
-#: The nodes of this process; the registry of `calls.current`, which all of them are entered in.
+#: The nodes of this process; the same object as `calls.current.registry`.
 registry: Registry[Node] = cast("Registry[Node]", current.registry)
 
 
 def serving() -> tuple[Node, ServedCall]:
-    """In a handler that belongs to the runtime: the node that serves the call, and the call."""
+    """In a handler of the runtime: the node that serves the call, and the call."""
     call = current_call.get()
     assert call is not None, "only handlers ask"
     node: Any = call.node  # a Node: there is nothing else
@@ -424,13 +423,13 @@ def serving() -> tuple[Node, ServedCall]:
 
 
 def node_of(rref: RRef[object]) -> Node:
-    """The node whose handle an RRef is."""
+    """The node of an RRef."""
     node: Node = rref._references.worker  # type: ignore[assignment]  # a Node: there is nothing else
     return node
 
 
 def _other_end(link: Link) -> Link | None:
-    """The other end of a link if that is in this process."""
+    """The other end of a link, if it is in this process."""
     for node in registry.nodes():
         if node.engine.record.incarnation == link.record.incarnation:
             return node.links.find(link.engine.record, link.number, opener=not link.opener)

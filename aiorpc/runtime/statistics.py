@@ -1,4 +1,4 @@
-"""What a worker has done and is doing, as numbers."""
+"""The figures of a worker."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ..channels import Traffic
 from ..protocol.states import CallOutcome
 from .node import Node
 
-# How a served call has ended that its caller does not wait for.
+# Outcomes of a served call whose caller does not wait for it.
 _CANCELLED = (CallOutcome.CANCELLED, CallOutcome.TIMEOUT, CallOutcome.LOST)
 
 COUNTER, GAUGE, MAXIMUM = "counter", "gauge", "maximum"
 
 
 def _is(kind: str, unit: str) -> int:
-    """A field, with what `docs/reference/statistics.md` says of it, and what a program needs that exports it."""
+    """A field, with metadata for `docs/reference/statistics.md` and for programs that export it."""
     return field(default=0, metadata={"kind": kind, "unit": unit})
 
 
@@ -28,26 +28,26 @@ class Statistics:
     gauge is the value at this moment. A maximum is the largest value since the start.
     """
 
-    # Calls that were made here. To fetch the value of a reference is one.
+    # Calls made here; fetching the value of a reference counts.
     calls_made: int = _is(COUNTER, "calls")
     calls_answered: int = _is(COUNTER, "calls")
     calls_pending: int = _is(GAUGE, "calls")
     calls_timed_out: int = _is(COUNTER, "calls")
-    calls_retried: int = _is(COUNTER, "tries")  # those that failed, and were followed by another one
+    calls_retried: int = _is(COUNTER, "tries")  # failed tries that another one followed
     late_answers: int = _is(COUNTER, "answers")
     latency_p50: float = _is(GAUGE, "s")  # upper bound, to within a factor of two
     latency_p99: float = _is(GAUGE, "s")
-    # Calls that were served here; those that were refused, and so not served, have failed, too.
+    # Calls served here; refused calls, which were not served, count as failed.
     calls_served: int = _is(COUNTER, "calls")
     calls_running: int = _is(GAUGE, "calls")
     calls_failed: int = _is(COUNTER, "calls")
     calls_cancelled: int = _is(COUNTER, "calls")
     connections: int = _is(GAUGE, "connections")
     connections_refused: int = _is(COUNTER, "connections")
-    # Whose other end went away before it had proved itself; if local, not without a word.
+    # Their other end went away before it had proved itself; a local one counts only if it had sent something.
     connections_given_up: int = _is(COUNTER, "connections")
-    connections_suspended: int = _is(COUNTER, "breaks")  # how often one broke that might go on over a new socket
-    connections_resumed: int = _is(COUNTER, "breaks")  # how often one did
+    connections_suspended: int = _is(COUNTER, "breaks")  # breaks of connections that may be resumed
+    connections_resumed: int = _is(COUNTER, "breaks")  # resumptions
     bytes_sent: int = _is(COUNTER, "bytes")
     bytes_received: int = _is(COUNTER, "bytes")
     messages_sent: int = _is(COUNTER, "messages")  # of all kinds, the runtime's and pieces of large buffers among them
@@ -59,13 +59,13 @@ class Statistics:
     references_owned: int = _is(GAUGE, "values")
     references_held: int = _is(GAUGE, "references")
     references_pending: int = _is(GAUGE, "references")
-    # By name: what went which way, and what could not, why.
+    # By the channel's name: its traffic, and why buffers took another way.
     channels: dict[str, Traffic] = field(default_factory=dict, metadata={"kind": COUNTER, "unit": "buffers, bytes"})
-    shared_lent: int = _is(GAUGE, "bytes")  # of the arena, that other workers hold now
-    shared_leases: int = _is(GAUGE, "blocks")  # in which they are
-    shared_used: int = _is(GAUGE, "bytes")  # of the arena in blocks, with what rounding adds
+    shared_lent: int = _is(GAUGE, "bytes")  # of the arena, held by other workers
+    shared_leases: int = _is(GAUGE, "blocks")  # with these bytes
+    shared_used: int = _is(GAUGE, "bytes")  # of the arena, in blocks, with rounding
     shared_size: int = _is(GAUGE, "bytes")  # of the arena
-    shared_resident: int = _is(GAUGE, "bytes")  # of memory that it takes up
+    shared_resident: int = _is(GAUGE, "bytes")  # of memory that the arena occupies
     loop_lag_mean: float = _is(GAUGE, "s")
     loop_lag_max: float = _is(MAXIMUM, "s")
     loop_blocked: int = _is(COUNTER, "times")

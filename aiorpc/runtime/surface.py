@@ -1,7 +1,7 @@
-"""The runtime's own handlers: all of them, who may call each, about whom it may speak, and what bounds it.
+"""The runtime's own handlers: the callers of each, its subject, and its bounds.
 
-They serve members that may call nothing else (the option ``allow``). What they take is what their annotations declare
-(`calls.declared`). Tests compare this list with the handlers that bear a mark, and with the table in SECURITY.md.
+They also serve members with no other rights (the option ``allow``). Their annotations declare their arguments
+(`calls.declared`). Tests compare this list with the marked handlers, and with the table in SECURITY.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WAITS = "waits at a queue: `max_queued_calls`"
 
 
 class OwnHandler(NamedTuple):
-    """One handler. callers: who may call it. about: whom, or what, a caller may speak about. bound: what it counts as,
-    beside the bytes of its arguments (`max_queued_bytes`)."""
+    """One handler. callers: its callers. about: the subject of a call. bound: its limits, beside the bytes of its
+    arguments (`max_queued_bytes`)."""
 
     name: str
     callers: str

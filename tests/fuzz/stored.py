@@ -15,9 +15,10 @@ from torch.distributed import HashStore
 
 from aiorpc.errors import RendezvousError
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.engine.host import host_identity
 from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.membership import Member
-from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
+from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from tests.fuzz.trap import nothing_unpickled
 
 RECORD = WorkerRecord("worker", 3, "ab" * 16, "host:1:1", "name", 17, "main", "/run/x.sock", "127.0.0.1", 1)

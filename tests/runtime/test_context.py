@@ -454,7 +454,7 @@ async def test_events_that_nobody_takes_are_bounded(
         assert "of which 3 wait: the oldest ones are dropped from now on" in begun and not others
         assert [await anext(kept) for _ in range(3)] == told[2:5]
         assert caplog.messages[1:] == [
-            "2 events of the group were dropped, the oldest first, as nobody took them in time"
+            "2 events of the group were dropped, the oldest first, because they were not taken in time"
         ]
         for event in told[5:]:
             news.publish(event)

@@ -112,7 +112,7 @@ async def test_a_host_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_worker_that_nobody_has_awaited_says_so() -> None:
     """It has not shut down: it was never there."""
     worker = aiorpc.init("w", init_method="file://never-joined")
-    with pytest.raises(WorkerClosed, match=r"'w' has not joined its group, as nobody has awaited it: write `await"):
+    with pytest.raises(WorkerClosed, match=r"'w' has not joined its group, because it was not awaited: write `await"):
         worker.call("w", len, "abc")
 
 

@@ -120,7 +120,7 @@ async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixtu
                     await asyncio.wait_for(a.call("b", where), LIMIT)
     assert [record.message for record in caplog.records if "has gone" in record.message] == [
         f"worker a: the store at tcp://127.0.0.1:{port} has gone: the process that served it has ended. Members that "
-        "know each other go on; joining members find nobody"
+        "know each other go on; joining members find none of them"
     ]
 
 
@@ -228,7 +228,7 @@ def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest
             assert newcomer.swap("z", "", "c") == "c"
             with caplog.at_level(logging.WARNING, "aiorpc"):
                 assert second.meet_again(second.record)
-            assert "worker b: somebody else has set z at the store that is here now" in caplog.text
+            assert "worker b: another worker has set z at the store that is here now" in caplog.text
             assert [newcomer.look_up(key) for key in "xyz"] == ["a", "b", "c"]
         del store
 
@@ -383,7 +383,7 @@ async def test_a_leader_that_did_not_reach_the_store_for_a_while_lets_newcomers_
     with monkeypatch.context() as away:
         away.setattr(rendezvous, "listens", lambda place: False)
         await workers[1]._drop()
-        await until(lambda: any("can let nobody in" in message for message in caplog.messages))
+        await until(lambda: any("cannot admit joining members" in message for message in caplog.messages))
     async with Worker("w1", rank=1, world_size=2, init_method=method) as back:
         assert await workers[0].call("w1", where) == "w1" and await back.call("w0", where) == "w0"
         await asyncio.gather(workers[0].shutdown(), back.shutdown())

@@ -30,12 +30,13 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.engine.host import host_identity
 from aiorpc.runtime.meeting import stores
 from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.patience import Patience
-from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous, host_identity
+from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.secret import USER_KEY, Secret, fingerprint, make_key
 from tests.limits import busy
 from tests.ports import free_port
@@ -1269,7 +1270,7 @@ def test_a_key_that_others_may_have_written_is_refused(here: Group, tmp_path: Pa
 def test_members_with_different_keys_are_told_so(here: Group, tmp_path: Path, size: int | None) -> None:
     """As where they have another TMPDIR, or where a stranger has written a secret of his own into the store."""
     here.require_secret = None
-    said = "has another secret than .*TMPDIR.* Or somebody who is no member has written into the store"
+    said = "has another secret than .*TMPDIR.* Or a stranger has written into the store"
     assert here.store is not None
     if size is None:
         free(here, tmp_path / "here", "a")
@@ -1562,7 +1563,8 @@ def test_a_main_without_a_file_is_its_own() -> None:
 CHILD = """
 import os, secrets, socket, sys, threading, time
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity, main_identity
+from aiorpc.runtime.engine.host import host_identity, main_identity
+from aiorpc.runtime.meeting.rendezvous import Rendezvous
 
 def record(name, number):
     token = secrets.token_hex(16)

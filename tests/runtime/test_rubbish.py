@@ -149,4 +149,4 @@ def test_the_error_says_where_and_who(tmp_path: Path) -> None:
     store.set("aiorpc/generation", "rubbish")
     said, *_ = join(store, 1, tmp_path)
     assert "holds no number under aiorpc/generation, which no worker has written" in said
-    assert "Whoever reaches that store can write there" in said and "but not join it" in said
+    assert "Everyone who reaches that store can write there" in said and "but not join it" in said

@@ -1,7 +1,7 @@
 """The callee's side of a call: from its message to its answer.
 
-Owns: the calls that one connection brings (`Service`), finding what they name (`Resolver`), running them (`Runner`),
-their answers (`Answers`), and the producing end of streams.
+Owns: the calls of one connection (`Service`), finding their functions (`Resolver`), running them (`Runner`), their
+answers (`Answers`), and the producing end of streams.
 
 Shows: `Service`.
 

@@ -1,4 +1,4 @@
-"""What goes back to the caller: the results, errors and items of the calls that arrive on one connection."""
+"""Answers to the caller: results, errors and items of the calls of one connection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .remembered import KeptAnswer, Remembered, not_begun, not_there
 from .served_calls import ServedCalls
 
 _VALUE, _ERROR, _REFUSED = CallOutcome.VALUE, CallOutcome.ERROR, CallOutcome.REFUSED
-#: The body and the buffers of a result, and whether there is anything to undo if it is not sent.
+#: The body and the buffers of a result, and whether an unsent one has steps to undo.
 _Written = tuple[bytes, Sequence[AnyBuffer], bool]
 _NOTHING = write(Reply(Values([None])))  # the body of an answer without a result
 
@@ -43,19 +43,19 @@ _NOTHING = write(Reply(Values([None])))  # the body of an answer without a resul
 CANCELLED = "its caller has cancelled it"
 GONE = "its caller is gone"
 OVERDUE = "the time that its caller had for it was up"
-# What a handler raises that has heard that its caller has given up.
+# Errors of a handler that stops because its caller has given up.
 _STOPPED = (RpcCancelled, asyncio.CancelledError, ProcessExits)
 
 
 class PeerForAnswers(Destination, PeerForContexts, Protocol):
-    """The worker that is answered (`Peer`)."""
+    """The calling worker (`Peer`)."""
 
 
 class ReferencesForAnswers(Protocol):
     """The values of references of this worker (`References`)."""
 
     def settle_created(self, call: ServedCall, result: object, error: BaseException | None = None) -> None:
-        """The call creates a reference: its value is this, or this error for its users. Any thread."""
+        """Set the value of the reference that the call creates, or the error for its users. Any thread."""
 
 
 class Answers:
@@ -84,27 +84,26 @@ class Answers:
         self._served = served
 
     def _may_answer(self, call: ServedCall, size: int = 0) -> bool:
-        """End a call with a value of so many bytes; whether that is to be sent.
+        """End a call with a value of so many bytes; whether to send it.
 
-        If the caller gave up while this answer was being made, it is sent all the same, because references may be in
-        it. The caller drops the late answer but takes its references, and the table here waits for that.
+        An answer whose caller has just given up is sent, too: the caller drops it but takes its references, and the
+        table of references here waits for that.
         """
         call.replied = self._served.end(call, _VALUE, size) or call.cancelled
-        # The answer is sent next, and what its caller says then is for this thread, if that has read this call: never
-        # a creation, behind whose answer come the users of its value.
+        # The answer is sent next, and this thread polls for the caller's next call, if it stands by.
         if call.replied and self._engine.pool.may_stay_awake:
             self._engine.pool.lookout.get_ready()
         return call.replied
 
     def _urgent(self) -> bool:
-        """Whether an answer is written at once: with few other calls under way there is little to join it with."""
+        """Whether to write an answer at once: with few other calls it would hardly be joined with another one."""
         return len(self._served.calls) < FEW + self._served.system
 
     def enter(self, call: ServedCall) -> Overloaded | None:
-        """That call may be run: its caller takes part in the autograd context that it was made in. Any thread.
+        """Before a call runs: enter its caller into the autograd context of the call. Any thread.
 
-        Returns why it is not run, if it is not. A handler that serves everybody is run in none: else to call one would
-        make a worker take part that may have nothing run.
+        Returns the refusal, if the call may not run. A handler for every member runs outside of the context: otherwise
+        a call without rights would make this worker take part.
         """
         assert call.autograd is not None, "it was made in a context"
         serves_all = None if call.handler is None else partial(is_intrinsic, call.handler.function)
@@ -112,13 +111,13 @@ class Answers:
             call.autograd = self._gradients.called(call.autograd, self._caller, serves_all)
         except Overloaded as error:
             call.autograd = None
-            return error.with_traceback(None)  # which would hold this frame, and that the call
+            return error.with_traceback(None)  # its frames would hold the call
         return None
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     def answer_future(self, call: ServedCall, copy: bool, future: AnyFuture) -> None:
-        """Send the value or the error of a Future that is done. copy: see `answer`."""
+        """Send the value or the error of a settled Future. copy: see `answer`."""
         value, error = outcome(future)
         if error is None:
             self.answer(call, value, copy=copy)
@@ -126,8 +125,8 @@ class Answers:
             self.answer_error(call, error)
 
     def answer_awaited(self, call: ServedCall, future: asyncio.Future[object]) -> None:
-        """Send the value or the error of a Future of the loop that is done."""
-        call.on_cancel = None  # it leads back here
+        """Send the value or the error of a done Future of the loop."""
+        call.on_cancel = None  # breaks a reference cycle
         if future.cancelled():
             if not call.cancelled:
                 self.answer_cancelled(call)
@@ -137,7 +136,7 @@ class Answers:
             self.answer(call, future.result())
 
     def answer_cancelled(self, call: ServedCall) -> None:
-        """What serves the call was cancelled, and not by its caller."""
+        """The call's task or Future was cancelled, and not by its caller."""
         self.answer_error(call, RpcCancelled(f"{call.function} was cancelled on {self._engine.name!r}"))
 
     def answer(self, call: ServedCall, result: object, *, copy: bool = False) -> None:
@@ -208,7 +207,7 @@ class Answers:
             error = SerializationError(f"{self._result_of(call)} {refused}")
         except Exception as failure:
             error = failure
-        except BaseException as failure:  # pickling raised it; it is no request to end this worker
+        except BaseException as failure:  # pickling raised it: no reason to end this worker
             self.answer_error(call, not_pickled(self._result_of(call), failure))
             pass_on(failure)
             return None
@@ -216,7 +215,7 @@ class Answers:
         return None
 
     def _tape(self, call: ServedCall, result: object) -> Tape | None:
-        """What records the tensors of an answer in the autograd context of its call."""
+        """The tape that records the answer's tensors in the autograd context of its call."""
         assert call.autograd is not None, "it is asked in one alone"
         gradients = self._gradients
         if gradients.as_torch and call.handler is None and call.arguments.values == OF_VALUE:
@@ -224,7 +223,7 @@ class Answers:
         return gradients.answers(call.autograd, self._caller)
 
     def _send_written(self, call: ServedCall, written: _Written, copy: bool) -> None:
-        """Send a result with its buffers: from here, or from a thread if copying these takes long."""
+        """Send a result with its buffers, in a background thread if copying them takes long."""
         body, buffers, _ = written
         link = self._link
         if not buffers or (not copy and link.distribution.rides(buffers)):
@@ -244,7 +243,7 @@ class Answers:
     def _answer_creation(self, call: ServedCall, value: object) -> None:
         """The result becomes the value of a reference and stays here; its creator gets an empty answer.
 
-        Others may wait for the value already: they are answered in the same write.
+        Other workers may wait for the value: they are answered in the same write.
         """
         if self._may_answer(call):
             self._send(REPLY, call, _NOTHING, more=True)
@@ -252,7 +251,7 @@ class Answers:
         self._connection.push()
 
     def _answer_buffers(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], size: int) -> None:
-        """In a thread: copying the buffers takes long. size: bytes of them."""
+        """In a background thread, because copying the buffers takes long. size: of these, in bytes."""
         try:
             self._post(call, self._prepare(call, body, buffers, False))
         finally:
@@ -301,14 +300,14 @@ class Answers:
             return
         call.replied = True
         again = not call.begun if call.once is None else self._may_come_again(call, error)
-        # An error may be as long as it likes; but a loss is told once.
+        # Errors may be long, so they are bounded, too; but an ItemLost is sent once only, and must go.
         if self._backlog.waiting > self._backlog.limit and not isinstance(error, (Overloaded, ItemLost)):
             error = self._backlog.overloaded(call)
             again = again or call.once is not None
         if logger.isEnabledFor(logging.DEBUG):
             self._log(call, error)
         if call.handler is not None and call.handler.declared is not None and isinstance(error, RpcError):
-            foreign.with_traceback(error, None)  # what the runtime refuses is said in its text
+            foreign.with_traceback(error, None)  # the text suffices for refusals of the runtime
         self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe, again)))
         self._tell(error)
 
@@ -320,16 +319,16 @@ class Answers:
                 said = "on_handler_error of worker %s raised"
                 foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
 
-    # --- outcomes that no one waits for -------------------------------------------------------------------------------
+    # --- outcomes without a waiting caller ----------------------------------------------------------------------------
 
     def _end_unwaited(self, call: ServedCall, error: BaseException, counted: bool) -> None:
-        """The handler has raised that, and its caller does not hear of it: it is logged here, once.
+        """Log the error of a handler whose caller does not wait any more.
 
         counted: whether it counts as the end of the call.
         """
         if call.system or not call.begun:
             return
-        # An item that could not be sent as the connection has ended is no error of the handler's.
+        # An item that the ended connection did not send is no error of the handler's.
         unsent = call.credit is not None and type(error) is RpcError
         if call.cancelled and (unsent or foreign.is_a(error, _STOPPED)):
             self.stopped(call)
@@ -342,18 +341,18 @@ class Answers:
             what = (self._engine.name, call.function, call.caller.name, foreign.said(error), call.unwaited, more)
             if self._engine.on_handler_error is None:
                 foreign.log_error(logger, logging.ERROR, error, said, *what)
-            else:  # which shows the traceback
+            else:  # the drop-in's hook shows the traceback
                 logger.error(said, *what)
         self._tell(error)
 
     def stopped(self, call: ServedCall) -> None:
-        """The handler was stopped, as its caller has given up."""
-        if call.system or (call.credit is not None and call.unwaited is CANCELLED):  # a consumer that wants no more
+        """Log that the handler was stopped because its caller has given up."""
+        if call.system or (call.credit is not None and call.unwaited is CANCELLED):  # a consumer has ended its stream
             return
         more = spates.line(f"{call.function} was stopped")
         if more is not None:
             said = "worker %s: %s, called by worker %s, was stopped: %s%s"
-            # With torch no time that is up stops a handler: programs for it do not expect that.
+            # Programs for torch do not expect that a timeout stops a handler.
             told = call.unwaited is GONE or (call.unwaited is OVERDUE and self._gradients.as_torch)
             level = logging.WARNING if told else logging.INFO
             logger.log(level, said, self._engine.name, call.function, call.caller.name, call.unwaited, more)
@@ -370,7 +369,7 @@ class Answers:
     # --- idempotent calls ---------------------------------------------------------------------------------------------
 
     def give_again(self, call: ServedCall, answer: KeptAnswer) -> None:
-        """Answer an idempotent call as it was answered the first time."""
+        """Send the kept answer of an idempotent call once more."""
         if answer.unkept:
             self.answer_error(call, not_there(answer))
         elif self._backlog.waiting > self._backlog.limit:
@@ -381,7 +380,7 @@ class Answers:
             self._send(answer.kind, call, answer.body)
 
     def forget(self, call: ServedCall) -> None:
-        """An idempotent call was not run, or was given up: those that have waited for its answer may come again."""
+        """An idempotent call was not run, or was given up: tell later tries that they may come again."""
         for each in self.remembered.drop(call):
             self.answer_error(each, not_begun(each))
 
@@ -390,7 +389,7 @@ class Answers:
         if not call.begun:
             self.forget(call)
             return True
-        if self.remembered.has(call):  # there was no room to send it
+        if self.remembered.has(call):  # its answer is kept, and had no room
             return True
         told = encode_error(error, self._engine.name, self._engine.safe)
         first = self.remembered.snapshot(ERROR, write(told), ())
@@ -428,16 +427,16 @@ class Answers:
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise an error again that has become the answer of a call, if it was Ctrl-C: that is meant for the program, too.
+    """Raise an error again after it was sent as an answer, if it was Ctrl-C, which is meant for the program, too.
 
-    Everything else that handlers raise, even SystemExit, concerns their call alone.
+    All other errors of handlers, even SystemExit, are of their call alone.
     """
     if is_interrupt(error):
         raise error
 
 
 def not_pickled(what: str, error: BaseException) -> SerializationError:
-    """The error for a value whose pickling has raised something that is no Exception, such as SystemExit."""
+    """The error for a value whose pickling has raised no Exception but, for example, SystemExit."""
     failure = SerializationError(f"{what} cannot be serialised: {foreign.said(error)}")
     foreign.set_cause(failure, error)
     return failure

@@ -1,30 +1,27 @@
-"""The answers of one connection that its caller has not taken yet, and what waits until it has.
+"""Back-pressure: the unsent answers of one connection, and the calls that wait until its caller reads.
 
-A caller that does not read must not fill the memory of the worker that serves it. Counted are the bytes that wait to be
-sent to it: the frames in the queue of the connection, the buffers that wait for their turn on the second one, and the
-answers that a background thread is about to copy. Bytes in shared memory are counted and bounded by the arena.
+A caller that does not read must not fill the memory of the callee. The count has all unsent bytes: the frames in the
+queue of the connection, the buffers for the second connection, and the answers that a background thread is about to
+copy. The arena counts and bounds the bytes in shared memory.
 
     past half of max_unsent_bytes   calls are parked instead of started, and no more are read from the caller. Streams
                                     make no further items.
     past max_unsent_bytes           results of calls that had begun before are dropped, and Overloaded is answered
     past twice that                 nothing more is read from the caller
 
-Nor is anything read from a caller whose calls of the runtime's own exceed `max_call_rate`, until their time has come
-(`hold_off`). They are never refused for that: what they say is said once. The runtime's own calls are neither parked
-nor counted. So the limit is exceeded by one result for each handler that answers at that moment, and by the errors.
-Everything goes on as soon as the caller has taken enough.
+Reading also pauses while the caller's calls of the runtime's own exceed `max_call_rate` (`hold_off`). These calls are
+never refused for that, because they are sent once; they are neither parked nor counted. So the limit is exceeded by one
+result for each handler that answers at that moment, and by errors. All goes on as soon as the caller has read enough.
 
-Why no wait lasts for ever. A connection belongs to the worker that makes the calls on it. Only its other end, which
-serves them, ever stops reading, and begins again once the caller has read. The caller always reads, whatever it has to
-send: the loop takes answers and gives them to Futures that have room for them. So of two workers that call each other,
-both may have stopped reading calls, and yet both read answers, which is all that either waits for. Two things must be
-heard from the caller meanwhile: that there will be no second connection, so there is reading until there is one; and
-over TCP how much it has received, so a connection that has sent as much as it may keep is read until the caller says so
-(calls that come meanwhile are parked, and refused past max_queued_bytes; a caller that makes more than max_queued_calls
-of them and has received nothing meanwhile loses the connection). All else that stands behind a call in the socket (the
-word that a call was given up, credit for a stream, counts of references, a goodbye) concerns the same caller, and waits
-for nothing but its reading. The end of a connection that is not read shows all the same, by the process that is gone or
-by the write that fails.
+Why no wait is endless. The caller of a connection always reads, also while it has much to send: the loop gives answers
+to their Futures. Only the callee stops reading, until the caller has read. So two workers that call each other may both
+have stopped reading calls, and still both read answers, for which alone they wait. The callee needs two messages of the
+caller meanwhile. The first is that there will be no second connection, so it reads until there is one. The second, over
+TCP, is how much the caller has received, so a connection with as many unacknowledged bytes as it may keep is read.
+Calls that come meanwhile are parked, and refused past max_queued_bytes. A caller that makes more than max_queued_calls
+of them and receives nothing loses the connection. All other messages behind a call in the socket (CANCEL, credit,
+reference counts, a goodbye) are of the same caller, and wait for its reading alone. The end of an unread connection
+shows by the dead process or by a failing write.
 """
 
 from __future__ import annotations
@@ -41,17 +38,17 @@ from ..calls.current import ServedCall
 from ..engine.engine import Engine
 from ..links.link import Link
 
-# So many parked calls are begun at once: the size of their answers is not known yet.
+# Parked calls started at once: the size of their answers is not known yet.
 _AT_ONCE = 64
-# Seconds between two looks whether there is room: the first such pause, and the longest.
+# Seconds between two looks whether there is room: the first pause, and the longest.
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
 
 class Backlog:
-    """See the module. `crowded`, `when_room`, `park` and `stop_calls` from any thread, the rest on the loop.
+    """See the module. On the loop; `crowded`, `when_room`, `park` and `stop_calls` from any thread.
 
-    limit, half, most: in bytes. queue, bulk, held: what is counted, there to be looked at on the path of each call.
-    parked: the calls that wait to be started.
+    limit, half, most: in bytes. queue, bulk, held: the counted bytes; the path of a call reads them directly. parked:
+    the calls that wait for their start.
     """
 
     def __init__(self, engine: Engine, link: Link, connection: Connection) -> None:
@@ -71,23 +68,23 @@ class Backlog:
         self._looking = False
         self._closed = False
         self._held_off = False
-        self._unstopped = 0  # calls that have come past `most` since reading could be stopped last
+        self._unstopped = 0  # calls past `most` since reading was last stopped
 
     def start(self, resume: Callable[[ServedCall], None]) -> None:
-        """resume: starts a call that was parked."""
+        """resume: starts a parked call."""
         self._resume = resume
 
     @property
     def waiting(self) -> int:
-        """Bytes that wait to be sent."""
+        """Unsent bytes."""
         return self.queue.size + self.bulk.unsent + self.held
 
     def crowded(self) -> bool:
-        """Whether so much waits that nothing more should be begun."""
+        """Whether too much is unsent to begin more calls."""
         return self.waiting > self.half
 
     def overloaded(self, call: ServedCall) -> Overloaded:
-        """The answer in place of a result that there is no room for."""
+        """The answer in place of a result without room."""
         return Overloaded(
             f"the result of {call.function} was dropped: {self.waiting} bytes wait at worker {self._engine.name!r} "
             f"until {call.caller.name!r} reads them (max_unsent_bytes); make fewer calls at a time, or raise the option"
@@ -114,7 +111,7 @@ class Backlog:
             self._stop_reading()
 
     def stop_calls(self) -> None:
-        """A call has come, and there is more than `most` already: no more are read."""
+        """Stop reading: a call has come although `most` is exceeded."""
         self._engine.run_on_loop(self._stop_calls)
 
     def _stop_calls(self) -> None:
@@ -122,7 +119,7 @@ class Backlog:
         self._wait()
 
     def when_room(self, callback: Callable[[], object]) -> None:
-        """Have that called on the loop when there is room, or when the connection has ended."""
+        """Call back on the loop when there is room, or when the connection has ended."""
         self._waiters.append(callback)
         self._engine.run_on_loop(self._wait)
 
@@ -137,7 +134,7 @@ class Backlog:
             self._look_later()
 
     def _look_later(self) -> None:
-        # Not with the context variables of who waits: the calls that are started then are others'.
+        # With an empty context: it starts calls of others.
         self._engine.loop.call_later(self._pause, self._look, context=Context())
 
     def _look(self) -> None:
@@ -155,8 +152,8 @@ class Backlog:
             for _ in range(min(_AT_ONCE, len(self.parked))):
                 self._resume(self.parked.popleft())
         self._stop_reading()
-        # Only here: all of them may have come at once, and what they were told may not have been written by then. And
-        # only if that waits: what goes over the second connection may wait for that one, which takes its time.
+        # Not before this look: calls that came at once may have unwritten answers. Only the first connection's queue
+        # counts, because the second connection may not be open yet.
         if self._unstopped > self._engine.options.max_queued_calls and self.queue.size > self.most:
             self._connection.abort(
                 ProtocolError(f"it makes calls, and takes none of the {self.waiting} bytes that wait for it here")
@@ -167,9 +164,9 @@ class Backlog:
             self._look_later()
 
     def _stop_reading(self) -> None:
-        """Read from the caller, or do not, as it is right now."""
+        """Start or stop reading from the caller."""
         pipe = self._link.pipe
-        # Where there is no second connection yet, the caller may have to say that there will be none.
+        # Without a second connection, the caller may still say that there will be none.
         full = self.waiting > self.most
         stop = (full or bool(self.parked) or self._held_off) and (pipe is not None or not self.bulk.unsent)
         if not full or (stop and not self._connection.must_hear):
@@ -183,7 +180,7 @@ class Backlog:
                 connection.resume()
 
     def close(self) -> None:
-        """The connection has ended. The calls that were parked are over: their start finds that out."""
+        """The connection has ended. Starting the parked calls ends them."""
         self._closed = True
         waiters, self._waiters = self._waiters, []
         for callback in waiters:

@@ -1,4 +1,4 @@
-"""Where a batch of calls (`batching`) is run, in the pool or as a task, and that the next one follows it."""
+"""Running batches of calls (`batching`) one after the other, in the pool or as tasks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..gradients.contexts import current_autograd
 
 
 class NotRun(WorkerClosed):
-    """A batch of a worker that has shut down was not run, and will not be: its callers are told so."""
+    """A batch was not run because its worker has shut down."""
 
 
 def run_batch(node: CommonHome, batch: Batch | None) -> None:
-    """Run a batch that is due, as soon as it is its turn; do nothing for None. In the pool, or on the loop."""
+    """Run a due batch at its turn; do nothing for None. In the pool, or on the loop."""
     if batch is None or not batch.begin():
         return
     if node.engine.lifetime.closed:
@@ -39,9 +39,9 @@ def _run_here(node: CommonHome, batch: Batch) -> None:
     try:
         _context_of(node, batch).run(batch.run)
     except (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
-        pass  # its callers have got it, and it is no request to end this thread
+        pass  # its callers have got it, and this thread goes on
     finally:
-        if is_grad_enabled() is not with_gradients:  # as of its context: torch keeps that for the thread
+        if is_grad_enabled() is not with_gradients:  # torch keeps it for the thread, not for the context
             set_grad_enabled(with_gradients)
         _ended(node, batch)
 
@@ -52,7 +52,7 @@ def _start(node: CommonHome, batch: Batch) -> None:
 
 
 def _task_ended(node: CommonHome, batch: Batch, _: object) -> None:
-    # A task that is cancelled before its first step never gets to tell its callers.
+    # A task cancelled before its first step has not told its callers.
     batch.abort(_not_run(node))
     _ended(node, batch)
 
@@ -61,13 +61,13 @@ async def _run(batch: Batch) -> None:
     try:
         await batch.run_async()
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        # Its callers have got it. Raised in a task the first two would end the loop, and the last would not be heard.
+        # Its callers have got it. In a task the first two would end the loop, and the last would be lost.
         if is_interrupt(error):
             raise
 
 
 def _ended(node: CommonHome, batch: Batch) -> None:
-    """Have the batch run that has waited for the end of this one."""
+    """Run the batch that waited for the end of this one."""
     following = batch.end()
     while following is not None and node.engine.lifetime.closed:
         following.abort(_not_run(node))
@@ -75,7 +75,7 @@ def _ended(node: CommonHome, batch: Batch) -> None:
     if following is not None and following.is_async:
         run_batch(node, following)
     elif following is not None:
-        # As a job of its own, not within this one: behind what waits for a thread, and not ever deeper in the stack.
+        # A job of its own: it waits its turn for a thread, and the stack does not grow.
         node.engine.pool.submit(run_batch, node, following)
 
 
@@ -86,8 +86,8 @@ def _not_run(node: CommonHome) -> NotRun:
 def _context_of(node: CommonHome, batch: Batch) -> contextvars.Context:
     """The context in which a batch runs.
 
-    It serves many calls, so none of them is the current one. The worker is current, and so is the autograd context of
-    the calls if they all have the same.
+    It has no current call, because a batch serves many. The worker is current, and the autograd context if all calls
+    have the same.
     """
     scope = contextvars.copy_context()
     scope.run(current_call.set, None)

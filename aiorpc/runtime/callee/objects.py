@@ -1,8 +1,7 @@
 """The objects that a worker serves under names: `aiorpc.serve`.
 
-They are there from when the worker was made, also before it has joined: a worker that meets it finds all of them. They
-go with it. A call that names one takes the object out of here as it arrives, so that ending the service of an object
-leaves the calls alone that have come by then.
+They live from the making of the worker, before it joins, to its end: a worker that meets it finds all of them. A call
+looks its object up on arrival, so ending the service of an object does not affect earlier calls.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from ..engine.lifetime import Lifetime
 
 
 class ServedObject:
-    """An object that is served under a name, until `close`; as a context manager, until its block ends. Any thread.
+    """An object served under a name, until `close`; as a context manager, until its block ends. Any thread.
 
-    name: the one that callers use.
+    name: for callers.
     """
 
     def __init__(self, objects: Objects, name: str, value: object) -> None:
@@ -27,9 +26,9 @@ class ServedObject:
         self._value = value
 
     def close(self) -> None:
-        """Serve it no longer: calls that come from now on raise UnknownObject, those under way go on. Idempotent.
+        """End the service: later calls raise UnknownObject, running ones go on. Idempotent.
 
-        Nothing happens if another object has taken its name.
+        Does nothing if another object has taken its name.
         """
         self._objects.end(self)
         self._value = None
@@ -41,7 +40,7 @@ class ServedObject:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """It ends the service of this worker, and of no other."""
+        """It ends a service of this worker only."""
         raise RpcUsageError(
             f"{self!r} stays with its worker, and cannot be copied, pickled or sent; others call the object by its "
             f"name, rpc.peer({self._objects.worker!r}).object({self.name!r}); a handler that serves one returns None"
@@ -85,7 +84,7 @@ class Objects:
         return served
 
     def find(self, name: str, method: str, caller: str, *, tell: bool) -> object:
-        """The object of that name, for a call of a method of it. tell: whether the caller may hear which there are.
+        """The object of that name, for a call of its method. tell: whether the error may name the served objects.
 
         Raises UnknownObject.
         """
@@ -107,13 +106,13 @@ class Objects:
         )
 
     def end(self, served: ServedObject) -> None:
-        """Serve that one no longer."""
+        """End the service of an object."""
         with self._lock:
             if self.by_name.get(served.name) is served:
                 del self.by_name[served.name]
 
     def close(self) -> None:
-        """The worker leaves: nothing is served any more, and what only this has held goes."""
+        """The worker leaves: end the service of all objects, and free them."""
         with self._lock:
             served, self.by_name = list(self.by_name.values()), {}
         for each in served:

@@ -1,8 +1,8 @@
-"""The producer's end of a stream: the items of a generator are sent, as many as the consumer has asked for.
+"""The producer's end of a stream: sends a generator's items within the consumer's credit.
 
-The consumer grants credit with the call, and grants more as it takes items (`caller.stream`). However much that is, no
-item is made while too many bytes wait to be sent to the consumer (`backlog`). A generator runs in a thread of the pool,
-an async generator as a task. CANCEL, or the end of the connection, closes the generator.
+The consumer grants credit with the call, and more when it takes items (`caller.stream`). With any credit, no item is
+made while too many bytes are unsent (`backlog`). A generator runs in a thread of the pool, an async generator as a
+task. CANCEL, or the end of the connection, closes the generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .backlog import Backlog
 
 
 class AsyncCredits:
-    """How many items an async generator may still send. On the loop. count: as far as the consumer is concerned."""
+    """The credit of an async generator. On the loop. count: items that the consumer still wants."""
 
     def __init__(self, count: int, room: Backlog) -> None:
         self.count: int = count
@@ -32,7 +32,7 @@ class AsyncCredits:
         self._more.set()
 
     def stop(self) -> None:
-        """The consumer is gone. The task is cancelled, too (`Runner`), but its generator may swallow that."""
+        """The consumer is gone. `Runner` also cancels the task, but its generator may swallow that."""
         self._stopped = True
         self._more.set()
 
@@ -48,7 +48,7 @@ class AsyncCredits:
 
 
 class ThreadCredits:
-    """How many items a generator in a thread may still send. count: as far as the consumer is concerned."""
+    """The credit of a generator in a thread. count: items that the consumer still wants."""
 
     def __init__(self, count: int, room: Backlog) -> None:
         self.count: int = count
@@ -84,7 +84,7 @@ class ThreadCredits:
     def take(self) -> bool:
         """Block until one item may be sent; False once the consumer wants no more.
 
-        The pool is told that this thread waits, so that another thread may run meanwhile.
+        The pool lets another thread run during the wait.
         """
         if self.count <= 0 or self._room.crowded():
             observer = block_observer.get()
@@ -101,12 +101,12 @@ class ThreadCredits:
 
 
 def serve_generator(sender: Answers, call: ServedCall, generator: Iterator[object], credit: int, room: Backlog) -> None:
-    """In a pool thread: send what a generator yields, until it or its consumer ends."""
+    """In a pool thread: send the items of a generator, until it or its consumer ends."""
     credits = call.credits = ThreadCredits(credit, room)
-    if call.cancelled:  # before there was anything that `Service.cancel` could stop
+    if call.cancelled:  # cancelled before `Service.cancel` saw the credits
         credits.stop()
     try:
-        # Credit first: a producer does no work that its consumer did not ask for.
+        # Credit first: a producer does no work beyond it.
         while credits.take() and not call.cancelled:
             try:
                 item = next(generator)
@@ -114,14 +114,14 @@ def serve_generator(sender: Answers, call: ServedCall, generator: Iterator[objec
                 return
             sender.send_item(call, item)
     finally:
-        if hasattr(generator, "close"):  # what a wrapper gives may be another iterator
+        if hasattr(generator, "close"):  # a wrapper may return another iterator
             generator.close()
 
 
 async def serve_async_generator(
     sender: Answers, call: ServedCall, generator: AsyncIterator[object], credit: int, room: Backlog
 ) -> None:
-    """On the loop: send what an async generator yields. Cancelled when the consumer has ended."""
+    """On the loop: send the items of an async generator. Cancelled when the consumer has ended."""
     credits = call.credits = AsyncCredits(credit, room)
     try:
         while await credits.take():

@@ -1,9 +1,9 @@
-"""The first answers of idempotent calls of one connection: a call that comes again is given the answer once more.
+"""The answers of idempotent calls of one connection: a call that comes again gets its first answer.
 
-A caller numbers its idempotent calls, and says with each how often it has sent it before. What is remembered belongs to
-the connection, so that no other caller can ask for it, and goes with it. It is bounded: the oldest answers are
-forgotten. A call that comes again after that is refused, as it is not known any more whether it has run, unless its
-number is among those of the calls that came and were not run. These are remembered, too, and bounded.
+A caller numbers its idempotent calls, and sends with each how often it has sent it before. The answers belong to the
+connection: no other caller gets them, and they end with it. Their number and bytes are bounded, and the oldest are
+dropped. A call that comes again later is refused, because it may have run, unless its number is among the calls that
+came and were not run. These numbers are kept, too, and bounded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...options import RpcBackendOptions
 from ...protocol.frames import Buffer
 from ..calls.current import ServedCall
 
-# Numbers of calls that were not run, for each answer that may be kept: all of them take less memory than the answers.
+# Numbers of calls that were not run, kept for each answer: they take less memory than the answers.
 _NUMBERS = 8
 
 
 class KeptAnswer(NamedTuple):
-    """An answer. kind, body, buffers: of its message; or, in place of that, why it cannot be given again."""
+    """An answer. kind, body, buffers: of its message. unkept: why it cannot be given again, in place of a message."""
 
     kind: int
     body: bytes
@@ -33,12 +33,12 @@ class KeptAnswer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that it has."""
+        """Bytes of body and buffers."""
         return len(self.body) + sum(map(len, self.buffers))
 
 
 class _Running(NamedTuple):
-    """A call that has no answer yet. waiting: calls that are to have the same answer."""
+    """A call without an answer yet. waiting: later tries, which get the same answer."""
 
     call: ServedCall
     waiting: list[ServedCall]
@@ -52,18 +52,17 @@ class Remembered:
         self._running: dict[int, _Running] = {}  # by number
         self._kept: dict[int, KeptAnswer] = {}  # by number, the oldest first
         self._bytes = 0
-        self._forgotten = -1  # the highest number of an answer that was forgotten
-        self._refused: dict[int, None] = {}  # numbers of calls that came and were not run, the latest last
+        self._forgotten = -1  # the highest number of a dropped answer
+        self._refused: dict[int, None] = {}  # numbers of calls that were not run, the latest last
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """How many answers are kept."""
+        """The number of kept answers."""
         return len(self._kept)
 
     def admit(self, call: ServedCall) -> KeptAnswer | RpcError | bool:
-        """An idempotent call has come: True if it is to be run, its answer if that is there, False if it will come.
-
-        Or the error that it ends with.
+        """An idempotent call has come: True to run it, its kept answer, False if an earlier try still runs, or the
+        error that ends it.
         """
         number, before = _once(call)
         with self._lock:
@@ -84,7 +83,7 @@ class Remembered:
             return True
 
     def _is_new(self, number: int, before: int) -> bool:
-        """Whether it is sure that a call which is not running, and has no answer here, was not run. With the lock."""
+        """Whether a call that is not running, and has no answer here, was certainly not run. With the lock."""
         return not before or number > self._forgotten or number in self._refused
 
     def has(self, call: ServedCall) -> bool:
@@ -92,9 +91,9 @@ class Remembered:
         return _once(call)[0] in self._kept
 
     def snapshot(self, kind: int, body: bytes, buffers: Sequence[AnyBuffer], references: bool = False) -> KeptAnswer:
-        """An answer as it is kept: what the handler has returned may change as soon as it is answered.
+        """A copy of an answer: the program may change the returned value later.
 
-        references: whether there are any inside.
+        references: whether it has references inside.
         """
         size = len(body) + sum(map(len, buffers))
         if references:
@@ -106,7 +105,7 @@ class Remembered:
         return KeptAnswer(kind, body, [bytes(buffer) for buffer in buffers])  # type: ignore[arg-type]  # as asked above
 
     def keep(self, call: ServedCall, answer: KeptAnswer) -> list[ServedCall]:
-        """That is the answer of a call that was run. Returns the calls that wait for it."""
+        """Keep the answer of a call. Returns the later tries that wait for it."""
         number, _ = _once(call)
         with self._lock:
             running = self._running.get(number)
@@ -124,14 +123,14 @@ class Remembered:
         return running.waiting
 
     def drop(self, call: ServedCall) -> list[ServedCall]:
-        """That call was not run, or was given up: as if it had never come. Returns the calls that waited for it."""
+        """Forget a call that was not run, or was given up. Returns the later tries that waited for it."""
         number, before = _once(call)
         not_run = not (call.begun or call.cancelled)
         with self._lock:
             running = self._running.get(number)
             if running is None:
-                # It was refused before it was admitted, or there was no room to send it the answer of an earlier try.
-                # That answer may have been forgotten just now: then it is not new.
+                # It was refused before it was admitted, or the answer of an earlier try had no room. That answer may
+                # have been dropped just now: then the call is not new.
                 if not_run and number not in self._kept and self._is_new(number, before):
                     self._note_refused(number)
                 return []
@@ -145,15 +144,15 @@ class Remembered:
         return running.waiting
 
     def _note_refused(self, number: int) -> None:
-        """A call of that number came and was not run, and neither was an earlier try of it. With the lock."""
-        self._refused.pop(number, None)  # the latest last
+        """Note that no try of the call with that number was run. With the lock."""
+        self._refused.pop(number, None)  # moved to the end
         self._refused[number] = None
         while len(self._refused) > self._most * _NUMBERS:
             del self._refused[next(iter(self._refused))]
 
 
 def unkept(reason: str) -> KeptAnswer:
-    """In place of an answer that cannot be given again."""
+    """The entry for an answer that cannot be kept."""
     return KeptAnswer(0, b"", (), reason)
 
 

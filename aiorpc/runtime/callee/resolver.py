@@ -1,15 +1,15 @@
-"""Finds what a call names: a function by number, by name or by value, a method of an object, or a reference's value.
+"""Finds the function of a call: by number, by name or by value, as a method of an object, or the value of a reference.
 
-To find it may take an import, or the call may have to wait until a value exists. Then it is started (`Runner.start`).
-What the rights of the caller do not allow is refused here, before anything is imported or unpickled for it: a function
-once, when it gets its number, and a method once for each class. An object is the value of a reference, or is served
-under a name; its methods are found in the same way.
+Finding it may take an import, or a wait for the value of a reference. Then the call is started (`Runner.start`). Calls
+beyond the caller's rights are refused here, before anything is imported or unpickled: functions are checked once, when
+they get their number, and methods once for each class. An object is the value of a reference, or is served under a
+name; its methods are found in the same way.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...errors import Overloaded, ProtocolError, RpcUsageError, SerializationError
 from ...futures import AnyFuture, Future, outcome, when_done
@@ -27,23 +27,21 @@ from .running import Runner
 from .served_calls import ServedCalls
 from .standing import Found
 
-# Functions that one caller may give numbers to: each stays known for as long as the connection.
+# Functions that one caller may number; each is kept as long as the connection.
 MOST_FUNCTIONS = 65_536
-
-_new: Any = tuple.__new__  # what Handler(...) does, without its call into Python
 
 
 class ReferencesForResolver(Protocol):
     """The values that this worker owns (`References`)."""
 
     def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[object]:
-        """The Future of the value of a reference, also of one that does not exist yet. asker: who wants it."""
+        """The Future of the value of a reference, which need not exist yet. asker: the id of the caller."""
 
 
 class Resolver:
-    """Finds what the calls of one connection name. On the loop, except where a method says otherwise.
+    """Finds the functions of one connection's calls. On the loop, unless a method says otherwise.
 
-    functions: those that have been named, by the numbers that they were given.
+    functions: by the numbers that the caller gave them.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class Resolver:
         caller: WorkerRecord,
         permits: Permits | None,
     ) -> None:
-        """caller: its record, whose id is the one that references have. permits: None if it may have everything run."""
+        """caller: its record. permits: its rights; None without limits."""
         self._engine = engine
         self._answers = answers
         self._served = served
@@ -69,23 +67,23 @@ class Resolver:
         self._permits = permits
         self.functions: dict[int, Handler] = {}
         self._methods: dict[tuple[type, str, object], Handler] = {}
-        self._methods_by_name: dict[tuple[type, str, object], Handler] = {}  # for these the rights are asked each time
+        self._methods_by_name: dict[tuple[type, str, object], Handler] = {}  # rights are checked for each call of these
 
     def is_system(self, function: Function) -> bool:
-        """Whether a call is the runtime's own. Such calls are served even where users' calls are too many.
+        """Whether a call is the runtime's own. Such calls are served even if users' calls are too many.
 
-        Otherwise many calls of users would keep a worker from leaving and from hearing of losses.
+        Otherwise many calls of users would delay departures and reports of losses.
         """
         handler = self._of_runtime(function)
         return handler is not None and handler.system
 
     def is_brief(self, function: Function) -> bool:
-        """Whether a call tells of an end: it is over at once, and never refused (`functions.brief`)."""
+        """Whether a call announces an end: it runs at once, and is never refused (`functions.brief`)."""
         handler = self._of_runtime(function)
         return handler is not None and handler.mode is Mode.BRIEF
 
     def _of_runtime(self, function: Function) -> Handler | None:
-        """The handler of a call, if it is one of the runtime's or was called before."""
+        """The handler of a call if it is one of the runtime's or has a known number."""
         if type(function) is int:
             return self.functions.get(function)
         name = function.name if type(function) is ByName else ""
@@ -99,7 +97,7 @@ class Resolver:
         return functions.resolve(name) if functions.is_loaded(name) else None
 
     def for_threads(self, function: Function) -> Found | None:
-        """What a call of that finds, if it can be started at once in any thread; else None. Any thread."""
+        """The handler and value of a call that can start at once in any thread; None for other calls. Any thread."""
         value = attribute = arrival = None
         if type(function) is int:
             handler = self.functions.get(function)
@@ -110,18 +108,17 @@ class Resolver:
             value, error = outcome(future)
             if error is not None:
                 return None
-            arrival = future._arrival
+            arrival = getattr(future, "_arrival", None)
             attribute = functions.find_method(type(value), function.name)
             handler = self._methods.get((type(value), function.name, attribute))
         else:
             return None
         if handler is None or not handler.mode.any_thread or handler.system:
             return None
-        found: Found = _new(Found, (handler.mode, value, attribute, arrival))
-        return found
+        return Found(handler.mode, value, attribute, arrival)
 
     def name(self, function: Function) -> str:
-        """What a call names, for messages about one that is not run."""
+        """The name of a call's function, for errors of calls that are not run."""
         match function:
             case ByName(_, name):
                 return name
@@ -137,9 +134,10 @@ class Resolver:
         return "a function that came by value"
 
     def route(self, function: Function, call: ServedCall, found: Found | None = None) -> None:
-        """Find what the call names, if that is no number of `functions`, and have it started as soon as it is there.
+        """Find the function of a call without a known number, and start the call then.
 
-        found: what `for_threads` has found by now. Raises if that cannot be; the caller answers with the error.
+        found: the earlier result of `for_threads`. Raises if there is no function; the calling code answers with the
+        error.
         """
         if type(function) is int:
             raise ProtocolError(f"function number {function} was never named")
@@ -185,7 +183,7 @@ class Resolver:
                 raise SerializationError(
                     f"worker {self._engine.name!r} runs no function that is sent by value: it uses safe serialization"
                 )
-            case _:  # by value: it comes out of the arguments, which may take long
+            case _:  # by value: unpickled with the arguments, which may take long
                 call.function = self.name(function)
                 if self._permits is not None:
                     self._permits.check_by_value()
@@ -197,17 +195,17 @@ class Resolver:
         return functions.resolve(name, where=f"worker {self._engine.name!r}")
 
     def _import(self, number: int, name: str, call: ServedCall) -> None:
-        """In a thread: the function's module has to be imported first."""
+        """In a background thread, because importing the function's module may take long."""
         try:
             handler = self._find(name)
-        except BaseException as error:  # a module may exit as it is imported
+        except BaseException as error:  # an imported module may raise SystemExit
             self._runner.refuse(call, error)
             return
-        self.functions[number] = handler  # the loop reads it; setting one key of a dictionary is atomic
+        self.functions[number] = handler  # the loop reads it; setting a key is atomic
         self._engine.call_on_loop(self._runner.start, call, handler)
 
     def _unpack_function(self, call: ServedCall) -> None:
-        """In a thread: the function came by value, as the first argument."""
+        """In a background thread: unpickle the function, which is the first argument."""
         try:
             if call.autograd is not None and (refusal := self._answers.enter(call)) is not None:
                 raise refusal
@@ -220,11 +218,11 @@ class Resolver:
             self._answers.answer_error(call, error)
             return
         call.drop_arguments()
-        call.arguments = Values(values)  # as they are: nothing is left to decode
+        call.arguments = Values(values)  # decoded already
         self._engine.call_on_loop(self._runner.start, call, handler)
 
     def _fetch(self, creator: int, call: ServedCall, future: AnyFuture) -> None:
-        """The value is there; the caller is one that may not have everything, or fetches it in an autograd context."""
+        """Answer a fetch whose value is there, for a caller with limits or in an autograd context."""
         value, error = outcome(future)
         if error is None and self._permits is not None:
             try:
@@ -243,17 +241,17 @@ class Resolver:
             self._runner.refuse(call, error)
             return
         call.arrival = getattr(future, "_arrival", None)
-        attribute = functions.find_method(type(value), name)  # from here on as `_call`, one function less
+        attribute = functions.find_method(type(value), name)  # `_call`, inlined
         if attribute is not None:
             self._call_method(value, name, attribute, call)
             return
         try:
             self._look_up(name, call, value, "")
-        except Exception as failure:  # there is no thread for it; the settler of a Future answers no call
+        except Exception as failure:  # there is no thread; a Future's settler does not answer calls
             self._runner.refuse(call, failure)
 
     def _call(self, name: str, call: ServedCall, value: object, of: str) -> None:
-        """Have the method of that name run, of the object that is served under the name `of`."""
+        """Run a method of a value, which is served under the name `of`."""
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
             self._call_method(value, name, attribute, call, of)
@@ -261,7 +259,7 @@ class Resolver:
             self._look_up(name, call, value, of)
 
     def _look_up(self, name: str, call: ServedCall, value: object, of: str) -> None:
-        """Have what is no method of the class run, as a property: to look it up is users' code, and may take long."""
+        """Look up and run an attribute that is no method of the class, in the pool: a property runs users' code."""
         self._runner.share.submit(partial(self._call_looked_up, value, name, of), call, self._runner.refuse)
 
     def _call_looked_up(self, value: object, name: str, of: str, call: ServedCall) -> None:
@@ -269,8 +267,8 @@ class Resolver:
 
     def _call_method(self, value: object, name: str, attribute: object, call: ServedCall, of: str = "") -> None:
         try:
-            by_name = bool(of) and self._permits is not None  # which rights there are is not said by the class alone
-            # One that this object has of its own, beside that of its class, is run in its own way.
+            by_name = bool(of) and self._permits is not None  # the rights also depend on the object's name
+            # An instance's own attribute hides the method of its class.
             of_class = attribute is not None and name not in getattr(value, "__dict__", ())
             known = self._methods_by_name if by_name else self._methods
             handler = known.get((type(value), name, attribute)) if of_class else None
@@ -287,10 +285,10 @@ class Resolver:
                     raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
                 handler = functions.classify(method, f"{type(value).__qualname__}.{name}")._replace(method=name)
                 if of_class:
-                    # Kept without the method: that would keep this value alive.
+                    # Kept without the method, which would keep this value alive.
                     known[type(value), name, attribute] = handler._replace(function=len)
             else:
-                handler = _new(Handler, (method, *handler[1:]))
+                handler = Handler(method, *handler[1:])
         except BaseException as failure:
             self._runner.refuse(call, failure)
             return

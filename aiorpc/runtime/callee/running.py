@@ -1,8 +1,8 @@
-"""How a served call is run: the handler's `Mode` says where, and what becomes of what it returns.
+"""How a served call is run: the handler's `Mode` decides where it runs and how its result is sent.
 
-Coroutines, and handlers of the runtime that never wait, run on the loop. Everything that may block runs in the pool.
-Arguments are unpickled where the handler runs, so that a slow ``__setstate__`` in the arguments of a plain function
-blocks no loop. The arguments of a coroutine are unpickled on the loop, or in a thread if they are large.
+Coroutines, and handlers of the runtime that never wait, run on the loop. Handlers that may block run in the pool.
+Arguments are unpickled where the handler runs: a slow ``__setstate__`` in the arguments of a plain function does not
+block the loop. The arguments of a coroutine are unpickled on the loop, or in a thread if they are large.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ from .standing import Standing
 _REF = "ref is the reference, or the handle of the object, that it is called through"
 
 
-class RunnerHome(CommonHome, Protocol):
-    """What running calls needs of the worker."""
+class RunnerContext(CommonHome, Protocol):
+    """The worker, as running calls needs it."""
 
     links: Links
 
 
 class Runner:
-    """Runs the calls of one connection. On the loop, except where a method says otherwise.
+    """Runs the calls of one connection. On the loop, unless a method says otherwise.
 
-    share: what their caller has of the threads of the pool.
+    share: the caller's share of the pool's threads.
     """
 
     def __init__(
         self,
-        node: RunnerHome,
+        node: RunnerContext,
         answers: Answers,
         served: ServedCalls,
         load_references: ReferenceLoader,
@@ -80,7 +80,7 @@ class Runner:
         backlog: Backlog,
         caller: int,
     ) -> None:
-        """caller: the id of the worker whose calls these are."""
+        """caller: the id of the calling worker."""
         self._node = node
         self._engine: Engine = node.engine
         self._answers = answers
@@ -92,10 +92,10 @@ class Runner:
         self._backlog = backlog
         self.share: Share = node.engine.shares.of(caller)
         self.submitted: int = 0  # calls, to the pool
-        self.standing: Standing | None = None  # what threads stand by for
+        self.standing: Standing | None = None  # the source of jobs for threads
         self._tasks = node.engine.tasks.alive
         backlog.start(self.resume)
-        self._ways: dict[str, Callable[[ServedCall], None]] = {  # by the value: hashing an Enum is a call into Python
+        self._ways: dict[str, Callable[[ServedCall], None]] = {  # by the value: hashing an Enum runs Python code
             Mode.THREAD.value: self._start_thread,
             Mode.DEFERRED.value: self._start_thread,
             Mode.GENERATOR.value: self._start_thread,
@@ -107,9 +107,7 @@ class Runner:
         }
 
     def start(self, call: ServedCall, handler: Handler) -> None:
-        """Run a call, whose handler was found by now, the way it has to be run. On the loop, or in any thread if its
-        mode says so.
-        """
+        """Run a call, whose handler was found, by its mode. On the loop, or in any thread if its mode allows that."""
         self._served.identify(call, handler)
         mode = handler.mode
         if (
@@ -135,13 +133,13 @@ class Runner:
             self.refuse(call, error)
 
     def _park(self, call: ServedCall) -> None:
-        """The call waits until its caller has read more of its answers."""
+        """Make a call wait until its caller has read more answers."""
         if self._engine.call_observers:
             self._served.tell("queued", call)
         self._backlog.park(call)
 
     def resume(self, call: ServedCall) -> None:
-        """Run a call that was parked. On the loop."""
+        """Run a parked call. On the loop."""
         if call.over:  # by now
             self.refuse(call, _not_run(call))
             return
@@ -159,9 +157,9 @@ class Runner:
         return refusal is None
 
     def _prepare(self, call: ServedCall, handler: Handler) -> RpcError | None:
-        """Make a call ready that is one of the runtime's own, in an autograd context, or a stream; why it is refused.
+        """Prepare a call of the runtime's own, in an autograd context, or of a stream; the refusal, if any.
 
-        A wrapper of a generator function may make one result of the items: it runs in a thread then.
+        A call of a wrapper of a generator function that is no stream runs in a thread: it may return one result.
         """
         if handler.declared is not None:
             try:
@@ -191,15 +189,15 @@ class Runner:
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def _read_declared(self, call: ServedCall, declared: Declaration) -> None:
-        """Have the arguments of a handler of the runtime's read as it declares them. ProtocolError if they differ."""
+        """Decode the arguments of a handler of the runtime's by its declaration. ProtocolError if they differ."""
         if call.creates is not None or call.once is not None:
             raise ProtocolError(f"{declared.name} of the runtime makes no value of a reference, and is not tried again")
         call.arguments = declared.read(call.arguments, call.names)
 
     def decode(self, call: ServedCall, *, entered: bool = False) -> list[object]:
-        """The values of a call. In the thread that will use them. entered: whether that is on the landing's streams.
+        """The values of a call. In the thread that uses them. entered: whether it is on the landing's streams.
 
-        SerializationError for what unpickling raises: the function has not run, so it cannot have raised that.
+        Errors of unpickling become SerializationError: the function has not run.
         """
         safe = self._engine.safe
         landing = call.landing or (self._devices and self._accelerators.landing()) or None
@@ -215,7 +213,7 @@ class Runner:
                 f"an argument of {call.function} that {call.caller.name!r} has sent to worker {self._engine.name!r} "
                 f"{foreign.text_of(error)}"
             ) from error.__cause__
-        except RpcError:  # not of what was sent: the runtime refuses the references in it, or it is no message
+        except RpcError:  # of the runtime: refused references, or a broken message
             raise
         except BaseException as error:
             raise self._unreadable(call, error) from error
@@ -234,33 +232,31 @@ class Runner:
             values = self.decode(call, entered=entered)
         elif said.table:
             values = decode(said, call.segments, self._load_references, self._track, None, self._engine.safe)
-        # As `drop_arguments` does, for each call that runs.
+        # `drop_arguments`, inlined
         segments, call.segments, call.arguments = call.segments, (), NO_VALUES
         if type(segments) is list:
             segments.clear()
         return _named(values, call.names) if call.names else (values, {})
 
     def discard_arguments(self, call: ServedCall) -> None:
-        """Drop the arguments of a call that is not run. References among them still have to be taken."""
+        """Drop the arguments of a refused call. Their references still have to be taken."""
         passed = call.arguments.references
         call.drop_arguments()
         if passed:
             try:
                 self._load_references(passed)
-            except ProtocolError:  # as in arguments that are read: that call's trouble, which has its answer
+            except ProtocolError:  # the call has its answer already
                 logger.of(self._engine.name).debug("%s brought references that cannot be", call.function, exc_info=True)
 
     def refuse(self, call: ServedCall, error: BaseException) -> None:
-        """Answer a call with that error, and do not run it. Any thread."""
-        if isinstance(error, NoThread):  # its caller may try again, as this worker goes on
+        """Answer a call with an error instead of running it. Any thread."""
+        if isinstance(error, NoThread):  # its caller may try again
             error = Overloaded(str(error))
-        elif (
-            type(error) is WorkerClosed and self._engine.closed
-        ):  # a caller that has connected since has heard no goodbye
+        elif type(error) is WorkerClosed and self._engine.closed:  # a caller that connected later has got no goodbye
             error = PeerLeft(f"{self._engine.record.describe()} has shut down, and did not run {call.function}")
         elif type(error) in (NotAllowed, ProtocolError, Overloaded):
-            # It may stay as the value of a reference, and its frames have the one whose method was called. And to write
-            # frames down takes a hundred times as long as to refuse a call.
+            # It may be kept as the error of a reference, and its frames would keep the value. And formatting a
+            # traceback takes a hundred times as long as a refusal.
             foreign.with_traceback(error, None)
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
@@ -281,7 +277,7 @@ class Runner:
             return
         finally:
             current_call.reset(token)
-        if isinstance(result, asyncio.Future):  # no task that waits for it is needed
+        if isinstance(result, asyncio.Future):  # awaited without a task
             call.on_cancel = result.cancel
             result.add_done_callback(partial(self._answers.answer_awaited, call))
         else:
@@ -296,12 +292,12 @@ class Runner:
         self.share.submit(self._run_thread if call.landing is None else self._run_landed, call, self.refuse)
 
     def _run_landed(self, call: ServedCall) -> None:
-        """In the pool: run a handler on the streams of devices on which its arguments arrive."""
+        """In the pool: run a handler on the device streams of its arguments."""
         assert call.landing is not None, "else it is `_run_thread` that runs"
         try:
             with call.landing.entered():
                 self._run_thread(call)
-        except Exception as error:  # an error of the device; what the handler raises has become its answer already
+        except Exception as error:  # of the device; the handler's own error was sent already
             self._answers.answer_error(call, error)
 
     def _run_thread(self, call: ServedCall) -> None:
@@ -321,7 +317,7 @@ class Runner:
         call.thread = threading.get_ident()
         within = current_autograd.set(call.autograd) if call.autograd else None
         with_gradients = is_grad_enabled()
-        # The result is kept in a list and taken out below, so that nothing here holds it longer than needed.
+        # In a list, from which it is taken below: this frame does not keep the result alive.
         result: list[Any] = []
         try:
             self._call_handler(call, result)
@@ -333,7 +329,7 @@ class Runner:
             current_call.reset(token)
             if within is not None:
                 current_autograd.reset(within)
-            if is_grad_enabled() is not with_gradients:  # as of its context: torch keeps that for the thread
+            if is_grad_enabled() is not with_gradients:  # torch keeps it for the thread, not for the context
                 set_grad_enabled(with_gradients)
             if self.standing is not None:
                 self._stand_by(call, self.standing)
@@ -341,7 +337,7 @@ class Runner:
             self._take_result(call, result)
 
     def _call_handler(self, call: ServedCall, result: list[Any]) -> None:
-        """Call the handler in this thread, and add what it returns to `result`, unless its batch answers."""
+        """Call the handler in this thread, and add its result to `result`, unless its batch answers."""
         handler = call.handler
         assert handler is not None, "it was found before the call was started"
         args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
@@ -354,10 +350,10 @@ class Runner:
         if call.landing is not None:
             call.landing.carriers.clear()  # the arguments are the handler's alone
         self._served.run(call)
-        # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
+        # In a context of its own: a handler's context variables belong to its call.
         context = copy_context()
         result.append(context.run(handler.function, *args, **kwargs))
-        # Shared memory that only the arguments hold goes back with the answer, and is used again while it is cached.
+        # Frees the arguments' shared memory: it returns with the answer, and is reused while it is cached.
         args.clear()
         kwargs.clear()
         if handler.wrapper:
@@ -368,10 +364,10 @@ class Runner:
             result.append(None)
 
     def _stand_by(self, call: ServedCall, standing: Standing) -> None:
-        """Wait here for the next call of this caller. Behind the handler: while that runs, the loop reads for it.
+        """Stand by for the next call of this caller, after the handler: meanwhile the loop reads.
 
-        Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
-        worker that waits for the others in `shutdown` has one at the leader all the time.
+        With more calls the loop is better, because it reads many at once. The runtime's own do not count: a worker in
+        `shutdown` has one at the leader all the time.
         """
         if len(self._served.calls) >= 2 + self._served.system:
             return
@@ -382,32 +378,32 @@ class Runner:
             self._engine.pool.lookout.stand_by(standing)
 
     def _take_result(self, call: ServedCall, result: list[Any]) -> None:
-        """A handler has returned in a thread."""
+        """Send the result of a handler that ran in a thread."""
         assert call.handler is not None, "it has run"
         try:
             if call.handler.mode is Mode.DEFERRED:
                 self._defer(call, result.pop())
             elif (
-                hasattr(type(result[0]), "__await__")  # else that is known without a function of Python's
-                and type(result[0]) is not GeneratorType  # it is one in Python 3.11
+                hasattr(type(result[0]), "__await__")  # avoids a Python function in most cases
+                and type(result[0]) is not GeneratorType  # awaitable in Python 3.11
                 and asyncio.iscoroutine(result[0])
             ):
-                # A plain function that hands back a coroutine: run it where coroutines run.
+                # A plain function has returned a coroutine: run it on the loop.
                 self._engine.call_on_loop(self._create_task, call, result.pop())
             else:
                 self._answers.answer(call, result.pop())
-        except BaseException as error:  # a result of a class whose attributes cannot even be looked at
+        except BaseException as error:  # a result whose class raises in attribute look-ups
             self._answers.answer_error(call, error)
 
     def _defer(self, call: ServedCall, result: object) -> None:
         if is_future(result):
-            # A copy: a program may change the value that it has settled its own Future with.
+            # A copy: the program may change the value of its own Future later.
             when_done(result, partial(self._answers.answer_future, call, True))
             return
         kind = type(result).__qualname__
         given = "it returns"
         if inspect.iscoroutine(result):
-            result.close()  # else Python would say that it was never awaited
+            result.close()  # keeps Python from warning that it was never awaited
             given = "the coroutine returns"
         self._answers.answer_error(
             call,
@@ -427,7 +423,7 @@ class Runner:
             if error is None:
                 self._answers.answer(call, result, copy=True)
             elif type(error) is NotRun:
-                call.begun = False  # so another worker may run it
+                call.begun = False  # another worker may run it
                 self.refuse(call, WorkerClosed(str(error)))
             else:
                 self._answers.answer_error(call, error)
@@ -457,14 +453,14 @@ class Runner:
     # --- tasks --------------------------------------------------------------------------------------------------------
 
     def _decode_for_task(self, call: ServedCall) -> None:
-        """In a thread: the arguments are large."""
+        """In a background thread: decode large arguments."""
         try:
             values = self.decode(call)
         except BaseException as error:
             self._answers.answer_error(call, error)
             return
         call.drop_arguments()
-        call.arguments = Values(values)  # as they are: nothing is left to decode
+        call.arguments = Values(values)  # decoded already
         self._engine.call_on_loop(self._start_decoded, call)
 
     def _start_decoded(self, call: ServedCall) -> None:
@@ -489,7 +485,7 @@ class Runner:
             call.landing.carriers.clear()  # the arguments are the handler's alone
         handler = call.handler
         assert handler is not None, "it was found before the call was started"
-        # The task copies this context, so it and all it starts know the call that they serve.
+        # The task copies this context, and knows the call that it serves.
         token = current_call.set(call)
         within = current_autograd.set(call.autograd) if call.autograd else None
         self._served.run(call)
@@ -521,19 +517,19 @@ class Runner:
         kwargs: dict[str, object],
         existing: Coro[object] | None = None,
     ) -> None:
-        """Run what the function gives as a task. Nothing of it exists before the task begins: where a loop ends before
-        that, no coroutine is left that was never awaited. existing: one that a function has given already.
+        """Run an asynchronous function as a task. It is called within the task: if the loop ends before, no unawaited
+        coroutine is left. existing: a coroutine that was returned already.
         """
         run = self._run_steps if call.landing is not None or call.arrival is not None else self._run_coroutine
         coroutine = run(call, function, args, kwargs)
         task = self._engine.loop.create_task(coroutine)
-        if not task.done():  # an eager task has ended by now, and with it all that is undone at its end
+        if not task.done():  # a finished eager task has cleaned up already
             call.task = task
             self._tasks.add(task)
             call.on_cancel = partial(self._cancel_task, task, coroutine, existing)
 
     def _cancel_task(self, task: asyncio.Task[None], coroutine: Coro[None], existing: Coro[object] | None) -> None:
-        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # nothing of it has run, so nothing of it will
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # it will not run at all
             self._tasks.discard(task)
             if existing is not None:
                 existing.close()
@@ -542,12 +538,12 @@ class Runner:
     async def _run_steps(
         self, call: ServedCall, function: object, args: list[object], kwargs: dict[str, object]
     ) -> None:
-        """As a task: run a coroutine, each of its steps on the streams on which its arguments arrive."""
+        """As a task: run a coroutine, each step on the device streams of its arguments."""
         coroutine = self._run_coroutine(call, function, args, kwargs)
         try:
             landing = call.landing or self._accelerators.land()
             assert landing is not None, "nothing arrives on a device without one"
-            current_landing.set(landing)  # of this task, and of those it starts
+            current_landing.set(landing)  # of this task, and of tasks that it starts
             if call.arrival is not None:
                 with landing.entered():
                     call.arrival.join()
@@ -558,8 +554,8 @@ class Runner:
             return
         try:
             await LandedCoroutine(coroutine, landing)
-        except Exception as error:  # the device's; what the handler raises has become its answer already
-            self._answers.answer_error(call, error)  # first: the handler hears that it ends, which is no answer
+        except Exception as error:  # of the device; the handler's own error was sent already
+            self._answers.answer_error(call, error)  # first: closing the coroutine raises in the handler
             self._tasks.discard(call.task)
             coroutine.close()
 
@@ -568,7 +564,7 @@ class Runner:
     ) -> None:
         try:
             made = function(*args, **kwargs)
-            args.clear()  # they are the handler's alone
+            args.clear()  # the handler alone keeps them
             kwargs.clear()
             if call.credit is not None:
                 made = self._serve_items(call, made, call.credit)
@@ -579,7 +575,7 @@ class Runner:
             return
         finally:
             self._tasks.discard(call.task)
-            call.task = call.on_cancel = None  # they lead back here: without the cycle it goes with the last reference
+            call.task = call.on_cancel = None  # breaks a reference cycle
         self._answers.answer(call, result.pop())
 
     def _serve_items(self, call: ServedCall, made: Any, credit: int) -> Coro[None]:
@@ -611,12 +607,13 @@ def _named(values: list[object], names: Sequence[str]) -> tuple[list[object], di
 
 
 def _itself(coroutine: T) -> T:
-    """A function for a coroutine that another function has given."""
+    """Returns a coroutine that exists already."""
     return coroutine
 
 
 def _not_run(call: ServedCall) -> RpcError:
-    """Its caller does not hear of it any more; but a value that it was to create may be waited for."""
+    """The error of a call that was given up before it ran. Its caller does not get it, but users of the value that it
+    creates may."""
     if call.cancelled or call.deadline is None:
         return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
     seconds, worker = max(0.0, round(call.deadline - call.started, 6)), call.node.engine.name  # as the caller does
@@ -630,7 +627,7 @@ def _not_run(call: ServedCall) -> RpcError:
 
 
 def _check_items(call: ServedCall, made: object) -> None:
-    """What a wrapper of a generator function has given is what the call is for: items, or one result."""
+    """Check the result of a wrapper of a generator function: items for a stream, one result for a call."""
     assert call.handler is not None, "it runs"
     if call.credit is None:
         if not inspect.isawaitable(made) and (inspect.isgenerator(made) or inspect.isasyncgen(made)):
@@ -656,7 +653,7 @@ def _wrong_verb(call: ServedCall, streamed: bool) -> RpcUsageError:
 
 
 def _not_streamed(handler: Handler) -> str:
-    """Which verb to use in place of a stream."""
+    """Advice: the verb in place of a stream."""
     if handler.method:
         return f"use `await ref.rpc_async().{handler.method}(...)`, not ref.stream(), where {_REF}"
     return "use aiorpc.call, not aiorpc.stream"

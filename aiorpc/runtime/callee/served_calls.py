@@ -1,7 +1,7 @@
-"""The calls of one caller that are being served: where a call begins at its callee, and where it ends.
+"""The served calls of one caller: where a call begins at its callee, and where it ends.
 
-`ServedCalls.begin` is the one place where a call enters `calls`, `ServedCalls.end` the one where it leaves, whatever
-ends it: its answer, an error, its caller, or the end of the connection. The table is `protocol.states.SERVED`.
+A call enters `calls` in `ServedCalls.begin` only, and leaves it in `ServedCalls.end` only: by its answer, an error, its
+caller, or the end of the connection. The table is `protocol.states.SERVED`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..engine.engine import Engine
 class ServedCalls:
     """See the module. Any thread, but for `begin`: on the loop, or in the thread of the pool that has read the call.
 
-    calls: by number. queued: bytes of arguments that these had as they came. streams: how many of them are streams.
-    system: how many are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
+    calls: by number. queued: bytes of their messages on arrival. streams: how many of them are streams. system: how
+    many are the runtime's own.
     """
 
     def __init__(self, engine: Engine, caller: str) -> None:
-        """caller: the name of the worker whose calls these are."""
+        """caller: the name of the calling worker."""
         self.calls: dict[int, ServedCall] = {}
         self.queued: int = 0
         self.streams: int = 0
@@ -36,7 +36,7 @@ class ServedCalls:
         self._caller = caller
 
     def begin(self, call: ServedCall) -> None:
-        """A call has come. ProtocolError if the call of that number has not ended, which nothing could end any more."""
+        """Enter a call. ProtocolError if a call of that number is being served: nothing could end that one any more."""
         if call.call_id in self.calls:
             raise ProtocolError(f"call {call.call_id} has come, and the call of that number is being served")
         self.calls[call.call_id] = call
@@ -47,7 +47,7 @@ class ServedCalls:
             self.tell("started", call)
 
     def identify(self, call: ServedCall, handler: Handler) -> None:
-        """It is known what the call runs."""
+        """Set the handler of a call."""
         call.handler = handler
         call.function = handler.name
         if handler.system:
@@ -56,7 +56,7 @@ class ServedCalls:
             self._counters.served += 1
 
     def fetch(self, call: ServedCall) -> None:
-        """The call asks for the value of a reference, and runs nothing."""
+        """The call fetches the value of a reference, and runs nothing."""
         call.function = FETCH
         self._counters.served += 1
 
@@ -66,15 +66,15 @@ class ServedCalls:
             self.system += 1
 
     def run(self, call: ServedCall) -> None:
-        """The handler of the call is called next."""
+        """Note that the handler of the call is called next."""
         call.begun = True
         if self._engine.call_observers:
             self.tell("running", call)
 
     def end(self, call: ServedCall, outcome: CallOutcome, size: int = 0) -> bool:
-        """Take a call out of `calls`, which ends it; False if another thread has ended it before. size: of its answer.
+        """End a call: take it out of `calls`; False if another thread has ended it before. size: bytes of its answer.
 
-        Its caller may have given it up, and used its number again: that one is not ended in its place.
+        Its caller may have given it up and reused its number; the new call stays.
         """
         if self.calls.get(call.call_id) is not call or self.calls.pop(call.call_id, None) is None:
             return False
@@ -90,7 +90,7 @@ class ServedCalls:
         return True
 
     def tell(self, step: Step, call: ServedCall) -> None:
-        """Tell the observers of a step of a call."""
+        """Call the observers for a step of a call."""
         tell_step(self._engine.call_observers, step, self._event(call))
 
     def _event(self, call: ServedCall, answer: int = 0) -> CallEvent:
@@ -126,7 +126,7 @@ class ServedCalls:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def pending_calls(self) -> list[PendingCall]:
-        """The calls of users that are being served."""
+        """The served calls of users."""
         now = time.monotonic()
         return [
             PendingCall(
@@ -141,5 +141,5 @@ class ServedCalls:
         ]
 
     def user_calls(self) -> int:
-        """How many calls of users are being served."""
+        """The number of served calls of users."""
         return sum(not call.system for call in list(self.calls.values()))

@@ -1,7 +1,7 @@
 """The callee's side of one connection: each call from its message to its answer.
 
-A call begins in `ServedCalls.begin` and ends in `ServedCalls.end`: with an answer (`answers`), or as its caller gives
-up (`Service.cancel`). What a call names is found by `resolver`; `running` has it run.
+A call begins in `ServedCalls.begin` and ends in `ServedCalls.end`: with an answer (`answers`), or when its caller gives
+up (`Service.cancel`). `resolver` finds its function, `running` runs it.
 """
 
 from __future__ import annotations
@@ -50,33 +50,32 @@ from .running import Runner
 from .served_calls import ServedCalls
 from .standing import Found, Standing
 
-# Bytes of arguments that a call may have and always find room for: what it costs is that it is a call, and these are
-# counted by max_queued_calls.
+# Bytes of arguments that always find room: such a call counts by max_queued_calls alone.
 SMALL = 512
 
 
-# Calls of the runtime's own that one caller may have waiting here, and may make in a second, at the least.
+# The least limits on one caller's calls of the runtime's own: how many may wait, and how many it may make per second.
 LEAST_CALLS, LEAST_RATE = 1024, 1000.0
 
 
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
-    """The references of the worker, as far as serving calls needs them."""
+    """The references of the worker, as serving calls needs them."""
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[object]:
         """Handles of the references in a message from `sender`."""
 
     def on_message(self, sender: int, message: reference_messages.Message) -> None:
-        """A message of reference counting arrived. Raises ProtocolError."""
+        """Handle a message of reference counting. Raises ProtocolError."""
 
     def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
-        """A call that creates a reference arrived; its result will be the value."""
+        """A call that creates a reference has arrived; its result will be the value."""
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
         """A call with these references among its arguments has arrived."""
 
 
 class PeerForService(answers.PeerForAnswers, Protocol):
-    """The worker whose calls are served (`Peer`)."""
+    """The calling worker (`Peer`)."""
 
     @property
     def gone(self) -> RpcError | None: ...
@@ -86,14 +85,15 @@ class PeerForService(answers.PeerForAnswers, Protocol):
 
     @property
     def unsent(self) -> int:
-        """How many messages wait to be sent to that worker."""
+        """How many messages to that worker are unsent."""
 
     def track(self, said: Recorded, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
-        """The tensors of a message from that worker, placed in the autograd graph as the message says."""
+        """The tensors of a message from that worker, placed in the autograd graph. said: the message's entries about
+        them."""
 
 
-class Home(CommonHome, Protocol):
-    """What serving calls needs of the worker."""
+class ServiceContext(CommonHome, Protocol):
+    """The worker, as serving calls needs it."""
 
     links: Links
     gradients: Gradients
@@ -103,30 +103,30 @@ class Home(CommonHome, Protocol):
     def references(self) -> ReferencesForService: ...
 
     def peer_of(self, record: WorkerRecord) -> PeerForService:
-        """The peer of the worker that calls."""
+        """The peer of the calling worker."""
 
     @property
     def orphaned(self) -> list[Service]:
-        """Those whose callers are gone, and whose calls go on."""
+        """Services whose callers are gone and whose calls go on."""
 
     def continues(self, origin: tuple[int, int]) -> bool:
-        """Whether a call that arrives belongs to a chain of which this worker has made or serves another call."""
+        """Whether an arriving call belongs to a chain of calls in which this worker makes or serves another one."""
 
     def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
-        """That worker has said that it leaves. sure: it was it for sure that has said so. failed: as it says, the name
-        of the error that has ended its program; "" for none."""
+        """That worker has said goodbye. sure: the connection is proved to be its own. failed: the name of the error
+        that ended its program, from its goodbye; "" for none."""
 
 
 class Service:
-    """Serves the calls that arrive on one connection. Methods belong to the loop where they do not say otherwise.
+    """Serves the calls of one connection. On the loop, unless a method says otherwise.
 
-    record: of the worker that calls. link: our end of the traffic with it. calls: those that are under way, by number.
+    record: of the calling worker. link: to it. calls: under way, by number.
     """
 
     def __init__(
-        self, home: Home, record: WorkerRecord, connection: Connection, link_number: int, sure: bool = False
+        self, home: ServiceContext, record: WorkerRecord, connection: Connection, link_number: int, sure: bool = False
     ) -> None:
-        """link_number: the number of the link. sure: that worker has connected, and no other one in its name."""
+        """sure: the connection is proved to be that worker's own."""
         self.record = record
         self.sure = sure
         self.connection = connection
@@ -164,7 +164,7 @@ class Service:
             self._runner.standing = Standing(self, self._runner, connection)
         limit = home.engine.options.max_call_rate
         self._rate = None if limit is None else Rate(limit, time.monotonic())
-        # Of the runtime's own calls, which have the same limits for themselves. Where they are low, it still works.
+        # Separate limits for the runtime's own calls, and not too low for its work.
         self._own_rate = None if limit is None else Rate(max(limit, LEAST_RATE), time.monotonic())
         self._most_own = max(home.engine.options.max_queued_calls, LEAST_CALLS)
 
@@ -174,11 +174,11 @@ class Service:
     # --- messages from the caller -------------------------------------------------------------------------------------
 
     def on_failed(self, frame: Frame, error: Exception) -> None:
-        """The buffers of a call cannot be had: it is answered with the reason."""
+        """The buffers of a call did not arrive: answer with the reason."""
         self._on_call(frame, RpcError(f"the arguments did not arrive at worker {self._engine.name!r}: {error}"))
 
     def _on_call(self, frame: Frame, failure: Exception | None = None) -> None:
-        """On the loop, or in a thread of the pool that has read it (`standing`)."""
+        """Begin a call that has arrived. On the loop, or in the pool thread that has read it (`standing`)."""
         ahead, found = self.ahead, None
         if ahead is not None and ahead[0] == frame.call_id:
             _, message, found = ahead
@@ -195,7 +195,7 @@ class Service:
             else:
                 self._resolver.route(message.function, call, found)
         except BaseException as error:
-            # It may stay, as the value of a reference, and each frame leads back to this one, which has the arguments.
+            # It may be kept as the error of a reference, and its frames would keep the arguments.
             self._runner.refuse(call, foreign.with_traceback(error, None))
             answers.pass_on(error)
 
@@ -209,7 +209,7 @@ class Service:
         return False
 
     def _begin(self, frame: Frame, message: Call) -> ServedCall:
-        """The call of that message is served from here on: something takes it out, and answers or cancels it."""
+        """Make and enter the call of a message; from now on an answer or a cancellation must end it."""
         call = ServedCall(self._home, self._info, frame, message, self._permits)
         call.caller_id, call.record = self.record.id, self.record
         call.size = len(frame.body)
@@ -224,8 +224,8 @@ class Service:
         return call
 
     def _refusal(self, call: ServedCall, message: Call) -> RpcError | None:
-        """Why a call that has come is not run; None if it is. A call that tells of an end is always run: what was
-        accepted may wait for it.
+        """Why a call is refused; None if it is run. A call that announces an end always runs: accepted calls may wait
+        for it.
         """
         served, options = self._served, self._engine.options
         refusal: RpcError | None = None
@@ -243,7 +243,7 @@ class Service:
         return refusal
 
     def _why_refused(self, call: ServedCall, message: Call) -> RpcError | None:
-        """As `_refusal`, where there may be too much for the call to be run, or this worker leaves."""
+        """As `_refusal`, when a limit may be exceeded, or this worker leaves."""
         system = self._resolver.is_system(message.function)
         why = self._overload(call, system)
         refusal: RpcError
@@ -256,7 +256,7 @@ class Service:
         return None if self._resolver.is_brief(message.function) else refusal
 
     def _overload(self, call: ServedCall, system: bool) -> str | None:
-        """Of what there is too much for that call to be run; None if there is room for it."""
+        """The exceeded limit, as text; None if there is room for the call."""
         served, options, who = self._served, self._engine.options, self.record.name
         users = len(served.calls) - 1 - served.system
         if not system and users >= options.max_queued_calls:
@@ -277,17 +277,17 @@ class Service:
         return None
 
     def _has_no_room(self, size: int) -> bool:
-        """Whether a call with so many bytes of arguments, with which there are more than there may be, is too much.
+        """Whether a call with so many bytes of arguments, which exceeds `max_queued_bytes`, is refused.
 
-        A call whose arguments alone exceed max_queued_bytes is admitted while the others do not exceed it: otherwise a
-        few waiting calls would starve it. A call with next to no arguments always has room: the calls that fill it may
-        wait for this one, as items that are put into a full queue wait for a get.
+        A call whose arguments alone exceed max_queued_bytes is admitted while the others are below the limit: otherwise
+        a few waiting calls would starve it. A call with few bytes always has room: the waiting calls may need it, as
+        items put into a full queue need a get.
         """
         limit = self._engine.options.max_queued_bytes
         return size > SMALL and (size <= limit or self._served.queued - size > limit)
 
     def _within_rate(self, system: bool, now: float) -> bool:
-        """Whether there is room for a call by `max_call_rate`. The runtime's own always have it: reading waits."""
+        """Whether a call is within `max_call_rate`. The runtime's own always are: instead, reading pauses."""
         if system:
             early = self._own_rate.owe(now) if self._own_rate is not None else 0.0
             if early:
@@ -296,7 +296,7 @@ class Service:
         return self._rate is None or self._rate.take(now)
 
     def _is_first(self, call: ServedCall) -> bool:
-        """Whether an idempotent call is to be run; else it is answered as an earlier try of it."""
+        """Whether to run an idempotent call. If not, it gets the answer of an earlier try."""
         found = self._answers.remembered.admit(call)
         if found is True:
             return True
@@ -323,44 +323,44 @@ class Service:
 
     def _on_reference(self, frame: Frame) -> None:
         options = self._engine.options
-        if self._caller.unsent > options.max_references + options.max_pending_calls:  # each may have an answer
+        if self._caller.unsent > options.max_references + options.max_pending_calls:  # each may have got an answer
             raise ProtocolError(
                 f"it sends messages about references, and takes none of the {self._caller.unsent} to it"
             )
         self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
 
     def _on_goodbye(self, frame: Frame) -> None:
-        self.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
+        self.connection.on_suspended = None  # the socket's end now ends the connection
         self._home.on_goodbye(self.record, self.sure, read_goodbye(frame.body).failed)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def cancel(self, call_id: int, expired: bool = False, ended: bool = False) -> None:
-        """The caller has given up on that call. expired: as its time was up. ended: as the connection has ended."""
+        """The caller has given up a call. expired: its time was up. ended: the connection has ended."""
         call = self.calls.get(call_id)
         if call is not None:
-            # Before it is taken out: who has its answer ready, and finds it gone, has to see why (`_may_answer`).
+            # Before its end: a thread with the answer, which finds the call ended, reads why (`_may_answer`).
             call.unwaited = self._why_unwaited(expired, ended)
             call.cancelled = True
             outcome = CallOutcome.TIMEOUT if expired else CallOutcome.LOST if ended else CallOutcome.CANCELLED
             call = call if self._served.end(call, outcome) else None
-        self.link.distribution.give_up(call_id)  # large buffers of its answer or its items may be on their way
+        self.link.distribution.give_up(call_id)  # large buffers of it may be on their way
         if call is None:
             return
         if call.once is not None:
             self._answers.forget(call)
-        # Where this worker has closed its connections, those that wait for the value hear that, and nothing else.
+        # If this worker has closed its connections, users of the value get that error alone.
         if call.creates is not None and not (ended and self._engine.closed):
-            # The creator knows by itself; but a fetch of its own, or of a third worker, may wait for the value here.
+            # A fetch of the creator's or of a third worker may wait for the value.
             error: RpcError = RpcCancelled(f"{call.function} was cancelled by its caller")
             if ended:
                 error = self._creator_gone()
-            elif expired and call.deadline is not None:  # not compared with the time: that of the creator decides
+            elif expired and call.deadline is not None:  # the creator's clock decides
                 error = self._timed_out(call, call.deadline - call.started)
             self._home.references.settle_created(call, None, error)
         if call.credits is not None:
             call.credits.stop()
-        tell = call.on_cancel  # looked at once: a handler's thread may take it back
+        tell = call.on_cancel  # read once: the handler's thread may reset it
         if tell is not None:
             tell()
 
@@ -374,7 +374,7 @@ class Service:
         what = ", which created the reference, before its value was there"
         if isinstance(gone, PeerLeft):
             return PeerLeft(f"{record.describe()} has shut down{what}")
-        cause = gone.cause if isinstance(gone, PeerLost) else "its connection has ended"  # which the group hears next
+        cause = gone.cause if isinstance(gone, PeerLost) else "its connection has ended"  # the group learns it next
         text = f"{record.describe()} was lost{what}: {cause}"
         host, pid = record.hostname, record.pid
         return PeerLost(text, worker=record.name, rank=record.rank, host=host, pid=pid, cause=cause)
@@ -392,10 +392,10 @@ class Service:
         )
 
     def close(self) -> None:
-        """The connection has ended: no one waits for these calls any more. Some go on all the same (`_goes_on`).
+        """The connection has ended: cancel its calls, except some that go on (`_goes_on`).
 
-        Of such there are no more, with no more bytes of arguments, than one caller may have: a member that comes and
-        goes again and again would leave ever more behind.
+        Their number and bytes are bounded by the limits of one caller: a member that reconnects again and again would
+        otherwise pile them up.
         """
         orphaned = self._home.orphaned
         orphaned[:] = [service for service in orphaned if service.calls]
@@ -416,20 +416,20 @@ class Service:
         self.link.close()
 
     def _goes_on(self, call: ServedCall) -> bool:
-        """Whether a call goes on although its caller is gone, as with torch all do: others may wait for the value that
-        `remote` has begun to create. Not a stream, whose consumer is gone, nor what this worker ends as it leaves.
+        """Whether a call goes on although its caller is gone: a creation of `remote`, for whose value others may wait;
+        with torch every call. Not a stream, and nothing when this worker leaves.
         """
         if call.system or call.credit is not None or call.once is not None or self._engine.closed:
             return False
         return call.creates is not None or self._home.gradients.as_torch
 
     def goodbye(self) -> None:
-        """Tell the caller that we leave, if that takes no waiting. Any thread."""
+        """Say goodbye to the caller, if that takes no waiting. Any thread."""
         said = write(Goodbye(self._engine.lifetime.failed))
         self.link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, said), urgent=True)
 
     def say_goodbye(self) -> None:
-        """This worker leaves: tell the caller so behind the answers that are queued, and close the connection."""
+        """This worker leaves: say goodbye after the queued answers, and close the connection."""
         self.goodbye()
         self.connection.close()
 

@@ -1,14 +1,13 @@
-"""The next call of one caller, read by the thread that will run it.
+"""Leader/followers: the next call of a caller is read by the thread that runs it.
 
-A `def` handler runs in a thread of the pool. As the loop reads calls, each would wake two threads: the loop's, and that
-one. Of a caller that makes one call after the other, the thread that has run a call waits for the next one itself: it
-stands by (`Lookout.stand_by`, `Connection.attach`), and is the only one to be woken.
+A `def` handler runs in a thread of the pool. If the loop reads, each call wakes two threads: the loop's, and that one.
+For a caller that makes one call after the other, the thread that ran a call waits for the next one itself: it stands by
+(`Lookout.stand_by`, `Connection.attach`), and only this thread wakes up.
 
-It takes calls of functions and of methods that run in the pool, and of them those whose message says nothing that is
-the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`, memory that is given back).
-A tensor for a device is no more than a copy to be enqueued, if all of it lies in an outbox. All else is left to the
-loop, as it came and in order, which costs a change of threads more. So a caller of whom something was left is given up
-for the next call, and for twice as many each time again.
+It takes calls of functions and methods that run in the pool, if their messages need nothing of the loop, and before
+such a call messages that it can handle at once (`Mode.BRIEF`, returned memory). A tensor for a device takes an enqueued
+copy, if it is whole in an outbox. All other messages are left to the loop, in order, which costs one more change of
+threads. After that the caller is read by the loop for the next call, and for twice as many each further time.
 
 Invariants
 1. A thread that has read from a connection hands out what it has read before any thread reads on. So calls are begun in
@@ -32,15 +31,15 @@ from ..calls.functions import Mode
 from ..engine.busy_poll import BackOff
 from ..links.link import Link
 
-# A caller is given up for so many calls at most.
+# The most calls for which a caller is left to the loop.
 _LONGEST = 255
 
 
 class Found(NamedTuple):
-    """What a call names, found before it was started.
+    """The target of a call, found before its start.
 
-    mode: how it runs. value, attribute, arrival: for a method of a reference that value, what `find_method` gives, and
-    what is to be waited for on devices.
+    mode: of the handler. value, attribute, arrival: for a method of a reference its value, the result of `find_method`,
+    and the arrival of the value on devices.
     """
 
     mode: Mode
@@ -50,27 +49,27 @@ class Found(NamedTuple):
 
 
 class ServiceForStanding(Protocol):
-    """Who serves the calls. ahead: a call of which the message was read already: its number, and what it names."""
+    """The service. ahead: a call whose message was read already: its number, the message, and the target."""
 
     link: Link
     ahead: tuple[int, Call, Found] | None
 
     @property
     def for_threads(self) -> Callable[[Function], Found | None]:
-        """What a call of that function finds, if any thread can start it (`Resolver.for_threads`)."""
+        """The target of a call that any thread can start (`Resolver.for_threads`)."""
 
 
 class RunnerForStanding(Protocol):
-    """Who runs them. submitted: how many went to the pool."""
+    """The runner. submitted: how many calls went to the pool."""
 
     submitted: int
 
 
 class Standing:
-    """See the module: what a thread of the pool stands by for (`engine.lookout.JobSource`).
+    """See the module: the source of jobs (`engine.lookout.JobSource`) for one connection.
 
-    pause: for how many calls the caller is given up; the runner, which has threads stand by, counts them, and says in
-    `running` which call it runs.
+    pause: for how many calls the caller is left to the loop; the runner counts them. running: the call after which a
+    thread last stood by.
     """
 
     def __init__(self, service: ServiceForStanding, runner: RunnerForStanding, connection: Connection) -> None:
@@ -80,16 +79,16 @@ class Standing:
         self.leave: Callable[[], None] = connection.leave_to_loop
         self.back_off: BackOff = BackOff()
         self.running: int | None = None
-        self._taken: int | None = None  # the call that a thread took last
-        self._read = 0  # bytes that had come by then
+        self._taken: int | None = None  # the last call taken by a thread
+        self._read = 0  # bytes received by then
         self._connection = connection
         self._service = service
         self._runner = runner
-        self._left = 0  # for how many calls the caller was given up last
+        self._left = 0  # the last `pause`
         connection.on_stood = self._take_all
 
     def _take_all(self, frames: list[Frame]) -> bool:
-        """See `Connection.on_stood`: takes one call that needs nothing of the loop, and memory that is given back."""
+        """See `Connection.on_stood`: takes one call that needs nothing of the loop, and returned memory."""
         before = self._runner.submitted
         taken = self._take(frames)
         if self._runner.submitted != before:
@@ -100,10 +99,10 @@ class Standing:
         return taken
 
     def keep(self) -> bool:
-        """See `JobSource`. Not behind a call that the loop has read, nor if more has come since a thread read this one.
+        """See `JobSource`. False after a call that the loop has read, and if more bytes have come since.
 
-        The latter is a caller that makes several calls at once: the loop is up then, and two threads that are both
-        awake wait for the interpreter at each of their system calls.
+        More bytes mean several calls at once: the loop is awake then, and two awake threads would wait for the
+        interpreter at each system call.
         """
         if self.running != self._taken:
             return False
@@ -121,7 +120,7 @@ class Standing:
         for frame in frames:
             if frame.kind == RELEASE or (frame.kind == CHANNEL and link.any_thread_takes(frame)):
                 continue
-            if ahead is not None:  # several calls at once are handed out faster by the loop
+            if ahead is not None:  # the loop is faster with several calls at once
                 return False
             if frame.kind == CALL:
                 call = read_call(frame.body)
@@ -132,7 +131,7 @@ class Standing:
             if call.credit is not None or call.creates is not None or call.once is not None:
                 return False
             references = call.payload.references
-            if references and not all_lent(references):  # the loop says that it has them
+            if references and not all_lent(references):  # the loop takes them
                 return False
             found = service.for_threads(call.function)
             if found is None:

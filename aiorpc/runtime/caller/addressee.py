@@ -1,15 +1,14 @@
-"""Another worker, as messages are sent to it: which one it is, its state, and the connection that it needs.
+"""The peer connection to another worker: its identity, its state, its connection, and sending messages.
 
-The states, and which thread may bring it from one to the next, are the table `protocol.states.PEER`; the fields that go
-with them are changed under `_lock`. `fail` alone makes it GONE, and the error that it is given ends every call that is
-pending then or is made later.
+The table `protocol.states.PEER` has the states, and the thread of each change; the fields that go with them change
+under `_lock`. Only `fail` makes it GONE, and its error ends every pending and every later call.
 
 Invariants
-1. GONE is final: a worker that comes back under the same name is a new one (it has another incarnation).
-2. A thread that holds the lock of the references may send here, and sending takes `_lock`. So nothing that holds
-   `_lock` may take the lock of the references.
-3. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and a
-   thread that sends meanwhile waits for the lock, so that no message overtakes them.
+1. GONE is final: a worker that comes back under the same name is a new one, with another incarnation.
+2. A thread with the lock of the references may send here, and sending takes `_lock`. So a thread with `_lock` must not
+   take the lock of the references.
+3. Without a link, messages wait in `_waiting`. `ready` posts them in order under the lock. A thread that sends
+   meanwhile waits for the lock, so no message overtakes them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from ..engine.observing import Passage, ask, frame_passage
 from ..gradients.contexts import Gradients
 from ..links.accelerators import Accelerators
 from ..links.link import FEW, KindMethod, Link
-from .arriving import Arriving
-from .arriving import Home as ArrivingHome
+from .arriving import Arriving, ArrivingContext
 from .future import CallFuture
 from .known import KnownFunctions
 from .pending import PendingCalls
@@ -49,14 +47,14 @@ from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
 
 
 class ReferencesForPeer(Protocol):
-    """The references of the worker, as far as peers need them: for references in answers."""
+    """The references of the worker, as peers need them for references in answers."""
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[object]:
         """Handles of the references in a message from `sender`."""
 
 
-class Home(ArrivingHome, Protocol):
-    """What an addressee needs of the worker that sends to it."""
+class PeerContext(ArrivingContext, Protocol):
+    """The sending worker, as an addressee needs it."""
 
     gradients: Gradients
 
@@ -67,24 +65,29 @@ class Home(ArrivingHome, Protocol):
         """Begin to connect to that `Peer`, on the loop. `attach` and then `ready` follow, or `fail`."""
 
     def on_goodbye(self, record: WorkerRecord, sure: bool, failed: str) -> None:
-        """That worker has said that it leaves. sure: it was it for sure that has said so. On the loop."""
+        """That worker has said goodbye. sure: the connection is proved to be its own. On the loop."""
 
 
 class Addressee:
-    """Another worker, as messages are sent to it; `Peer` makes the calls. See the module.
+    """The peer connection to another worker; `Peer` makes the calls. See the module.
 
-    name, record: of the worker; the record is None until it is known where the worker is. known: the functions that it
-    knows by number. same_main: whether it runs the same main module as this worker, so that what that defines can go by
-    name; true until it is known. other_python: its minor version of Python where that is known and not ours. safe:
-    whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive.
-    route: where tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once
-    it is GONE, and ended: when that was; parting: what that will be, while answers may still come from one that has
-    left. trouble: what has been in the way of a connection to it last, if that is known. former: who had the name
-    before; made: when this one was. Times are ``time.monotonic()`` seconds.
+    name, record: of the worker; the record is None until it is known. known: the functions that it knows by number.
+    same_main: whether it runs the same main module as this worker, whose functions then go by name; True until it is
+    known. other_python: its minor version of Python, if it is known and not ours. safe: whether it reads no pickles, as
+    this worker. devices: whether this worker has devices on which tensors may arrive. route: for tensors on devices;
+    None if tensors need not be looked at. gone: the error that ends calls, once it is GONE; ended: since when. parting:
+    the later `gone` of a worker that has left, while answers may still come. trouble: why the last try to connect
+    failed, if known. former: the peer that had the name before; made: when this one was made. Times are
+    ``time.monotonic()`` seconds.
     """
 
     def __init__(
-        self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None, former: Self | None = None
+        self,
+        home: PeerContext,
+        deadlines: Deadlines,
+        name: str,
+        record: WorkerRecord | None,
+        former: Self | None = None,
     ) -> None:
         self.engine: Engine = home.engine
         self.accelerators: Accelerators = home.links.accelerators
@@ -122,26 +125,26 @@ class Addressee:
         self._home = home
         self._lifetime = home.engine.lifetime
         self._waiting = WaitingMessages()
-        # It may be taken twice by one thread: a message that cannot be sent is called off while the lock is held.
+        # Reentrant: a message that cannot be sent is called off while the lock is held.
         self._lock = RLock()
 
     def rename(self, name: str) -> None:
-        """The worker's name is known now, and with it the device map that leads to the worker."""
+        """Set the worker's name, and with it the device map to the worker."""
         self.name = name
         self.route = self.accelerators.route_to(name)
 
     def identify(self, record: WorkerRecord) -> None:
-        """It is known now which worker it is."""
+        """Set the worker's record."""
         if record.main != self.engine.record.main:
             self.same_main = False
             self.known.forget_main()
         self.other_python = record.minor if record.minor != self.engine.record.minor else ""
         self.former = None
-        self.record = record  # at last: a thread that sees it relies on the above
+        self.record = record  # last: a thread that sees it relies on the lines above
 
     @property
     def as_torch(self) -> bool:
-        """Whether programs for torch make the calls."""
+        """Whether the calls come from programs for torch."""
         return self._home.gradients.as_torch
 
     def describe(self) -> str:
@@ -153,7 +156,7 @@ class Addressee:
     def send(self, kind: int, call_id: int, body: bytes, *, urgent: bool = False, later: bool = False) -> None:
         """Send a message without buffers, connecting first if need be. Any thread; dropped when the peer is gone.
 
-        later: it leaves with the next one, or with `flush`, whichever comes first.
+        later: it leaves with the next message, or with `flush`.
         """
         frame = encode_frame(kind, call_id, body)
         link = self.link
@@ -163,14 +166,14 @@ class Addressee:
             link.send(kind, call_id, frame, urgent=urgent, more=later)
 
     def flush(self) -> None:
-        """Send what is queued. On the loop."""
+        """Send queued messages. On the loop."""
         if self.connection is not None:
             self.connection.flush()
 
     def send_later(self, message: WaitingFrame) -> None:
-        """Keep a message until there is a link; send it if there is one by now. Any thread."""
+        """Keep a message until there is a link; send it if there is one already. Any thread."""
         if not message.passed and self.record is not None and self.engine.observers:
-            # It leaves as far as its sender is concerned; once there is a link no observer is asked again.
+            # Observers see it now, and not again when there is a link.
             passage = frame_passage(message.kind, message.call_id, message.frame, message.call, self.record)
             ask(self.engine.observers, passage, partial(self.send_later, message._replace(passed=True)), nothing)
             return
@@ -188,12 +191,12 @@ class Addressee:
         link.send(kind, call_id, frame, call=call, passed=passed)
 
     def _tell_of(self, message: WaitingCall | WaitingFrame, step: Step) -> None:
-        """Tell the observers of calls of a step of the call that is in that message."""
+        """Call the observers for a step of the message's call."""
         if self.engine.call_observers and message.call is not None and message.call_id in self.pending.calls:
             self.pending.tell(step, message.call)
 
     def send_buffers(self, message: WaitingCall) -> None:
-        """Send a call that has buffers: from here, or from a thread if that takes too long here. Any thread."""
+        """Send a call with buffers, in a background thread if it takes too long. Any thread."""
         link = self.link
         if self.connection is None or link is None:
             formed = self._settled(message) if self.record is None else self._formed(self._settled(message))
@@ -212,9 +215,9 @@ class Addressee:
                 if self.connection is None:
                     self._wait(message)
                     return
-            if link is None:  # gone again, and the call with it
+            if link is None:  # the link has ended, and the call with it
                 return
-        if message.otherwise is not None:  # it has become known just now
+        if message.otherwise is not None:  # the worker has just become known
             formed = self._formed(message)
             if formed is None:
                 return
@@ -225,7 +228,7 @@ class Addressee:
             self.post(link, message)
 
     def _settled(self, message: WaitingCall) -> WaitingCall:
-        """The same message, ready to be sent later or by another thread: buffers on devices are cloned now."""
+        """The message for sending later or in another thread: with clones of buffers on devices."""
         if self.route is None:
             return message
         settled, other = self.accelerators.settled, message.otherwise
@@ -234,7 +237,7 @@ class Addressee:
         return message._replace(buffers=settled(message.buffers), otherwise=other)
 
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
-        """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
+        """Send a call over a link, unless the call has ended. copies: of buffers for several receivers. Any thread."""
         call_id, pending, out = message.call_id, self.pending, message.out
         envelope = None
         if out is not None:
@@ -257,10 +260,10 @@ class Addressee:
         if call_id not in pending.calls:
             deadline = message.call._deadline
             expired = deadline is not None and deadline <= time.monotonic()
-            self.call_off(call_id, expired)  # the word that it was given up may have come before it
+            self.call_off(call_id, expired)  # the CANCEL may have left before the call
 
     def _not_sent(self, error: BaseException) -> RpcError:
-        if type(error) is SerializationError:  # it is longer than the other end takes
+        if type(error) is SerializationError:  # longer than the other end takes
             return SerializationError(f"a call to worker {self.name!r} cannot be sent: it {error}")
         return RpcError(f"a call to {self.describe()} could not be sent: {foreign.said(error)}")
 
@@ -272,7 +275,7 @@ class Addressee:
                 self.engine.call_on_loop(self._home.connect, self)
 
     def _formed(self, message: WaitingCall) -> WaitingCall | None:
-        """The same message in the form for the worker, now that it is known; None if it has none: its call ends."""
+        """The message in the form for the worker, which is known now; None if there is none, which ends the call."""
         other = message.otherwise
         if isinstance(other, Form) and not self.same_main:
             self._unsend(message.out)
@@ -286,9 +289,9 @@ class Addressee:
         return message._replace(otherwise=None)
 
     def _unsend(self, out: Outgoing | None) -> None:
-        """What that is of does not leave."""
+        """Undo the encoding of a message that does not leave."""
         if out is not None:
-            # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
+            # On the loop: `ready` holds our lock, and a thread with the lock of the references may wait for it.
             self.engine.call_on_loop(out.unsend)
 
     @property
@@ -300,7 +303,7 @@ class Addressee:
     # --- giving up ----------------------------------------------------------------------------------------------------
 
     def call_off(self, call_id: int, expired: bool = False) -> None:
-        """A call has ended without its answer: take it back, or tell the callee. Any thread.
+        """A call has ended without its answer: take it back, or send CANCEL. Any thread.
 
         expired: whether its time is up.
         """
@@ -311,20 +314,20 @@ class Addressee:
             self.send(Kind.CANCEL, call_id, write(Cancel(expired)))
 
     def take_back(self, call_id: int) -> bool:
-        """Forget a call that waits for its worker to join, so that it is not sent; its Future never settles then.
+        """Forget a call that waits for its worker to join. It is not sent, and its Future never settles.
 
         False if the call may have been sent, or has ended. Any thread.
         """
         return self._take_back(call_id) and self.pending.end(call_id, CallOutcome.CANCELLED) is not None
 
     def _take_back(self, call_id: int) -> bool:
-        # To a worker that has not joined yet. No reference can be inside of such a call, because encoding one needs the
-        # worker's id (`Peers.id_of`).
+        # The worker has not joined yet. Such a call has no references, because these need the worker's id
+        # (`Peers.id_of`).
         with self._lock:
             return self.record is None and self._waiting.take_back(call_id)
 
     def turn_away(self, before: float, error: Callable[[], RpcError]) -> None:
-        """No worker has that name: the calls made before that time end, but for those that wait. On the loop."""
+        """No worker has that name: end the calls made before that time, except those with ``wait``. On the loop."""
         for call in list(self.pending.calls.values()):
             if not call.patient and call.started <= before:
                 with self._lock:
@@ -332,7 +335,7 @@ class Addressee:
                 self.pending.fail_one(call.call_id, error())
 
     def rest(self) -> bool:
-        """Go back to IDLE if no message waits for the connection any more; True if so. On the loop."""
+        """Go back to IDLE, and return True, if no message waits for the connection. On the loop."""
         with self._lock:
             if self._waiting or self.gone is not None:
                 return False
@@ -344,9 +347,9 @@ class Addressee:
     def _on_goodbye(self, frame: Frame) -> None:
         link = self.link
         assert link is not None and self.record is not None, "a message came over it"
-        link.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
+        link.connection.on_suspended = None  # the socket's end now ends the connection
         why = read_goodbye(frame.body).failed
-        self._home.on_goodbye(self.record, True, why)  # we have dialled it
+        self._home.on_goodbye(self.record, True, why)  # this worker opened the connection
         # No answer can follow on this connection (the goodbye may have come earlier on another).
         link.when_drained(partial(self.fail, farewell(self.record, why)))
 
@@ -356,7 +359,8 @@ class Addressee:
         return self._home.references.load(passed, self.record.id)
 
     def track(self, said: Recorded, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
-        """The tensors of a message from this peer, placed in the autograd graph. said: what the message says of them.
+        """The tensors of a message from this peer, placed in the autograd graph. said: the message's entries about
+        them.
 
         See `Gradients.receive`.
         """
@@ -365,15 +369,15 @@ class Addressee:
     # --- connection, on the loop --------------------------------------------------------------------------------------
 
     def attach(self, link_number: int, connection: Connection) -> None:
-        """The handshake is done, and frames may come from now on. link_number: the number of the link."""
+        """Make the link after the handshake: frames may come from now on."""
         assert self.record is not None, "the handshake was with the worker of that record"
         self.link = self._home.links.make(connection, self.record, self, number=link_number, opener=True)
 
     def ready(self, connection: Connection) -> None:
-        """Send what has waited, in its order; from now on messages go out at once.
+        """Send the waiting messages in their order; later messages leave at once.
 
-        `connection` is set last, under the lock: until then everybody who sends sees that there is none, and waits for
-        the lock behind the messages that are posted here.
+        `connection` is set last, under the lock: until then sending threads see none, and wait for the lock behind the
+        messages posted here.
         """
         with self._lock:
             link = self.link
@@ -396,18 +400,18 @@ class Addressee:
             self.state = PEER.next(self.state, PeerEvent.CONNECTED)
 
     def on_line(self, event: PeerEvent) -> None:
-        """Its connection has broken and may go on, or goes on."""
+        """Its connection was suspended or resumed."""
         with self._lock:
             self.state = PEER.after(self.state, event) or self.state
 
     def link_ended(self) -> None:
-        """The link has ended, and everything that it has brought has been handed on: let go of it."""
+        """Drop the link: it has ended, and all its messages were handed on."""
         link, self.link = self.link, None
         if link is not None:
             link.close()
 
     def fail(self, error: RpcError) -> None:
-        """The peer is gone for good: every pending call ends with that error. On the loop. Idempotent.
+        """The peer is gone for good: end every pending call with that error. On the loop. Idempotent.
 
         This is the only place where a peer becomes GONE.
         """
@@ -419,7 +423,7 @@ class Addressee:
             self.state = PEER.next(self.state, _event_of(error, self.state))
             self._waiting.take_all()  # their calls end with that error
         self.pending.fail(error)
-        # Let go of the connection: it has a long buffer, and a peer that is gone is kept for its name.
+        # Drop the connection and its long buffer: the peer itself is kept for its name.
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.abort()
@@ -429,12 +433,12 @@ class Addressee:
         if self.connection is not None:
             self.goodbye()
             self.connection.close()
-            # So that `fail` does not abort it: it ends by itself, after what is queued has been written.
+            # `fail` must not abort it: it ends after the queue is written.
             self.connection = None
         self.fail(WorkerClosed(f"worker {self.engine.name!r} shut down before the answer came"))
 
     def goodbye(self) -> None:
-        """Tell the peer that we leave, if that takes no waiting. Any thread."""
+        """Say goodbye to the peer, if that takes no waiting. Any thread."""
         link = self.link
         if self.connection is not None and link is not None:
             said = write(Goodbye(self.engine.lifetime.failed))
@@ -442,16 +446,16 @@ class Addressee:
 
 
 def farewell(record: WorkerRecord, failed: str = "", when: str = "") -> PeerLeft:
-    """The error that everything gets which waits for a worker that has left.
+    """The error for everything that waits for a worker that has left.
 
-    failed: the name of the error that has ended its program, as it has said; "" for none. when: comes behind that.
+    failed: the name of the error that ended its program, from its goodbye; "" for none. when: the end of the text.
     """
     left = f"left after an error ({failed})" if failed else "shut down"
     return PeerLeft(f"{record.describe()} has {left}{when}")
 
 
 def _event_of(error: RpcError, state: PeerState) -> PeerEvent:
-    """What has happened to a peer whose calls fail with that error from now on."""
+    """The event of a peer whose calls fail with that error."""
     if type(error) is PeerLeft:
         return PeerEvent.GOODBYE
     if type(error) is WorkerClosed:

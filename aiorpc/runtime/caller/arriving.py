@@ -1,7 +1,7 @@
-"""What comes back from the worker that was called: answers and items of streams, from the frame to the Future.
+"""Answers and items of streams at the caller, from the frame to the Future.
 
 An answer goes down once, from its bytes to its message and its values, and up once, to its Future. On the loop; answers
-also in a thread that waits for one and reads the connection meanwhile.
+also in a waiting thread that reads the connection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VALUE, _ERROR, _REFUSED = CallOutcome.VALUE, CallOutcome.ERROR, CallOutcome.REF
 
 
 class NotArrived(RpcError):
-    """The answer of a call has come, and what belongs to it cannot be had here; its cause says why."""
+    """The answer of a call has come, but its buffers have not; its cause says why."""
 
 
 class PeerForArriving(PeerOfCall, Protocol):
@@ -44,22 +44,23 @@ class PeerForArriving(PeerOfCall, Protocol):
         """Handles of the references in a message from the peer."""
 
     def track(self, said: Recorded, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
-        """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
+        """The tensors of a message from the peer, placed in the autograd graph. said: the message's entries about
+        them."""
 
 
-class Home(CommonHome, Protocol):
-    """What answers need of the worker that has made the calls."""
+class ArrivingContext(CommonHome, Protocol):
+    """The calling worker, as answers need it."""
 
     links: Links
 
     def read_error(self, function: str, error: BaseException) -> BaseException:
-        """The error that the caller of that function is to get for the one that has arrived."""
+        """The error for the caller of that function, made of the error that has arrived."""
 
 
 class Arriving:
     """See the module: the answers of one peer."""
 
-    def __init__(self, home: Home, pending: PendingCalls, peer: PeerForArriving) -> None:
+    def __init__(self, home: ArrivingContext, pending: PendingCalls, peer: PeerForArriving) -> None:
         self._home = home
         self._engine = home.engine
         self._accelerators = home.links.accelerators
@@ -99,7 +100,7 @@ class Arriving:
         """A call of ours has ended with this value."""
         entry = call.entry
         if not entry.confirmed and entry.number >= 0:
-            entry.confirmed = True  # from now on the number goes alone
+            entry.confirmed = True  # from now on only the number is sent
         try:
             result = read_values(frame.body)
             if entry.declaration is not None:
@@ -127,11 +128,11 @@ class Arriving:
             self._unreadable(call, error)
 
     def _decode(self, call: MadeCall, frame: Frame, result: Values) -> None:
-        """Make the value and settle the call. On the loop, in a thread that reads, or in a background thread."""
+        """Make the value and settle the call. On the loop, in a reading thread, or in a background thread."""
         peer, segments, safe = self._peer, frame.segments, self._engine.safe
         landing = frame.landing if type(frame) is Message else None
         landing = landing or (self._devices and self._accelerators.landing()) or None
-        token = current_node.set(self._home)  # what is unpickled may ask for its worker
+        token = current_node.set(self._home)  # unpickled code may ask for its worker
         try:
             if landing is None:
                 values = decode(result, segments, peer.load_references, peer.track, None, safe)
@@ -143,8 +144,8 @@ class Arriving:
                     values = decode(result, segments, peer.load_references, peer.track, landing, safe)
                     call._arrival = landing.arrival()
             value = values[0] if len(values) < 2 else Results(values)
-        except BaseException as error:  # SystemExit, too, concerns that call alone
-            self._pending.decoding.discard(call.call_id)  # before the caller has the answer, and finds the worker idle
+        except BaseException as error:  # any error, SystemExit too, is of that call alone
+            self._pending.decoding.discard(call.call_id)  # before the caller gets the answer
             self._unreadable(call, error)
             if is_interrupt(error):
                 raise
@@ -162,7 +163,7 @@ class Arriving:
     # --- errors -------------------------------------------------------------------------------------------------------
 
     def _on_error(self, call: MadeCall, frame: Frame, now: float) -> None:
-        """An Error has come for that call. It says whether the callee has run anything."""
+        """An Error has come for that call."""
         told: Error | None = None
         error: BaseException | None = None
         try:
@@ -182,18 +183,18 @@ class Arriving:
                 raise TypeError("read_error gave something that is no exception")
         except BaseException as broken:
             return RpcError(f"{call._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
-        if told.again and type(error) is PeerLeft:  # in place of a goodbye: nothing was run there
+        if told.again and type(error) is PeerLeft:  # in place of a goodbye; nothing ran there
             foreign.set_cause(error, None)
         return error
 
-    # --- what no call gets --------------------------------------------------------------------------------------------
+    # --- answers without a call ---------------------------------------------------------------------------------------
 
     def _late(self, frame: Frame) -> None:
         self._engine.counters.late_answers += 1
         self._discard(frame)
 
     def _discard(self, frame: Frame) -> None:
-        """Drop an answer or an item that no call waits for. References inside of it still have to be taken."""
+        """Drop an answer or an item that no call waits for. Its references still have to be taken."""
         if frame.kind == ERROR:
             return
         try:
@@ -204,12 +205,12 @@ class Arriving:
             logger.debug("a late answer of %s cannot be read", self._peer.name, exc_info=True)
 
     def on_failed(self, frame: Frame, error: Exception) -> None:
-        """The buffers of an answer or of an item of a stream cannot be had: the call ends with an error."""
+        """The buffers of an answer or an item did not arrive: end the call with an error."""
         call = self._pending.end(frame.call_id, _ERROR)
         self._discard(frame)
         if call is None:
             return
-        if call.streamed and frame.kind != REPLY:  # an item is missing, so those behind it are not wanted
+        if call.streamed and frame.kind != REPLY:  # an item is missing, so later ones are not wanted
             self._peer.call_off(frame.call_id)
         failure = NotArrived(f"the result of {call._describe()} did not arrive: {error}")
         failure.__cause__ = error
@@ -225,7 +226,7 @@ class Arriving:
 
 
 def _is_lone(result: Values, segments: Sequence[object]) -> bool:
-    """Whether a result is one tensor that has arrived on a device: to read it is no work for any stream."""
+    """Whether a result is one tensor that has arrived on a device: reading it is no work for a CUDA stream."""
     table = result.table
     return (
         not (result.opaque_at or result.pickled or result.references or result.gradients)

@@ -28,13 +28,13 @@ _CFuture = torch._C.Future
 
 
 class DescribedCall(Protocol):
-    """A call that has words for itself."""
+    """A call that describes itself in errors."""
 
     def _describe(self) -> str: ...
 
 
 class CallsOfPeer(Protocol):
-    """The pending calls of one peer (`PendingCalls`), as far as one of them knows them."""
+    """The pending calls of one peer (`PendingCalls`), as a single call needs them."""
 
     @property
     def calls(self) -> Mapping[int, Any]: ...
@@ -43,14 +43,14 @@ class CallsOfPeer(Protocol):
         """The caller of that call has given up."""
 
     def fail_one(self, call_id: int, error: RpcError) -> None:
-        """That call ends with that error."""
+        """End that call with that error."""
 
     def end_overdue(self, call_id: int, now: float) -> float:
-        """End that call if its time was up a while ago; its deadline if that is still to come, else infinity."""
+        """End that call if its deadline passed a while ago; the deadline if it is still to come, otherwise infinity."""
 
 
 class PeerOfCall(Protocol):
-    """The worker that was called (`Peer`), as far as its calls know it."""
+    """The called worker (`Peer`), as its calls need it."""
 
     engine: Engine
     name: str
@@ -71,19 +71,18 @@ class PeerOfCall(Protocol):
     def pending(self) -> CallsOfPeer: ...
 
     def call_off(self, call_id: int, expired: bool = False) -> None:
-        """That call has ended here: take it back, or tell the callee. expired: its time is up."""
+        """That call has ended here: take it back, or send CANCEL. expired: its time is up."""
 
 
 class CallFuture(Unawaited, Future[Any]):
     """The Future of one call.
 
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
-    limit. system: whether it is the runtime's own. again: what its Error said of another try; None: no Error has come.
-    streamed: whether it stands for the end of a stream. patient: whether it waits for a worker of that name to join,
-    whichever worker bore the name before. allowed: seconds that all tries of the call have together, if it is tried
-    again. unsent: whether it has failed as it was about to be sent. parked: whether it waits at its callee for what
-    others do, and no code of users runs there for it. kind, parent, part_of, size: as in a `CallEvent`; size is set for
-    observers.
+    limit. system: whether it is the runtime's own. again: whether its Error allows another try; None: no Error has
+    come. streamed: whether it is the end of a stream. patient: whether it waits for a worker of that name to join,
+    after any earlier one. allowed: seconds of all tries together, if it is tried again. unsent: whether sending it
+    failed. parked: whether it waits at its callee for other workers, and runs no code of users. kind, parent, part_of,
+    size: as in a `CallEvent`; size is set for observers.
     """
 
     # Defaults on the class, which few calls change.
@@ -94,7 +93,7 @@ class CallFuture(Unawaited, Future[Any]):
     part_of: tuple[str, int | str] | None = None
     size: int = 0
 
-    # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
+    # Slots: a dict that grows to a dozen entries would cost more than the rest of a Future.
     __slots__ = (
         "_callbacks",
         "_deadline",
@@ -165,10 +164,10 @@ class CallFuture(Unawaited, Future[Any]):
         return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
-        """Read answers in this thread, which waits, until this call has ended or `enough()`."""
+        """Read answers in this waiting thread, until this call has ended or `enough()`."""
         peer = self.peer
         connection, link = peer.connection, peer.link
-        # While messages are held, and for streams and devices, only the loop reads: the order of messages matters then.
+        # Held messages, streams and devices need the order of messages: then only the loop reads.
         if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
         calls, leave_to_loop = peer.pending.calls, peer.engine.call_on_loop
@@ -191,16 +190,16 @@ class CallFuture(Unawaited, Future[Any]):
             if has_ended_wait(error):
                 raise
             peer.engine.lifetime.break_down(error)
-            # This thread had ended that call and was about to settle it: no other one will.
+            # This thread had ended that call, so only it can settle it.
             if call is not None and call.call_id not in calls:
-                with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
+                with contextlib.suppress(AttributeError):  # a `MemberCall` that was settled has no group
                     call._settle(None, RpcCancelled(f"{call._describe()} was interrupted as its answer was read"))
             raise
 
     if not TYPE_CHECKING:  # for a checker there is nothing
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Nothing: what is asked for is an attribute of the result."""
+            """Raise: the attribute is the result's."""
             text = f"'Future' object has no attribute {name!r}"
             if not name.startswith("_"):
                 text += (
@@ -225,7 +224,7 @@ class CallFuture(Unawaited, Future[Any]):
 
 
 def copy_for(error: RpcError, call: DescribedCall) -> RpcError:
-    """A copy of an error for one of several calls: raising one object in many places would mix up their tracebacks."""
+    """A copy of an error for one of several calls, which keeps their tracebacks apart."""
     copy = type(error)(f"{foreign.text_of(error)}; {call._describe()} got no answer")
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
@@ -235,10 +234,10 @@ def copy_for(error: RpcError, call: DescribedCall) -> RpcError:
 def cannot_send(
     error: SerializationError, function: str, target: str, function_first: bool, count: int, names: list[str] | None
 ) -> SerializationError:
-    """The error of a call that cannot be written, which says what in it and for whom.
+    """The error of a call that cannot be written, with the argument and the receiver.
 
-    target: for whom it is, in words. function_first: whether the function itself is the first of the values. count,
-    names: how many arguments are passed by position, and the names of the others.
+    target: the receiver, in words. function_first: whether the function is the first value. count, names: the number of
+    positional arguments, and the names of the others.
     """
     if isinstance(error.__cause__, UnicodeEncodeError):
         for name in names or ():
@@ -252,7 +251,7 @@ def cannot_send(
 
 
 def _name_argument(position: int, function_first: bool, count: int, names: list[str] | None, function: str) -> str:
-    """What errors call the value at that position of a call."""
+    """The value at that position of a call, for errors."""
     if function_first:
         if position == 0:
             return f"the function {function}"

@@ -1,4 +1,4 @@
-"""What `aiorpc.peer` returns: another worker, with options for the calls that are made to it."""
+"""The handles that `aiorpc.peer` returns: another worker, with options for its calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..calls.batched import Batched
 from ..calls.options import PLAIN_CALL, WAITING_CALL
 from ..references.rref import RRef
 from .misuse import stays_here
-from .objects import Home, ObjectHandle, not_tried_again
+from .objects import HandleContext, ObjectHandle, not_tried_again
 from .peers import To
 from .retrying import RetryOptions
 from .stream import Stream, open_stream
@@ -25,7 +25,7 @@ from .stream import Stream, open_stream
 class PeerHandle:
     """A worker with options for the calls made through this handle; see `aiorpc.peer`. Any thread."""
 
-    def __init__(self, home: Home, to: To, timeout: float, *, wait: bool = False) -> None:
+    def __init__(self, home: HandleContext, to: To, timeout: float, *, wait: bool = False) -> None:
         self._home = home
         self._to = to
         self._timeout = timeout
@@ -69,7 +69,7 @@ class PeerHandle:
     def object(self, name: str) -> ObjectHandle:
         """The object that this worker serves under that name, with this handle's options; nothing is sent.
 
-        RpcUsageError for what can be no name of an object.
+        RpcUsageError if it can be no name of an object.
         """
         return ObjectHandle(self._home, self._to, name, self._timeout, self._wait)
 
@@ -79,7 +79,7 @@ class PeerHandle:
         return twin
 
     def __reduce__(self) -> NoReturn:
-        """It makes calls of this worker, of which there is none elsewhere."""
+        """A handle makes calls of this worker, and works nowhere else."""
         to = self._to.name if isinstance(self._to, WorkerInfo) else self._to
         raise stays_here(self, f"rpc.peer({to!r})")
 
@@ -90,7 +90,7 @@ class PeerHandle:
 class RetryingHandle(PeerHandle):
     """A worker whose calls are tried again; see `aiorpc.peer`. Any thread."""
 
-    def __init__(self, home: Home, to: To, timeout: float, options: RetryOptions) -> None:
+    def __init__(self, home: HandleContext, to: To, timeout: float, options: RetryOptions) -> None:
         super().__init__(home, to, timeout, wait=options.wait)
         self._retry = options
 
@@ -104,7 +104,7 @@ class RetryingHandle(PeerHandle):
     def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
 
     def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
-        """As `aiorpc.call`, tried again as this handle says. The arguments must not change until it has ended."""
+        """As `aiorpc.call`, with this handle's retries. The arguments must not change until it has ended."""
         site = call_site(sys._getframe(1))
         return self._home.retries.call(self._to, function, args, kwargs, self._timeout, self._retry, site)
 
@@ -113,11 +113,11 @@ class RetryingHandle(PeerHandle):
         raise self._refusal("remote")
 
     def stream(self, function: Function, /, *args: Arg, **kwargs: Arg) -> NoReturn:
-        """Refused: what has come of a stream cannot be taken back."""
+        """Refused: items of a stream cannot be taken back."""
         raise self._refusal("stream")
 
     def object(self, name: str) -> ObjectHandle:
-        """As that of a handle without retries; calls of its methods are tried again, also while it is not served."""
+        """As `PeerHandle.object`; calls of its methods are tried again, also while it is not served."""
         return ObjectHandle(self._home, self._to, name, self._timeout, self._wait, self._retry)
 
     def _refusal(self, verb: str) -> RpcUsageError:
@@ -128,7 +128,7 @@ class RetryingHandle(PeerHandle):
 
 
 def retry_options(wait: bool, retries: int, backoff: object, idempotent: bool) -> RetryOptions:
-    """These options, looked through. RpcUsageError for those that cannot be."""
+    """The checked options. RpcUsageError for wrong ones."""
     retries, backoff = check_retries(retries), check_backoff(backoff)
     if not isinstance(idempotent, bool):
         raise RpcUsageError(f"idempotent must be True or False, not {idempotent!r:.40}")
@@ -138,9 +138,9 @@ def retry_options(wait: bool, retries: int, backoff: object, idempotent: bool) -
 
 
 def make_handle(
-    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: object, idempotent: bool
+    home: HandleContext, to: To, timeout: float, wait: bool, retries: int, backoff: object, idempotent: bool
 ) -> PeerHandle:
-    """The handle for these options. RpcUsageError for those that cannot be."""
+    """The handle for these options. RpcUsageError for wrong ones."""
     options = retry_options(wait, retries, backoff, idempotent)
     if not options.retries:
         return PeerHandle(home, to, timeout, wait=wait)

@@ -14,12 +14,12 @@ from ..calls.values import Destination
 
 
 class FunctionEntry:
-    """A function as a peer knows it.
+    """A function of calls to a peer.
 
-    number: the number that stands for it on the wire; -1 if it has none, because it travels by value or is a method of
-    a reference. confirmed: whether a reply has shown that the callee knows the number. function: the callable of an
-    entry without a number, held weakly, for observers of messages; None if it cannot be held so. declaration: of a
-    handler of the runtime's own whose answers hold nothing of users'.
+    number: its number on the wire; -1 if it has none, because it travels by value or is a method of a reference.
+    confirmed: whether a reply has shown that the callee knows the number. function: the callable of an entry without a
+    number, held weakly, for observers of messages; None if it cannot be held so. declaration: of a handler of the
+    runtime's own whose answers have no values of users.
     """
 
     __slots__ = ("_function", "confirmed", "declaration", "name", "number")
@@ -36,7 +36,7 @@ class FunctionEntry:
 
     @property
     def of_main(self) -> bool:
-        """Whether it stands for a function that the main module defines, and that goes by name."""
+        """Whether it is a function of the main module that goes by name."""
         return self.number >= 0 and self.name.startswith("__main__:")
 
     @property
@@ -45,9 +45,9 @@ class FunctionEntry:
 
 
 class KnownFunctions(dict[object, FunctionEntry]):
-    """The entries of the functions that can go by name; such functions live as long as their module anyway.
+    """The entries of functions that go by name, and live as long as their module.
 
-    To look a function up is to enter it: it gets a number, unless it has no name. Any thread.
+    A look-up enters the function, with a number if it has a name. Any thread.
     """
 
     def __init__(self, peer: Destination) -> None:
@@ -62,11 +62,11 @@ class KnownFunctions(dict[object, FunctionEntry]):
             entry = self.setdefault(function, entry)
             if self._peer.same_main or not entry.of_main:
                 return entry
-            self.pop(function, None)  # the peer has become known meanwhile, and this came too late for `forget_main`
+            self.pop(function, None)  # `forget_main` ran meanwhile
         return FunctionEntry(describe(function), function=function)
 
     def forget_main(self) -> None:
-        """The peer runs another main module, it turns out: what ours defines does not go by name."""
+        """The peer runs another main module: functions of ours do not go by name."""
         for function, entry in list(self.items()):
             if entry.of_main:
                 self.pop(function, None)

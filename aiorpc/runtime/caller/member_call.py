@@ -1,4 +1,4 @@
-"""One call of those to the members of a group, at its caller: what becomes of it is an outcome of the whole one."""
+"""One member's call of a group call, at its caller: its end is one outcome of the group call."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from .known import FunctionEntry
 
 
 class CallOfGroup(Protocol):
-    """The call of the whole group (`GroupCall`). _number: of it among the group calls of this process."""
+    """The call of the whole group (`GroupCall`). _number: among the group calls of this worker."""
 
     _number: int
 
     def _take(self, place: int, value: object, error: BaseException | None) -> None:
-        """The member of that place has answered, or will not. Any thread; the first outcome counts.
-
-        Raises nothing.
-        """
+        """The member of that place has answered, or will not. Any thread; the first outcome counts. Raises nothing."""
 
 
 class MemberCall:
-    """What a `CallFuture` is to its settler, without being a Future: no thread or task waits for this one.
+    """A call with the settling side of a `CallFuture`; it is no Future, because no thread or task waits for it.
 
     Its fields are those of a CallFuture. place: of the member in the group.
     """
@@ -34,7 +31,7 @@ class MemberCall:
     streamed: bool
     system: bool
 
-    allowed: float | None = None  # it is not tried again
+    allowed: float | None = None  # no retries
     parked = False
     kind: CallKind = "call"
 
@@ -93,18 +90,18 @@ class MemberCall:
 
     @property
     def _subject(self) -> str:
-        """What it stands for, as text."""
+        """The call, in words."""
         return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
     def _describe(self) -> str:
-        """The same: where it was made is told with the call of the group."""
+        """The same: the group call has the line of the program."""
         return self._subject
 
     def _settle(self, value: object, error: BaseException | None = None) -> bool:
-        """It has ended. `PendingCalls.end` gives it to one thread, which calls this."""
+        """End it. Only the thread that got it from `PendingCalls.end` calls this."""
         self._error = error
         self._group._take(self.place, value, error)
-        del self._group  # it holds this call: what comes of both must not wait for the garbage collector
+        del self._group  # breaks the reference cycle
         return True
 
     def _end_overdue(self, now: float) -> float:
@@ -112,7 +109,7 @@ class MemberCall:
         return self.peer.pending.end_overdue(self.call_id, now)
 
     def cancel(self) -> None:
-        """Its answer is not wanted any more: tell the callee. Any thread."""
+        """Its answer is not wanted any more: send CANCEL. Any thread."""
         self.peer.pending.cancel(self.call_id)
 
     def refuse(self, error: RpcError) -> None:

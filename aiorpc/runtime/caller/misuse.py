@@ -1,4 +1,4 @@
-"""What callers get wrong: seen before anything is sent, and told with what to write in its place."""
+"""Errors for common mistakes of callers, raised before anything is sent, with advice."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...protocol.packing import PLAIN
 from ..calls.annotations import signature
 from ..calls.functions import describe
 
-#: Keywords that belong to other verbs than the one that passes all keywords on.
+#: Keywords of other verbs than those that pass all keywords on.
 OF_VERBS = frozenset(("timeout", "retries", "backoff", "idempotent", "args", "kwargs"))
 OF_GROUPS = OF_VERBS | {"quorum"}
 
 
 def check_keywords(function: object, kwargs: Mapping[str, object], worker: str, verb: str = "peer") -> None:
-    """Raise RpcUsageError for a keyword that was meant for aiorpc, if the function does not take it.
+    """Raise RpcUsageError for a keyword meant for aiorpc that the function does not take.
 
-    Nothing is said about functions that do not tell which arguments they take, and about methods of references.
-    verb: what makes the handle that the call is made through.
+    Functions without a signature and methods of references are not checked. verb: the verb that made the handle of the
+    call.
     """
     if not callable(function):
         return
@@ -58,7 +58,8 @@ def no_worker(value: object) -> str:
 
 
 def stays_here(handle: object, there: str) -> RpcUsageError:
-    """The error for a handle that is pickled: it makes calls of this worker. there: what makes one on another."""
+    """The error for pickling a handle, which makes calls of this worker. there: the code that makes one on another
+    worker."""
     return RpcUsageError(
         f"{handle!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
         f"one there: {there}"
@@ -66,10 +67,10 @@ def stays_here(handle: object, there: str) -> RpcUsageError:
 
 
 def check_arguments(args: object, kwargs: object) -> tuple[tuple[object, ...], dict[str, object] | None]:
-    """The arguments that were given to a verb with ``args=`` and ``kwargs=``. RpcUsageError for what can be none."""
+    """The arguments in ``args=`` and ``kwargs=`` of a verb. RpcUsageError for wrong types."""
     if args is None:
         args = ()
-    # A single argument most often: its comma was forgotten.
+    # Most often a single argument whose comma was forgotten.
     if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
         raise RpcUsageError(
             f"args must be a tuple of arguments, not {args!r:.80}; for a single one write args=(value,)"
@@ -80,11 +81,11 @@ def check_arguments(args: object, kwargs: object) -> tuple[tuple[object, ...], d
 
 
 def no_function(value: object, worker: str, verb: str = "call") -> str:
-    """The text of the error for a call of something that cannot be called. verb: as the call was made."""
+    """The text of the error for a call of an object that is not callable. verb: of the call."""
     shape = f"rpc.call({worker!r}, " if verb == "call" else f"rpc.{verb}(...).call("
     kind = type(value).__qualname__
     if inspect.iscoroutine(value):
-        value.close()  # else Python would say that it was never awaited
+        value.close()  # keeps Python from warning that it was never awaited
         name = value.__qualname__
         return f"{name}(...) runs here and gives a {kind}: pass the function by itself, {shape}{name}, ...)"
     shown = repr(value)[:80] if type(value) in PLAIN else f"an object of {kind}"
@@ -95,7 +96,7 @@ def no_function(value: object, worker: str, verb: str = "call") -> str:
 
 
 def warn_of_copy(method: MethodType, worker: str, depth: int) -> None:
-    """Say, once for each line of a program, that a bound method travels with a copy of its object.
+    """Warn, once for each line of a program, that a bound method travels with a copy of its object.
 
     depth: how many stack frames up that line is.
     """

@@ -1,4 +1,4 @@
-"""An object that another worker serves under a name, as it is called from here."""
+"""Handles of objects that other workers serve under names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .stream import Stream, open_stream
 R = TypeVar("R")
 
 
-class Home(Protocol):
-    """What a handle needs of the worker whose calls are made through it."""
+class HandleContext(Protocol):
+    """The calling worker, as a handle needs it."""
 
     peers: Peers
     references: References
@@ -44,7 +44,7 @@ class ObjectHandle:
     __slots__ = ("_home", "_name", "_retried", "_timeout", "_to", "_wait")
 
     def __init__(
-        self, home: Home, to: To, name: str, timeout: float, wait: bool, retried: RetryOptions | None = None
+        self, home: HandleContext, to: To, name: str, timeout: float, wait: bool, retried: RetryOptions | None = None
     ) -> None:
         """As of the handle of its worker. retried: how calls are tried again; None if they are not."""
         self._home = home
@@ -69,7 +69,7 @@ class ObjectHandle:
     def remote(self, timeout: float = -1.0) -> ObjectMethods[RRef[Any]]:
         """A proxy whose methods run there and return an RRef of their result at once. timeout: as in `rpc_sync`.
 
-        Its methods raise RpcUsageError where calls are tried again: the value of a reference is made once.
+        Its methods raise RpcUsageError on a handle with retries: the value of a reference is made once.
         """
         return ObjectMethods(self, "remote", timeout)
 
@@ -77,7 +77,7 @@ class ObjectHandle:
         """A proxy whose methods are generators: ``async for item in handle.stream().method()`` takes what they yield.
 
         timeout: seconds for each item, otherwise as in `rpc_sync`. See `aiorpc.stream`. Its methods raise RpcUsageError
-        where calls are tried again: what has come of a stream cannot be taken back.
+        on a handle with retries: items of a stream cannot be taken back.
         """
         return ObjectMethods(self, "stream", timeout)
 
@@ -95,7 +95,7 @@ class ObjectHandle:
         return ObjectHandle(self._home, self._to, self._name, self._timeout, self._wait, self._retried)
 
     def __reduce__(self) -> NoReturn:
-        """It makes calls of this worker, of which there is none elsewhere."""
+        """A handle makes calls of this worker, and works nowhere else."""
         to = self._to.name if isinstance(self._to, WorkerInfo) else self._to
         raise stays_here(self, f"rpc.peer({to!r}).object({self._name!r})")
 
@@ -104,7 +104,7 @@ class ObjectHandle:
 
 
 class ObjectMethods(Generic[R]):
-    """Methods of an object, to be called in one manner."""
+    """Methods of an object, called by one verb."""
 
     __slots__ = ("_handle", "_timeout", "_verb")
 
@@ -124,7 +124,7 @@ class ObjectMethods(Generic[R]):
 
 
 class _MethodOfObject(NamedTuple, Generic[R]):
-    """A method of an object, to be called in one manner. timeout: seconds, negative for that of the handle."""
+    """A method of an object, called by one verb. timeout: seconds, negative for that of the handle."""
 
     handle: ObjectHandle
     verb: str
@@ -172,5 +172,5 @@ def _invoke(method: _MethodOfObject[R], args: Args, kwargs: Kwargs) -> Any:
 
 
 def not_tried_again(verb: str, to: To) -> RpcUsageError:
-    """What a verb raises that has no second try."""
+    """The error of a verb without retries."""
     return RpcUsageError(f"{verb}() is not tried again: use rpc.peer({to!r}) without retries")

@@ -1,13 +1,13 @@
 """The caller's side of one other worker: how a call is made.
 
-`Peer.call` admits a call, names its function, writes its message and sends it. What is rare stands in functions beside
-that path. How messages are sent is in `addressee`, the calls that have no answer yet are in `pending`, the functions
-that the worker knows by number in `known`, and messages that wait for a link in `waiting`.
+`Peer.call` admits a call, names its function, writes its message and sends it. Rare cases are in functions beside that
+path. `addressee` sends messages, `pending` has the pending calls, `known` the functions that the worker knows by
+number, and `waiting` the messages that wait for a link.
 
 Invariants
 1. A function's number goes with its name until a reply to such a call has confirmed that the callee knows the number.
-2. While it is not known which worker it is, it is not known either whether that runs our main module. Calls are
-   written for one that does, with the form for one that does not beside it where that is another; the link decides.
+2. An unknown worker may run our main module or another one. A call to it is written in both forms, if they differ, and
+   the link takes one of them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Named = Callable[..., object] | Method | ObjectMethod | Fetch
 
 
 class _Request(NamedTuple):
-    """A call that was named and is to be written. message: with the values as the program gave them.
+    """A named call before its encoding. message: with the values of the program.
 
-    by_position: how many arguments are passed so. tape: of the autograd context that it is made in.
+    by_position: how many arguments are positional. tape: of its autograd context.
     """
 
     call: CallFuture
@@ -62,7 +62,7 @@ class _Request(NamedTuple):
 
 
 class Peer(Addressee):
-    """Another worker, as it is called from here. See the module, and `Addressee`."""
+    """Another worker, and the calls to it. See the module, and `Addressee`."""
 
     def call(
         self,
@@ -78,9 +78,9 @@ class Peer(Addressee):
         """Send one call and return its Future at once. Any thread.
 
         timeout: seconds, 0 for no limit. system: whether the call is the runtime's own. depth: how many stack frames up
-        the user's code is. Raises SerializationError, Overloaded, RpcUsageError for what is no function, and what the
-        construction of a reference in the arguments ended with, as its time was up; nothing was sent then. If the peer
-        is gone, nothing is raised here: the Future has the error.
+        the user's code is. Raises SerializationError, Overloaded, RpcUsageError if it is no function, and the error of
+        a reference in the arguments whose value was not created; nothing was sent then. If the peer is gone, nothing is
+        raised: the Future has the error.
         """
         self._admit(system, options.begun)
         values = list(args)
@@ -126,7 +126,7 @@ class Peer(Addressee):
         except Exception:
             self.pending.cancel(call.call_id)
             raise
-        # `fail` may have looked through `calls` before this one was in it; `gone` is set before that look.
+        # `fail` sets `gone` first, and may have gone through `calls` before this call was in it.
         if self.gone is not None:
             self.pending.fail_one(call.call_id, self.gone)
         return call
@@ -134,7 +134,7 @@ class Peer(Addressee):
     # --- admitting ----------------------------------------------------------------------------------------------------
 
     def _admit(self, system: bool, begun: bool) -> None:
-        """Raise WorkerClosed where no call may be begun, and Overloaded where there are too many."""
+        """Raise WorkerClosed if no call may begin, and Overloaded if there are too many."""
         if self._lifetime.shut:
             self._lifetime.check_begin(begun=system or begun)
         if system:
@@ -148,7 +148,7 @@ class Peer(Addressee):
             raise self._overloaded(count, unsent)
 
     def refusal(self) -> Overloaded | None:
-        """Why no further call of users is taken now; None if one is."""
+        """Why a further call of users would be refused now; None if it would not."""
         try:
             self._admit(False, True)
         except Overloaded as error:
@@ -156,9 +156,9 @@ class Peer(Addressee):
         return None
 
     def _overloaded(self, count: int, unsent: int) -> Overloaded:
-        """The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its own.
+        """The runtime's own calls do not count: a leaving worker still makes them.
 
-        Unsent frames of calls that were given up do: a peer that does not read must not fill our memory.
+        Unsent frames of abandoned calls count: a peer that does not read must not fill our memory.
         """
         logger.debug("worker %r is overloaded with %d calls, %d messages unsent", self.name, count, unsent)
         given_up = f", and {unsent - count} frames of calls given up wait to be sent" if unsent > count else ""
@@ -170,14 +170,14 @@ class Peer(Addressee):
     def _in_context(
         self, context: int, function: Named, options: CallOptions
     ) -> tuple[Tape | None, int | None, CallOptions]:
-        """The tape of a call that is made in an autograd context, that context if it takes part, and its options."""
+        """The tape of a call in an autograd context, the context if the call takes part, and its options."""
         tape = self._home.gradients.calls(context, self, function)
         if tape is not None and options.part_of is None:
             options = options._replace(part_of=("context", context))
         return tape, None if tape is None else context, options
 
     def _take_options(self, call: CallFuture, options: CallOptions, serving: ServedCall | None) -> None:
-        """Note on a call what is special about it, and the call whose handler makes it."""
+        """Note a call's options on it, and the call whose handler makes it."""
         if serving is not None:
             call.parent = serving.caller.name, serving.call_id
         call.patient, call._site = options.wait, options.site
@@ -194,7 +194,7 @@ class Peer(Addressee):
     # --- naming -------------------------------------------------------------------------------------------------------
 
     def name_of(self, function: Named) -> tuple[FunctionEntry, Function]:
-        """What is known here of a function, and what stands for it in a message to this peer; None if it goes by value.
+        """The entry of a function, and its form in a message to this peer; None if it goes by value. Any thread.
 
         Any thread.
         """
@@ -202,21 +202,21 @@ class Peer(Addressee):
             return FunctionEntry(describe_named(function)), function  # type: ignore[return-value]  # by its type
         try:
             entry = self.known[function]
-        except TypeError:  # not hashable, so it has no name
+        except TypeError:  # not hashable: no name
             entry = FunctionEntry(describe(function), function=function)  # type: ignore[arg-type]  # by its type
         if entry.confirmed:
             return entry, entry.number
         return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
 
     def _add_named(self, function: Named, kwargs: dict[str, object], values: list[object]) -> list[str]:
-        """Add the arguments that are passed by name to the values; their names."""
+        """Add the keyword arguments to the values; their names."""
         if not OF_VERBS.isdisjoint(kwargs) and not self._home.gradients.as_torch:
             check_keywords(function, kwargs, self.name)
         values.extend(kwargs.values())
         return list(kwargs)
 
     def _add_by_value(self, entry: FunctionEntry, function: Named, values: list[object], depth: int) -> None:
-        """Put a function in front of the values. Raises for one that cannot travel so; warns of a method, which takes a
+        """Put a function in front of the values. Raises if it cannot travel by value; warns of a method, which takes a
         copy of its object along.
         """
         if self.safe:
@@ -236,21 +236,21 @@ class Peer(Addressee):
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _write(self, request: _Request) -> Form | None:
-        """The message of a call with values that are not plain; None if the call has ended by an error."""
+        """Encode a call with values that are not plain; None if the call has ended by an error."""
         message, lends = request.message, self.record is not None
         try:
             form = Form(*encode(message, self, self.route, request.tape, lends=lends))
         except SerializationError as error:
             absence = absence_behind(error)
             if type(absence) is UnknownWorker or isinstance(absence, NO_VALUE):
-                # There is no worker to wait for, as with `remote`; or no value to pass on. A copy: others raise it too.
+                # No worker to wait for, as with `remote`, or no value to pass on. A copy: other calls raise it, too.
                 raise copy.copy(absence) from None
             if absence is None:
                 target = f"worker {self.name!r}"
                 by_value, names = message.function is None, message.names
                 entry = request.call.entry
                 raise cannot_send(error, entry.name, target, by_value, request.by_position, names) from error.__cause__
-            request.call.unsent = True  # the worker that a reference leads to is not there
+            request.call.unsent = True  # the owner of a reference is not there
             self.pending.begin(request.call)
             self.pending.fail_one(request.call.call_id, absence)
             return None
@@ -258,9 +258,9 @@ class Peer(Addressee):
         return form
 
     def _check_length(self, form: Form) -> None:
-        """SerializationError for a call that is longer than the other end takes, while nothing of it is kept yet.
+        """SerializationError for a call longer than the other end takes, before anything of it is kept.
 
-        Where there may be room in shared memory that is seen as it is sent.
+        If shared memory may have room, sending checks it instead.
         """
         link = self.link
         if not form.buffers or link is None or link.distribution.sharing:
@@ -275,9 +275,9 @@ class Peer(Addressee):
             raise self._not_sent(error) from None
 
     def _for_other_main(self, request: _Request, form: Form) -> Form | SerializationError | None:
-        """A call that was written for a worker with our main module, as one with another needs it; None if so, too.
+        """The form of a call for a worker with another main module; None if it is the same.
 
-        Or the error that it ends with, if the worker turns out to be of that kind.
+        Or the error that ends it if the worker turns out to run another one.
         """
         entry, message = request.call.entry, request.message
         if entry.of_main:
@@ -299,14 +299,14 @@ class Peer(Addressee):
     def _send_frame(
         self, call: CallFuture, frame: Sequence[Buffer], options: CallOptions, out: Outgoing | None = None
     ) -> None:
-        """Begin a call, and send it if there is a link; else it waits. out: what to take back if it does not leave."""
+        """Begin a call, and send it if there is a link; otherwise it waits. out: undone if the call does not leave."""
         pending = self.pending
         observed = self.engine.call_observers
         if options.keeps is not None:
             pending.lent[call.call_id] = [*pending.lent.get(call.call_id, ()), options.keeps]
         # Before the frame is queued: the answer may come before this function has returned.
         pending.begin(call, sum(map(len, frame)) - HEAD.size if observed else 0)
-        link = self.link  # read once: the loop takes it away when the connection ends
+        link = self.link  # read once: the loop removes it when the connection ends
         if link is None or self.connection is None:
             self.send_later(WaitingFrame(CALL, call.call_id, frame, call))
             return
@@ -346,7 +346,7 @@ _NAMES = frozenset((Method, Fetch, ObjectMethod))
 
 
 def describe_named(function: Named) -> str:
-    """The name of what a call names without a function, for people."""
+    """The name of a method, an object's method or a fetch, for people."""
     if type(function) is Method:
         return function.name
     return FETCH if type(function) is Fetch else describe(function)

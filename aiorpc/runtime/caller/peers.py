@@ -24,18 +24,18 @@ from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ...protocol.states import PeerState
 from ..engine.deadlines import Deadlines
 from ..meeting.rendezvous import Rendezvous
-from .addressee import Home as PeerHome
+from .addressee import PeerContext
 from .misuse import no_worker
 from .peer import Peer
 
 To = str | int | WorkerInfo
 
-#: Of names without a worker, which nothing waits for, so many of the latest have a peer.
+#: Peers kept for names without a worker and without waiting calls.
 UNMET = 128
 
 
 class GroupForPeers(Protocol):
-    """The group, as far as finding a worker needs it (`Group`)."""
+    """The group (`Group`), for finding workers."""
 
     def live(self) -> list[WorkerRecord]: ...
 
@@ -44,8 +44,8 @@ class GroupForPeers(Protocol):
     def on_joined(self, record: WorkerRecord) -> None: ...
 
 
-class Home(PeerHome, Protocol):
-    """What the peers of a worker need of it."""
+class PeersContext(PeerContext, Protocol):
+    """The worker, as its peers need it."""
 
     rendezvous: Rendezvous
 
@@ -59,32 +59,32 @@ class Home(PeerHome, Protocol):
 class Peers:
     """The peers of one worker, itself among them. In a free group a peer may be here before its worker has joined.
 
-    Its methods may be called from any thread where they do not say otherwise. A peer is entered under its id and its
-    name. Entries are made under the lock and read without it.
+    Any thread, unless a method says otherwise. A peer is entered under its id and its name. Entries are made under the
+    lock and read without it.
 
-    A name without a worker has a peer, too: it knows when the name was called first, and whose it was before. While
-    something waits for it (CONNECTING) it stays; else it is in `_resting`, of which the oldest are let go of, as users
-    may ask for any number of names. Another thread may have found such a one just then, and call it: so those who have
-    it keep it in `_let_go`, where its calls are looked after, and it is entered again when it is looked for.
+    A name without a worker has a peer, too: it knows when the name was called first, and its former worker. While calls
+    wait for it (CONNECTING) it stays. Otherwise it is in `_resting`, which drops its oldest peers, because programs may
+    ask for any number of names. A thread may have found such a peer just before, and call it: `_let_go` holds it
+    weakly, for its deadlines, and `locate` enters it again.
 
-    In a group of fixed size a peer that is gone goes down to its record and its error, in `_replaced`, once another
-    worker has its place: references may still name it, so calls to it end as before.
+    In a group of fixed size only the record and the error of a replaced worker are kept, in `_replaced`: references may
+    still name it, and calls to it end with the error.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: PeersContext) -> None:
         self._home = home
         self._engine = home.engine
         self._dynamic = home.rendezvous.dynamic
         self._deadlines = Deadlines(home.engine.loop, self._scan_deadlines)
         self._peers: dict[str | int, Peer] = {}
-        self._ranks: dict[int, int] = {}  # in a group of fixed size: the id of the worker that has the place, or had it
-        self._resting: dict[Peer, None] = {}  # those of names without a worker, the oldest first
-        self._let_go: WeakValueDictionary[int, Peer] = WeakValueDictionary()  # by what `id` gives
+        self._ranks: dict[int, int] = {}  # in a group of fixed size: the id of the latest worker of each rank
+        self._resting: dict[Peer, None] = {}  # peers of names without a worker, oldest first
+        self._let_go: WeakValueDictionary[int, Peer] = WeakValueDictionary()  # by ``id(peer)``
         self._replaced: dict[int, tuple[WorkerRecord, RpcError]] = {}
         self._lock = Lock()
-        self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # that has not begun
+        self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # not begun yet
         self._last_look: asyncio.Task[list[WorkerRecord]] | None = None
-        self._searches: dict[Peer, asyncio.Event] = {}  # set when its worker was met otherwise
+        self._searches: dict[Peer, asyncio.Event] = {}  # set when its worker became known in another way
 
     def all(self) -> set[Peer]:
         """Every peer once."""
@@ -112,15 +112,15 @@ class Peers:
         return known if known is not None and known.gone is None else self._find(to)
 
     def _find(self, to: To) -> Peer:
-        """As `find`, for what is no name of a peer that is there."""
+        """As `find`, for all keys but the names of known peers."""
         number = _number_in(to.name) if isinstance(to, WorkerInfo) else None
-        if number is not None:  # as `info` says where the name is not known
+        if number is not None:  # from `info` of a worker without a known name
             return self.by_id(number)
         key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
         at = (
             self._ranks.get(key, -1) if isinstance(key, int) and not self._dynamic else key
         )  # the place, not the worker
-        peer = self._peers.get(at) if _is_key(key) else None  # what is none may not even be hashable
+        peer = self._peers.get(at) if _is_key(key) else None  # another object may not be hashable
         if peer is not None and (peer.gone is None or not self._dynamic or self._engine.closed):
             return peer
         self._engine.lifetime.check_open()
@@ -136,16 +136,16 @@ class Peers:
             return peer
 
     def _rest(self, peer: Peer) -> None:
-        """Nothing waits for the worker of that name, or not yet; too many such peers are let go of. Under the lock."""
+        """No call waits for the worker of that name now. Drops the oldest of too many such peers. Under the lock."""
         self._resting[peer] = None
         while len(self._resting) > UNMET:
             oldest = next(iter(self._resting))
             del self._resting[oldest]
             if oldest.record is not None or oldest.state is PeerState.CONNECTING or oldest.pending.calls:
-                continue  # it is known now, or will come here again
+                continue  # in use, or it comes here again
             if self._peers.get(oldest.name) is not oldest:
                 continue
-            self._let_go[id(oldest)] = oldest  # first: it is looked after all the time
+            self._let_go[id(oldest)] = oldest  # first: `all` must find it at all times
             former = oldest.former
             if former is not None and former.record is not None and self._peers.get(former.record.id) is former:
                 self._peers[oldest.name] = former
@@ -158,9 +158,9 @@ class Peers:
         return peer if peer is not None else self.add(record)
 
     def by_id(self, worker_id: int) -> Peer:
-        """The peer with that id; in a group of fixed size one that is gone, if there is no such member.
+        """The peer with that id; in a group of fixed size a gone peer, if there is no such member.
 
-        A worker of a free group that is not known yet is looked for when it is first used.
+        In a free group an unknown worker is looked for at the first use.
         """
         peer = self._peers.get(worker_id)
         if peer is not None and (peer.gone is None or peer.record is not None or self._engine.closed):
@@ -169,7 +169,7 @@ class Peers:
             replaced = self._replaced.get(worker_id)
             if replaced is not None:
                 return self._make_gone(*replaced)
-            peer = self._make(_name_of(worker_id), None)  # and not kept: invented ids must not fill our memory
+            peer = self._make(_name_of(worker_id), None)  # not kept: invented ids must not fill our memory
             peer.fail(_no_member(worker_id))
             return peer
         with self._lock:
@@ -200,7 +200,7 @@ class Peers:
             named = self._peers.get(record.name)
             if self._gives_way(named, record):
                 if named is not None and named is not peer and named.gone is None:
-                    self._peers[_name_of(record.id)] = named  # its calls are looked after, too
+                    self._peers[_name_of(record.id)] = named  # keeps its calls in `all`
                 self._peers[record.name] = peer
             if not self._dynamic:
                 self._reduce(before)
@@ -210,7 +210,7 @@ class Peers:
         return peer
 
     def forget(self, record: WorkerRecord) -> None:
-        """A worker of a free group has been gone for long: nothing leads to it any more, nor to how it went."""
+        """Drop a worker of a free group that has been gone for long, with its error."""
         with self._lock:
             peer = self._peers.get(record.id)
             for key in (record.id, record.name, _name_of(record.id)):
@@ -219,22 +219,22 @@ class Peers:
                 self._peers.pop(key, None)
 
     def on_gone(self, record: WorkerRecord) -> None:
-        """A worker's peer is gone; it may have been replaced before that became known here."""
+        """A worker's peer is gone; it may have been replaced before this was known."""
         with self._lock:
             self._reduce(record.id)
 
     def _reduce(self, worker_id: int) -> None:
-        """No more than the record and the error of that worker are kept, if it is gone and was replaced. Locked."""
+        """Keep only the record and the error of a worker that is gone and replaced. Under the lock."""
         peer = self._peers.get(worker_id)
         if self._dynamic or peer is None or peer.record is None or peer.gone is None:
             return
         if self._ranks.get(peer.record.rank) == worker_id:
             return
         error: BaseException | None = peer.gone
-        while error is not None:  # the frames in which it was raised have the peer
+        while error is not None:  # its frames hold the peer
             error.__traceback__ = None
             error = error.__cause__ or error.__context__
-        self._replaced[worker_id] = peer.record, peer.gone  # first: it is looked for there when it is not found here
+        self._replaced[worker_id] = peer.record, peer.gone  # first: look-ups go there next
         for key in (worker_id, peer.name, _name_of(worker_id)):
             if self._peers.get(key) is peer:
                 del self._peers[key]
@@ -245,15 +245,15 @@ class Peers:
         return peer
 
     def _gives_way(self, named: Peer | None, record: WorkerRecord) -> bool:
-        """Whether a name leads to the worker of that record from now on, and not to the peer that it led to."""
+        """Whether a name now leads to the worker of that record instead of the peer `named`."""
         if named is None or named.gone is not None or named.record is None:
             return True
-        return not self._dynamic and named.record.id < record.id  # it has taken the place of that one
+        return not self._dynamic and named.record.id < record.id  # it has taken that place
 
     def id_of(self, peer: Peer) -> int:
         """The id of a peer, for a reference. UnknownWorker if it has not joined yet.
 
-        If the last worker of that name is gone, the error is what a call to the name ends with.
+        If the last worker of that name is gone, it raises the error of a call to the name.
         """
         number = self._known_id(peer)
         if number is None:
@@ -269,7 +269,7 @@ class Peers:
         return self.info(self.number_of(peer))
 
     def number_of(self, peer: Peer) -> int:
-        """The id of a peer, which is not its rank if it has taken the place of another one. Raises as `id_of` does."""
+        """The id of a peer, which differs from its rank after a replacement. Raises as `id_of` does."""
         number = self._known_id(peer)
         if number is None:
             raise UnknownWorker(
@@ -279,7 +279,8 @@ class Peers:
         return number
 
     def _known_id(self, peer: Peer) -> int | None:
-        """The id of a peer, asking the store if need be; None if it has not joined yet. If it is gone, as `id_of`."""
+        """The id of a peer, from the store if need be; None if it has not joined yet. Raises as `id_of` if it is
+        gone."""
         number = _number_in(peer.name)
         if number is not None:
             return number
@@ -312,13 +313,13 @@ class Peers:
         return replaced[0].name if replaced is not None else _name_of(worker_id)
 
     async def locate(self, peer: Peer) -> WorkerRecord | None:
-        """The record of a peer, looking for it if it has not joined; None once nothing waits for that. On the loop."""
+        """The record of a peer. Searches until the worker joins; None once no message waits for it. On the loop."""
         self._searches[peer] = met = asyncio.Event()
         by_name = _number_in(peer.name) is None
         if by_name and peer.record is None:
             with self._lock:
                 self._resting.pop(peer, None)
-                self._peers.setdefault(peer.name, peer)  # it may have been let go of
+                self._peers.setdefault(peer.name, peer)  # it may have been dropped
         try:
             return await self._search(peer, met)
         finally:
@@ -337,7 +338,7 @@ class Peers:
             except StoreGone as error:
                 if number is not None:
                     raise
-                records, silent = [], error  # it may come back, and workers be met without it
+                records, silent = [], error  # the store may come back, and workers become known without it
             if met.is_set():
                 break
             for record in records:
@@ -348,7 +349,7 @@ class Peers:
                     self._home.group.on_joined(record)
                     break
             else:
-                if number is not None:  # an id is in the store before anybody can hear of it
+                if number is not None:  # the store has an id before any worker knows it
                     with self._lock:
                         if self._peers.get(number) is peer:
                             del self._peers[number]
@@ -366,14 +367,14 @@ class Peers:
         return peer.record
 
     def not_come(self, peer: Peer, error: BaseException | None) -> BaseException | None:
-        """The error of a wait for a worker, for the one that the call to it has ended with."""
+        """The error of `wait_for`, made of the error of its call."""
         if not isinstance(error, RpcTimeout):
             return error
         within, former, record = f"within {error.seconds:g} s", peer.former, peer.record
         if record is None:
             text = f"worker {peer.name!r} has not joined {within}"
             if former is not None and former.gone is not None:
-                text += f"; of the last one that had the name: {former.gone}"
+                text += f"; of its predecessor of that name: {former.gone}"
         elif peer.state is PeerState.CONNECTING:
             text = f"{record.describe()} has joined, and could not be connected to {within}"
         else:
@@ -384,10 +385,10 @@ class Peers:
         return RpcTimeout(text, worker=peer.name, function="wait_for", seconds=error.seconds)
 
     def _absent(self, peer: Peer, silent: StoreGone | None) -> RpcError:
-        """The error of a call to a name without a worker. silent: why the store cannot say whether it is so."""
+        """The error of a call to a name without a worker. silent: why the store cannot tell."""
         name, engine = peer.name, self._engine
         advice = f"Nothing was sent. To wait until it comes: `await rpc.wait_for({name!r})`, or `peer(..., wait=True)`"
-        unseen = "nobody of that name has joined since"
+        unseen = "no other worker of that name has joined since"
         if silent is not None:
             unseen = f"whether another one of that name has joined since is not known: {silent}"
         former = peer.former
@@ -404,17 +405,17 @@ class Peers:
         )
 
     def _names(self) -> str:
-        """Who is in the group now, for errors."""
+        """The names in the group now, for errors."""
         return ", ".join(sorted(record.name for record in self._home.group.live()))
 
     async def _look(self) -> list[WorkerRecord]:
-        """Who is in the store's list; one look for all that want one, which begins after they have asked."""
+        """The members in the store's list; requests share one look, which begins after them."""
         if self._next_look is None:
             self._next_look = self._engine.tasks.spawn(self._read_members(self._last_look))
         return await asyncio.shield(self._next_look)
 
     async def _look_until(self, met: asyncio.Event) -> list[WorkerRecord]:
-        """As `_look`; no members once a worker is met otherwise, as the store may not answer for long."""
+        """As `_look`; an empty list once `met` is set, because the store may be silent for long."""
         look = self._engine.tasks.spawn(self._look())
         try:
             await self._engine.tasks.done_or_set(look, met)
@@ -425,7 +426,7 @@ class Peers:
     async def _read_members(self, before: asyncio.Task[list[WorkerRecord]] | None) -> list[WorkerRecord]:
         if before is not None:
             await asyncio.wait([before])
-        self._last_look, self._next_look = self._next_look, None  # who asks from now on wants another one
+        self._last_look, self._next_look = self._next_look, None  # later requests need another look
         return await self._engine.steps.run(self._home.rendezvous.members)
 
     def _adopt(self, peer: Peer, record: WorkerRecord) -> None:
@@ -436,25 +437,25 @@ class Peers:
 
 
 def _name_of(worker_id: int) -> str:
-    """What stands for the name of a worker of which the id alone is known; no worker bears such a name."""
+    """The name of a worker with an unknown name, made of its id; no worker has such a name."""
     return f"#{worker_id}"
 
 
 def _number_in(name: str) -> int | None:
-    """The id in what `_name_of` gives; None for the name of a worker."""
+    """The inverse of `_name_of`; None for the name of a worker."""
     return int(name[1:]) if name.startswith("#") and name[1:].isdecimal() else None
 
 
 def _was_not_found(peer: Peer) -> bool:
-    """Whether that peer ended before it was known which worker it is, as where the store could not be asked.
+    """Whether that peer ended before its worker was known, as when the store was silent.
 
-    It is of no use once that worker is met, or looked for again.
+    It is replaced once that worker is known, or searched again.
     """
     return peer.gone is not None and peer.record is None
 
 
 def _last_holder(peer: Peer | None) -> Peer | None:
-    """The peer that has had this name and ended, if one has: the one that is given, or the one before it."""
+    """The last ended peer of this name, if any: the given peer or its former one."""
     if peer is None or isinstance(peer.gone, (PeerLost, PeerLeft, PeerRefused)):
         return peer
     return peer.former
@@ -462,8 +463,8 @@ def _last_holder(peer: Peer | None) -> Peer | None:
 
 def _no_member(worker_id: int) -> UnknownWorker:
     return UnknownWorker(
-        f"there is no worker {worker_id} in the group: whoever named it is mistaken, has invented it, or speaks of one "
-        "that has left; drop the reference that leads to it"
+        f"there is no worker {worker_id} in the group: the id is wrong, or its worker has left; drop the reference "
+        "with that id"
     )
 
 

@@ -1,8 +1,8 @@
-"""The calls to one peer that have no answer yet: where a call begins at its caller, and where it ends.
+"""The pending calls to one peer: where a call begins at its caller, and where it ends.
 
-`PendingCalls.begin` is the one place where a call enters `calls`, `PendingCalls.end` the one where it leaves, whatever
-ends it: its answer, its deadline, its caller, a failure to send it, or the loss of the peer. The table is
-`protocol.states.MADE`. Each try of a call with retries is a call of its own here, in the counters, and for observers.
+A call enters `calls` in `PendingCalls.begin` only, and leaves it in `PendingCalls.end` only: by its answer, its
+deadline, its caller, a failure to send it, or the loss of the peer. The table is `protocol.states.MADE`. Each try of a
+call with retries is a call of its own here, in the counters, and for observers.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class ItemSink(Protocol):
     """The consumer of a stream (`Stream`)."""
 
     def _on_item(self, item: Values, segments: list[Buffer], landing: Landing | None) -> None:
-        """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
+        """An item arrived; on the worker's loop. Raises ProtocolError for an item beyond the credit."""
 
 
 class PendingCalls:
-    """See the module. Methods belong to any thread where they do not say otherwise.
+    """See the module. Any thread, unless a method says otherwise.
 
-    ids: gives each call its number. calls: the pending calls, by number. streams: the consumers of those that are
-    streams. lent: the references that a call has lent to the callee, or whose value it calls, by its number: they live
-    until it ends. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
-    decoding: the numbers of calls of users whose answers a background thread is unpickling.
+    ids: gives each call its number. calls: the pending calls, by number. streams: the consumers of streams, by number.
+    lent: references that a call has lent to the callee, or whose value it calls, by number: they live until it ends.
+    system: how many are calls of the runtime. decoding: the numbers of calls of users whose answers a background thread
+    is unpickling.
     """
 
     def __init__(self, engine: Engine, deadlines: Deadlines, peer: PeerOfCall) -> None:
         self.ids: itertools.count[int] = itertools.count(1)
         self.calls: dict[int, MadeCall] = {}
-        # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
+        # Weak: a consumer that breaks out of its loop drops the stream, which stops the producer.
         self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
         self.lent: dict[int, list[Any]] = {}
         self.system: int = 0
@@ -68,7 +68,7 @@ class PendingCalls:
         self._peer = peer
 
     def begin(self, call: MadeCall, size: int = 0) -> None:
-        """A call is about to be sent. size: bytes of its message."""
+        """Enter a call, before it is sent. size: bytes of its message."""
         call_id, deadline = call.call_id, call._deadline
         self.calls[call_id] = call
         if call.system:
@@ -82,9 +82,9 @@ class PendingCalls:
             self.tell("started", call)
 
     def end(self, call_id: int, outcome: CallOutcome, now: float = 0.0, size: int = 0) -> MadeCall | None:
-        """Take a call out of `calls`, which ends it; None if another thread has ended it before.
+        """End a call: take it out of `calls`; None if another thread has ended it before.
 
-        The caller of this settles the call that it gets. now: ``time.monotonic()``, for an answer. size: bytes of it.
+        The caller settles the returned call. now: ``time.monotonic()``, for an answer. size: bytes of the answer.
         """
         call = self.calls.pop(call_id, None)
         if call is None:
@@ -103,7 +103,7 @@ class PendingCalls:
         return call
 
     def tell(self, step: Step, call: MadeCall) -> None:
-        """Tell the observers of a step of a call."""
+        """Call the observers for a step of a call."""
         tell_step(self._engine.call_observers, step, self._event(call))
 
     def _event(self, call: MadeCall, answer: int = 0) -> CallEvent:
@@ -127,23 +127,23 @@ class PendingCalls:
     # --- ends without an answer ---------------------------------------------------------------------------------------
 
     def fail_one(self, call_id: int, error: RpcError) -> None:
-        """A call ends with that error: it cannot be sent, or the peer is gone."""
+        """End a call with that error: it cannot be sent, or the peer is gone."""
         call = self.end(call_id, CallOutcome.LOST if isinstance(error, _LOST) else CallOutcome.REFUSED)
         if call is not None:
             call._settle(None, copy_for(error, call))
 
     def fail(self, error: RpcError) -> None:
-        """The peer is gone: all calls end with that error."""
+        """The peer is gone: end all calls with that error."""
         for call_id in list(self.calls):
             self.fail_one(call_id, error)
 
     def cancel(self, call_id: int) -> None:
-        """The caller of that call has given up: forget it and tell the callee."""
+        """The caller of that call has given up: end it and send CANCEL."""
         if self.end(call_id, CallOutcome.CANCELLED) is not None:
             self._peer.call_off(call_id)
 
     def _stop(self, call_id: int, outcome: CallOutcome, error: Callable[[MadeCall], RpcError]) -> MadeCall | None:
-        """End a call with an error and tell the callee; None if it has ended before."""
+        """End a call with an error and send CANCEL; None if it has ended before."""
         call = self.end(call_id, outcome)
         if call is not None:
             call._settle(None, error(call))
@@ -151,7 +151,7 @@ class PendingCalls:
         return call
 
     def fail_calls_of(self, rref: ReferenceId, error: RpcError) -> None:
-        """The value of that reference will not be: the calls of its methods, and for itself, end."""
+        """The value of that reference was not created: end the calls of its methods and its fetches."""
 
         def failure(call: MadeCall) -> RpcError:
             text = f"{call._describe()} got no answer, as the value was never created: {foreign.text_of(error)}"
@@ -164,11 +164,11 @@ class PendingCalls:
                 self._stop(call_id, CallOutcome.REFUSED, failure)
 
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
-        """This worker leaves: what its program waits for ends, but not what its handlers wait for.
+        """This worker leaves: end the waits of its program, but not those of its handlers.
 
-        why: the error, for each. calls: also calls of users' functions, and not streams and what is `parked` alone.
-        Returns what has ended, for people. What is put into queues and taken from them has no site, and ends there. On
-        the loop.
+        why: makes the error of each. calls: also end calls of users' functions, and not only streams and `parked`
+        calls. Returns descriptions of the ended ones. Calls of queues have no site, and the queues end them. On the
+        loop.
         """
         ended, now = [], time.monotonic()
         for call in list(self.calls.values()):
@@ -187,7 +187,7 @@ class PendingCalls:
     def scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
         following = float("inf")
-        # Not items(): making its pairs can start the garbage collector, and with it other threads, in mid-iteration.
+        # Not items(): making pairs can start the garbage collector, and with it other threads, during the iteration.
         for call in list(self.calls.values()):
             deadline = call._deadline
             if deadline is None:
@@ -199,14 +199,14 @@ class PendingCalls:
         return following
 
     def expire(self, call_id: int, late: float = 0.0) -> None:
-        """The time of that call is up. late: how many seconds ago, if the loop has not said so."""
+        """The time of that call is up. late: since how many seconds, if the loop has not noticed."""
         self._stop(call_id, CallOutcome.TIMEOUT, lambda call: self._timed_out(call, late))
 
     def end_overdue(self, call_id: int, now: float) -> float:
-        """A thread waits for that call, and ends it if its time was up a while ago, as the loop has not done so.
+        """For a waiting thread: end that call if its time was up a while ago and the loop has not ended it.
 
-        Returns its deadline if that is still to come, else infinity: nothing is to be done for it again. WorkerClosed
-        in a forked child, which gets no answers.
+        Returns its deadline if it is still to come, otherwise infinity. WorkerClosed in a forked child, which gets no
+        answers.
         """
         self._engine.lifetime.check_not_forked()
         call = self.calls.get(call_id)
@@ -222,7 +222,7 @@ class PendingCalls:
         peer, state = self._peer, self._peer.state
         logger.debug("the time of %s is up; worker %r is %s", call._subject, peer.name, state.value)
         given = call._deadline - call.started if call.allowed is None else call.allowed
-        seconds = round(given, 6)  # what was asked for, not 0.09999999999854481
+        seconds = round(given, 6)  # the timeout of the program, not 0.09999999999854481
         had = f"{seconds:g} s"
         if given < 0:
             seconds, had = 0.0, "0 s, as the time of the call that it is part of was over before it was made"
@@ -232,7 +232,7 @@ class PendingCalls:
             if peer.record is None:
                 stands = "no worker of that name has joined"
             outcome = f"; there is no connection to it yet ({stands}). Nothing was sent."
-        elif late:  # the loop sends the word to stop, too
+        elif late:  # the loop would send CANCEL
             outcome = ". It may or may not have run."
         why = self._engine.why_late(late) if late else ""
         error = RpcTimeout(
@@ -263,16 +263,16 @@ class PendingCalls:
         ]
 
     def give_up(self, call_id: int) -> None:
-        """The program does not wait for that call any more, but its answer counts: a worker that leaves waits for it a
-        while, not for ever."""
+        """The program no longer waits for that call, but its answer counts: a leaving worker waits `Bounds.given_up`
+        for it."""
         self._given_up = {each: since for each, since in self._given_up.items() if each in self.calls}
         if call_id in self.calls:
             self._given_up[call_id] = time.monotonic()
 
     def user_calls(self) -> int:
-        """How many calls are users' and not the runtime's: those that are pending, and those that are being decoded.
+        """How many calls of users are pending or being decoded.
 
-        Without those that were given up a while ago, whose callee is stopped or cut off.
+        Without calls that were given up a while ago, whose callee is stopped or cut off.
         """
         given_up, late = self._given_up, time.monotonic() - self._engine.bounds.given_up
         pending = [call for call in list(self.calls.values()) if not call.system]

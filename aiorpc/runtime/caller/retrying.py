@@ -1,10 +1,9 @@
-"""Calls that may be tried more than once: one Future for all tries, which are made one after the other.
+"""Calls with retries: one Future for all tries, which are made one after the other.
 
-A try is worth another one if it ended because the worker was lost, has left, or could not be reached, or because a
-queue was full, here or there, or because the worker serves no object of that name, which its replacement may do by
-and by; and if a group is empty just now, as its last member was lost. What the function itself raised is its
-answer, and so is what the callee refuses for good. The callee's word decides: an Error says whether the call may be
-sent again.
+Another try follows if the worker was lost, has left, or could not be reached; if a queue was full, here or there; if
+the worker serves no object of that name, which its replacement may do soon; or if a group is empty just now. The
+function's own error is its answer, and so is a final refusal of the callee: an Error says whether the call may be sent
+again.
 """
 
 from __future__ import annotations
@@ -53,13 +52,12 @@ from .peers import Peers, To
 from .unawaited import Unawaited
 
 _PASSING = (PeerLost, PeerLeft, PeerRefused, Overloaded)
-# Of what a callee says: if it says too that the call may come again. One that has shut down may say so before its
-# goodbye comes.
+# Errors of a callee that permits another try. PeerLeft may come from a callee before its goodbye.
 _REFUSALS = (Overloaded, UnknownObject, PeerLeft)
 
 
 class RetryOptions(NamedTuple):
-    """How calls are tried again.
+    """The retries of calls.
 
     idempotent: whether one worker runs each of them once at most. wait: whether each try waits for the worker to join.
     """
@@ -70,8 +68,8 @@ class RetryOptions(NamedTuple):
     wait: bool
 
 
-class Home(CommonHome, Protocol):
-    """What calls with retries need of the worker that makes them."""
+class RetryContext(CommonHome, Protocol):
+    """The calling worker, as calls with retries need it."""
 
     gradients: Gradients
     peers: Peers
@@ -80,12 +78,11 @@ class Home(CommonHome, Protocol):
 class Retries:
     """The calls with retries of one worker. Any thread.
 
-    random: where the length of pauses is from; tests seed it. calls: those that have not ended. Between two tries a
-    call is in no other table: first in a pause, and then while its arguments are pickled. paused: the calls that wait
-    for their next try.
+    random: for the length of pauses; tests seed it. calls: the calls that have not ended; between two tries, in a pause
+    or while the arguments are pickled, no other table has them. paused: the calls that wait for their next try.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: RetryContext) -> None:
         self.random: Random = Random()
         self.calls: set[RetriedFuture] = set()
         self.paused: set[RetriedFuture] = set()
@@ -105,13 +102,13 @@ class Retries:
         *,
         met: bool = False,
     ) -> Future[object]:
-        """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
+        """Make a call with retries. timeout: seconds for all tries, 0 for no limit.
 
-        to: the worker, or what chooses one for each try. met: whether there was a worker to choose before, so that
-        UnknownWorker is a try that has failed, as it is behind the first one.
-        Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
+        to: the worker, or a function that chooses one for each try. met: whether there was a worker to choose before:
+        then UnknownWorker is a failed try, as it always is after the first. Raises what `Peer.call` raises, but for
+        Overloaded; RpcUsageError in a context of autograd.
         """
-        # One that was left may be named here still: in a task that was begun in it, or where a generator was closed.
+        # `current_autograd` may still name an ended context: in a task that began in it, or in a closed generator.
         if self._home.gradients.find(current_autograd.get() or 0) is not None:
             raise RpcUsageError(
                 f"{describe(function)} is called with retries in an autograd context, and nothing was sent: the first "
@@ -150,42 +147,41 @@ class Retries:
         once = None if number is None else (number, future.reached.count(peer))
         part_of = "retries", future.number
         options = CallOptions(wait, site=future._site, once=once, allowed=future.allowed, part_of=part_of)
-        with tracing.using(future.trace):  # a later try is made wherever the one before has ended
+        with tracing.using(future.trace):  # a later try runs in another context
             return peer.call(function, args, kwargs, seconds, options=options)
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
-        """That call waits for its next try from now on."""
+        """A call begins to wait for its next try."""
         self.paused.add(future)
-        if self._closed:  # looked at after it was added: `close` has seen it, or this does
+        if self._closed:  # read after the addition: `close` sees the call, or this thread sees `_closed`
             future.close()
         else:
             self._home.engine.call_on_loop(self._home.engine.loop.call_later, seconds, future.pause_over)
 
     def pending_calls(self) -> list[PendingCall]:
-        """The calls that are between two tries; one whose try is under way is pending at the peer of that."""
+        """The calls between two tries; a running try is a pending call of its peer."""
         return [each.pending_call() for each in list(self.calls) if each.tried]
 
     def end_waits(self) -> list[str]:
-        """The worker leaves: calls of its program that are in a pause are not tried again; which ones. On the loop."""
+        """The worker leaves: end paused calls of its program; their descriptions. On the loop."""
         own = [future for future in self.paused if not future.nested]
         for future in own:
             future.close()
         return [f"the next try of {future._subject}" for future in own]
 
     def close(self) -> None:
-        """This worker leaves: nothing is tried any more. On the loop."""
+        """This worker leaves: no more tries. On the loop."""
         self._closed = True
         for future in list(self.paused):
             future.close()
 
 
 class RetriedFuture(Unawaited, Future[object]):
-    """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`.
+    """The Future of a call with retries. Its states are the table `protocol.states.RETRIED`.
 
-    reached: the peers that earlier tries were sent to, each as often as that was, and that may know of them. A try that
-    was refused here is none of these; which of them it has run, a callee knows itself (`Remembered`). function: its
-    name. to: the worker, None for one of a group. allowed: seconds that all tries have together, None for no limit.
-    tried: between two tries, whom the last one was made to, for people; "" while one is under way.
+    reached: the peers of earlier tries that may have been sent, one entry for each try; a callee knows which of them it
+    has run (`Remembered`). function: its name. to: the worker, None for one of a group. allowed: seconds of all tries
+    together, None for no limit. tried: between two tries, the worker of the last one, for people; "" during a try.
     """
 
     allowed: float | None
@@ -200,8 +196,8 @@ class RetriedFuture(Unawaited, Future[object]):
 
     _apart = True
     tried: str = ""
-    nested = False  # whether a handler has made it
-    trace: TraceContext | None = None  # what it is part of
+    nested = False  # whether a handler made it
+    trace: TraceContext | None = None  # its trace context
 
     def __init__(
         self,
@@ -225,13 +221,14 @@ class RetriedFuture(Unawaited, Future[object]):
         self._engine = engine
         self._tries = tries
         self._began = time.monotonic()
-        self._context = contextvars.copy_context()  # each try is part of the call in which this one is made
+        self._context = contextvars.copy_context()  # each try belongs to the handler's call that makes this one
         self._make: Callable[[], CallFuture] | None = None
         self._call: CallFuture | None = None
         self._lock = Lock()  # for `_tries`, `_call` and `_make`
 
     def begin(self, make: Callable[[], CallFuture], met: bool) -> None:
-        """Make the first try. make: makes a try. met: as of `Retries.call`. Raises what that raises, as that does."""
+        """Make the first try. make: makes a try. met: as of `Retries.call`. Raises the errors of `Peer.call` but
+        Overloaded."""
         self._make = make
         self._retries.calls.add(self)
         with on_error(self.cancel):  # the program does not get this Future
@@ -263,7 +260,7 @@ class RetriedFuture(Unawaited, Future[object]):
         elif foreign.is_a(error, _REFUSALS if call.again else () if call.again is False else _PASSING):
             peer = call.peer
             assert isinstance(peer, Peer), "it was made by `Peer.call`"
-            # Nothing is sent before it is known which worker it is, and what one that is gone remembers is gone, too.
+            # Nothing is sent to an unknown worker, and a worker that is gone remembers no try.
             if peer.record is not None and peer.gone is None:
                 self.reached.append(peer)
             self._failed(error)
@@ -290,7 +287,7 @@ class RetriedFuture(Unawaited, Future[object]):
         return "one of a group" if to is None else to.name if isinstance(to, WorkerInfo) else str(to)
 
     def pending_call(self) -> PendingCall:
-        """What a user is told of it. Any thread."""
+        """Its entry in `Worker.pending_calls`. Any thread."""
         now, deadline = time.monotonic(), self._deadline
         left = None if deadline is None else deadline - now
         return PendingCall("made", self.tried, self.function, now - self._began, left, describe_site(self._site))
@@ -300,8 +297,8 @@ class RetriedFuture(Unawaited, Future[object]):
         self._retries.paused.discard(self)
         with self._lock:
             if self._tries.again():
-                # Not here: to pickle the arguments may take long, and runs code of theirs. In a copy of the context:
-                # the try before, which may have failed at once, can still be on its way out of its own.
+                # In the background: pickling arguments may take long and runs their code. In a copy of the context: the
+                # try before may still be running in it.
                 self._engine.in_background(self._context.copy().run, self._try_again)
 
     def _try_again(self) -> None:
@@ -310,7 +307,7 @@ class RetriedFuture(Unawaited, Future[object]):
             return
         try:
             call = make()
-        except (Overloaded, UnknownWorker) as error:  # the second is of a group that is empty now
+        except (Overloaded, UnknownWorker) as error:  # UnknownWorker: the group is empty now
             self._failed(error)
         except BaseException as error:
             self._end(RetriedEvent.ANSWERED, None, error)
@@ -319,7 +316,7 @@ class RetriedFuture(Unawaited, Future[object]):
 
     def _end(self, event: RetriedEvent, value: object, error: BaseException | None) -> None:
         with self._lock:
-            make, self._make = self._make, None  # kept to the end: letting go of arguments runs code of users
+            make, self._make = self._make, None  # kept to the end: freeing arguments runs code of users
             if make is None:
                 return
             self._tries.end(event)
@@ -330,7 +327,7 @@ class RetriedFuture(Unawaited, Future[object]):
         self._settle(value, error)
 
     def _end_overdue(self, now: float) -> float:
-        """As of any Future. Between two tries there is no call that could end, but a pause that the loop is to end."""
+        """As of any Future. Between two tries there is no call to end, but a pause of the loop's."""
         due, deadline = super()._end_overdue(now), self._deadline
         if deadline is None or self._call is not None or self.done():
             return due
@@ -349,7 +346,7 @@ class RetriedFuture(Unawaited, Future[object]):
         with self._lock:
             make, self._make, call = self._make, None, self._call
             self._tries.end(RetriedEvent.GIVEN_UP)
-        del make  # not under the lock: see `_end`
+        del make  # outside of the lock: see `_end`
         self._retries.paused.discard(self)
         self._retries.calls.discard(self)
         if call is not None:

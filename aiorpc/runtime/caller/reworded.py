@@ -1,4 +1,4 @@
-"""The Future of a call that stands for something else: its errors speak of that, and not of a function of ours."""
+"""The Future of a verb made of a call of the runtime: its errors name the verb, and not the runtime's function."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...sites import CallSite
 from .future import CallFuture
 from .unawaited import Unawaited
 
-#: Gives the error of a wait for the one that a call has ended with; None if it has a value.
+#: Maps the error of a call, None for a value, to the error of the verb.
 Words = Callable[[BaseException | None], BaseException | None]
 
 
 class RewordedFuture(Unawaited, Future[Any]):
-    """It settles as a call does, but for the words of its error; to cancel it is to cancel the call."""
+    """Settles as a call does, with another error text; cancelling it cancels the call."""
 
     _home_thread: int | None
     _loop: asyncio.AbstractEventLoop | None
@@ -45,7 +45,7 @@ class RewordedFuture(Unawaited, Future[Any]):
         self._settle(self._value_of(call), self._words(call._error))
 
     def _value_of(self, call: Future[object]) -> object:
-        """What this has for the value of the call, which has settled."""
+        """The value for that of the settled call."""
         return call._value
 
     def _on_cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""The consumer's end of a stream: a generator on one worker, an ``async for`` on another, and credit between them.
+"""The consumer's end of a stream: a generator on one worker, ``async for`` on another, and credit between them.
 
 The consumer grants `window` items with the call. The producer sends an item for each credit and then waits; the
 consumer grants more as it takes items, half a window at a time. Items and the end travel on one connection, so the end
@@ -41,7 +41,7 @@ class Stream(BlockingIterator[T_co]):
     timeout bounds the wait for each item, in seconds.
     """
 
-    # These also of one that is only half made, and dropped then.
+    # Defaults for a half-made stream, which `__del__` may meet.
     _end: CallFuture | None = None
     _function = "?"
 
@@ -53,7 +53,7 @@ class Stream(BlockingIterator[T_co]):
         self._items: deque[_Item] = deque()
         self._taken = 0
         self._waiter: _Waiter | None = None
-        self._since: float | None = None  # when a wait for the next item, together with other streams, began
+        self._since: float | None = None  # when a wait for several streams began
         self._finished = False
 
     def _start(self, end: CallFuture) -> None:
@@ -69,8 +69,8 @@ class Stream(BlockingIterator[T_co]):
         end._when_settled(wake)
 
     def _on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
-        """An item arrived; on the worker's loop. Raises ProtocolError for one that was not asked for."""
-        if len(self._items) + self._taken >= self._window:  # a producer that sends on would fill the memory
+        """An item arrived; on the worker's loop. Raises ProtocolError for an item beyond the credit."""
+        if len(self._items) + self._taken >= self._window:  # such a producer would fill the memory
             raise ProtocolError(f"an item of {self._describe()} beyond the {self._window} that were asked for")
         self._items.append((item, segments, landing))
         self._wake()
@@ -80,7 +80,7 @@ class Stream(BlockingIterator[T_co]):
         if waiter is None:
             return
         loop, future = waiter
-        if loop.is_closed():  # no task waits any more
+        if loop.is_closed():  # its task is gone
             self._peer.engine.kept.discard(self)
         else:
             loop.call_soon_threadsafe(_finish, future)
@@ -121,7 +121,7 @@ class Stream(BlockingIterator[T_co]):
 
     def _grant(self) -> None:
         assert self._end is not None
-        taken, self._taken = self._taken, 0  # first: those that are asked for may come before this goes on
+        taken, self._taken = self._taken, 0  # first: the items may come before `send` returns
         if not self._end.done():
             self._peer.send(Kind.CREDIT, self._end.call_id, write(Credit(taken)), urgent=True)
 
@@ -135,7 +135,7 @@ class Stream(BlockingIterator[T_co]):
             future = loop.create_future()
             self._attend((loop, future))
             try:
-                if self._items or self._end.done():  # it came between the look and the registration
+                if self._items or self._end.done():  # it came before the registration
                     return
                 async with asyncio.timeout(self._timeout or None):
                     await future
@@ -144,7 +144,7 @@ class Stream(BlockingIterator[T_co]):
             finally:
                 self._attend(None)
 
-    # --- for who waits for several streams at once --------------------------------------------------------------------
+    # --- for waits for several streams at once ------------------------------------------------------------------------
 
     @property
     def _ready(self) -> bool:
@@ -153,7 +153,7 @@ class Stream(BlockingIterator[T_co]):
         return bool(self._items) or self._finished or end is None or end.done()
 
     def _attend(self, waiter: _Waiter | None) -> None:
-        """Settle that future, on its loop, when something comes; None: the wait is over."""
+        """Settle that future, on its loop, when an item or the end comes; None: the wait is over."""
         self._waiter = waiter
         if waiter is None:
             self._peer.engine.kept.discard(self)
@@ -161,7 +161,7 @@ class Stream(BlockingIterator[T_co]):
             self._peer.engine.kept.add(self)
 
     def _patience(self) -> float:
-        """Seconds that the next item may still take, from when this was asked first."""
+        """Seconds left for the next item, counted from the first call of this."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -181,7 +181,7 @@ class Stream(BlockingIterator[T_co]):
     def _conclude(self) -> NoReturn:
         if not self._finished:
             self._finished = True
-            # Let go of it: the traceback of its error gets frames that have this stream, and would never be freed.
+            # The traceback of its error gets frames with this stream, and the cycle would never be freed.
             end, self._end = self._end, None
             assert end is not None
             error = end.exception()
@@ -196,7 +196,7 @@ class Stream(BlockingIterator[T_co]):
         return f"the stream of {self._function} from worker {self._peer.name!r}"
 
     async def aclose(self) -> None:
-        """Stop the producer and drop what has arrived. Idempotent; does not wait for the producer."""
+        """Stop the producer and drop the items that have arrived. Idempotent; does not wait for the producer."""
         self._came.clear()
         self._stop()
 
@@ -207,14 +207,14 @@ class Stream(BlockingIterator[T_co]):
             _abandon(self._peer, self._items, end)
 
     def __reduce__(self) -> NoReturn:
-        """No copies, either: the first one to be dropped would stop the producer of all."""
+        """No copies, either: the first copy that was dropped would stop the producer."""
         raise RpcUsageError(
             f"{self._describe()} has one consumer, and cannot be copied, pickled or sent; open one for each, or send "
             "the items"
         )
 
     def __del__(self) -> None:
-        # Runs anywhere, inside a lock or the garbage collector: only wakes the loop.
+        # It may run under a lock or in the garbage collector: it only wakes the loop.
         end = self._end
         if end is not None:
             end._mark_seen()
@@ -223,13 +223,13 @@ class Stream(BlockingIterator[T_co]):
 
 
 def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
-    """Stop the producer; references in items that were not taken have to be taken all the same."""
+    """Stop the producer; references in left items still have to be taken."""
     end.cancel()
     end._mark_seen()
     while items:
         item, _, _ = items.popleft()
         if item.references:
-            with contextlib.suppress(ProtocolError):  # what they would name was not asked for
+            with contextlib.suppress(ProtocolError):  # invalid references need no taking
                 peer.load_references(item.references)
 
 
@@ -251,8 +251,7 @@ def open_stream(
 ) -> Stream[Any]:
     """Open a stream from a peer. timeout: seconds for each item, 0 for no limit. wait: for the worker to join.
 
-    function, keeps: as of `Peer.call`. depth: how many stack frames up the user's code is; a verb calls this, if it is
-    2.
+    function: as of `Peer.call`. keeps: as of `CallOptions`. depth: how many stack frames up the user's code is.
     """
     window = peer.engine.options.stream_window
     stream: Stream[object] = Stream(peer, window, timeout)

@@ -1,11 +1,11 @@
-"""What a Future of a call says where it is taken for its result: the await was forgotten."""
+"""Errors for a Future of a call that is used like its result, because the await was forgotten."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-#: What is said of a Future, behind what was done with it.
+#: The end of these errors.
 ADVICE = "and not its result; await it first, or wait() where no loop runs"
 
 _BINARY = {
@@ -47,10 +47,10 @@ _OTHERS = {
 
 
 class Unawaited:
-    """A base of Futures that stand for calls: no operator takes one, and the error says to await it.
+    """A base of Futures of calls: operators raise an error that says to await it.
 
-    A test of truth is an error, too: it would be true whatever comes. Not so with the drop-in: with torch each Future
-    is true, and programs test whether they have one.
+    A test of truth raises, too, because it would always be true. With the drop-in it is true: programs for torch test
+    whether they have a Future.
     """
 
     __slots__ = ()

@@ -15,7 +15,7 @@ from .member_call import MemberCall
 
 
 class Form(NamedTuple):
-    """A message as it is written for one kind of receiver. out: what to `unsend` if it is not sent."""
+    """A message encoded for one kind of receiver. out: for `unsend` if it is not sent."""
 
     body: bytes
     buffers: Sequence[AnyBuffer]
@@ -28,11 +28,10 @@ class Form(NamedTuple):
 
 
 class WaitingCall(NamedTuple):
-    """A call that has not been handed to a link yet: with buffers, or made before it was known whom it goes to.
+    """A call before its link: it has buffers, or its worker was not known yet.
 
-    out: what to `unsend` if it never is. passed: whether observers have been asked about it, and have let it go.
-    otherwise: the form that it has if the worker turns out to run another main module, or why it has none; None if it
-    is the same.
+    out: for `unsend` if it is not sent. passed: whether observers have let it pass. otherwise: its form for a worker
+    with another main module, or the error in place of one; None if it is the same.
     """
 
     call: CallFuture | MemberCall
@@ -48,7 +47,7 @@ class WaitingCall(NamedTuple):
 
 
 class WaitingFrame(NamedTuple):
-    """A message that waits for a link and is complete in its frame. call: that it belongs to. passed: as above."""
+    """A message without a link, complete in its frame. call: of the message. passed: as above."""
 
     kind: int
     call_id: int
@@ -60,12 +59,11 @@ class WaitingFrame(NamedTuple):
 class WaitingMessages:
     """The messages that wait for the link of one peer, in their order. The lock of the peer guards it.
 
-    How many they are may be asked without the lock.
+    ``len`` needs no lock.
     """
 
     def __init__(self) -> None:
-        # By the number of the call; numbers below 0 are for messages that are no calls: another message about a call
-        # (CANCEL) must not take the place of the call itself.
+        # By the number of the call. Other messages have numbers below 0: a CANCEL must not replace its call.
         self._messages: dict[int, WaitingCall | WaitingFrame] = {}
         self._others = itertools.count(-1, -1)
 
@@ -73,7 +71,7 @@ class WaitingMessages:
         return len(self._messages)
 
     def add(self, message: WaitingCall | WaitingFrame) -> None:
-        """That message has to wait, behind those that are there."""
+        """Add a message behind the others."""
         is_call = isinstance(message, WaitingCall) or message.kind == CALL
         self._messages[message.call_id if is_call else next(self._others)] = message
 
@@ -82,10 +80,10 @@ class WaitingMessages:
         return self._messages.pop(call_id, None) is not None
 
     def take_all(self) -> list[WaitingCall | WaitingFrame]:
-        """The messages, which wait no longer."""
+        """Take all messages out."""
         messages, self._messages = self._messages, {}
         return list(messages.values())
 
 
 def nothing() -> None:
-    """Where there is nothing to take back."""
+    """A `drop` that has nothing to undo."""

@@ -1,7 +1,7 @@
-"""What functions take and what classes declare, whatever their annotations name.
+"""Signatures of functions and annotated names of classes, without evaluating annotations.
 
-Python 3.14 looks an annotation up when it is asked for, and it may name what is not there when the program runs:
-what only a type checker imports. So they are asked for as texts.
+Python 3.14 evaluates annotations on demand, and they may name objects that only a type checker imports. So they are
+read as texts.
 """
 
 from __future__ import annotations

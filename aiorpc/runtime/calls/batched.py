@@ -1,4 +1,4 @@
-"""The decorator ``@batched``, and what it makes of the type of a function."""
+"""The decorator ``@batched``, and the type of a decorated function."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ S_co = TypeVar("S_co", covariant=True)  # what the function returns: a list, a t
 
 
 def _takes_nothing(function: Function) -> bool:
-    """Whether it can be called without arguments; True where that is not known."""
+    """Whether it can be called without arguments; True if unknown."""
     try:
         signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # of a function of C that does not say
+    except ValueError:  # of a C function without a signature
         pass
     return True
 
 
 class Batched(Protocol[P, S_co, T_co]):
-    """A function that is decorated with `batched`, for checkers: called here it takes and returns what it did before.
+    """A function decorated with `batched`, for checkers: called locally it is unchanged.
 
-    When it is called on a worker its caller gets an `T_co`, and passes one argument where the function takes a list of
-    them, which types cannot say.
+    A remote caller passes one argument in place of each list, which types cannot express, and gets a `T_co`.
     """
 
     @property
@@ -52,7 +51,7 @@ class Batched(Protocol[P, S_co, T_co]):
 
 
 class Batching(Protocol):
-    """What ``batched(...)`` gives, which decorates a function."""
+    """The decorator that ``batched(...)`` returns."""
 
     @overload
     def __call__(
@@ -123,7 +122,7 @@ def batched(
         setattr(plain, MARK, Batcher(plain, max_size, wait, concurrency))
         return function
 
-    return cast(Batching, decorate)  # the function itself, with a mark that its type tells of
+    return cast(Batching, decorate)  # it returns the function itself, with a mark
 
 
 def _max_wait(value: float | timedelta | None) -> float | None:

@@ -1,12 +1,12 @@
-"""``@batched``: one call of a function for many callers, each of whom gets its own result or its own error.
+"""``@batched``: one call of a function for many callers; each gets its own result or error.
 
 A ``Batcher`` belongs to one function (for methods: to one instance) and gathers arrivals into an open ``Batch``. It
-runs nothing and keeps no time by itself: the arrival that fills a batch gets it back to run, and the caller of ``add``
-lends a timer for the rest. So the same code serves coroutine handlers, handler threads and tests.
+runs nothing and has no timer: the arrival that fills a batch gets it back to run, and the caller of ``add`` provides a
+timer. So the same code serves coroutine handlers, handler threads and tests.
 
-How many batches of one ``Batcher`` run at once is its ``concurrency``. Who has a batch to run asks `Batch.begin` first;
-one that may not run yet is kept, and the end of a batch gives the next one by `Batch.end`. An incomplete batch whose
-time has passed while others run stays open, so that it grows until its turn comes.
+At most ``concurrency`` batches of one ``Batcher`` run at once. A runner first calls `Batch.begin`, which keeps a batch
+that may not run yet; `Batch.end` of another batch returns it. An incomplete batch whose time has passed while others
+run stays open and grows until its turn.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Arm = Callable[[float, Callable[[], "Batch | None"]], object]
 class _Entry(NamedTuple):
     """One caller of a batch.
 
-    args, kwargs: what it has passed. done: is called with its result or error. token: by what `discard` knows it. join:
-    is called with the number of the batch before its arguments are used, in the thread that uses them.
+    args, kwargs: as passed. done: called with its result or error. token: identifies it for `discard`. join: called
+    with the number of the batch before its arguments are used, in the thread that uses them.
     """
 
     args: Args
@@ -52,11 +52,11 @@ class _Entry(NamedTuple):
 
 
 class Batch:
-    """Callers that are served by one call of the function. Run it once, with ``run`` or ``run_async``.
+    """Callers served by one call of the function. Run it once, with ``run`` or ``run_async``.
 
     Every caller's ``done(result, error)`` is called exactly once, in the thread that runs the batch. Callers may be
-    discarded until the batch starts. A batch that will never run must be given to ``abort``. Between ``begin`` and
-    ``end`` it is one of those that run at once.
+    discarded until the batch starts. Call ``abort`` on a batch that will never run. It counts as running between
+    ``begin`` and ``end``.
     """
 
     def __init__(self, batcher: Batcher[object], target: Function, deadline: float | None) -> None:
@@ -65,16 +65,16 @@ class Batch:
         self._target = target
         self._entries: list[_Entry] = []
         self.deadline = deadline
-        """When it must go though not full, on ``time.monotonic``'s clock; None: only when full."""
+        """When it must run though not full, in seconds of ``time.monotonic``; None: only when full."""
         self.overdue = False
-        """Whether that time has come while as many ran as may: it goes, full or not, as soon as one of them ends."""
+        """Whether that time came while the most batches ran: it runs, full or not, when one of them ends."""
 
     def __len__(self) -> int:
         """Callers waiting in it; 0 once it has started."""
         return len(self._entries)
 
     def tokens(self) -> list[object]:
-        """The tokens of the callers that wait in it, by which ``discard`` knows them."""
+        """The tokens of the callers that wait in it."""
         return [entry.token for entry in list(self._entries)]
 
     @property
@@ -83,15 +83,15 @@ class Batch:
         return self._batcher.is_async
 
     def begin(self) -> bool:
-        """Whether it may run now; else it waits, and the ``end`` of another one of its function returns it."""
+        """Whether it may run now. If not it waits, and the ``end`` of another batch of its function returns it."""
         return self._batcher._begin(self)
 
     def end(self) -> Batch | None:
-        """It has run, or will not. Returns the batch that now has its turn, if one waits. Once after each ``begin``."""
+        """It has run, or will not. Returns the next waiting batch, if any. Once after each ``begin``."""
         return self._batcher._end()
 
     def run(self) -> None:
-        """Call the function in this thread and settle every caller. Raises only what is no ``Exception``."""
+        """Call the function in this thread and settle every caller. Raises only errors that are no ``Exception``."""
         entries = self._batcher._start(self)
         if not entries:
             return
@@ -107,7 +107,7 @@ class Batch:
         self._share(entries, result)
 
     async def run_async(self) -> None:
-        """Call the function in this task, await what it returns, settle every caller.
+        """Call the function in this task, await its result, settle every caller.
 
         If the task is cancelled meanwhile, every caller gets RpcCancelled and the cancellation goes on.
         """
@@ -124,7 +124,7 @@ class Batch:
         self._share(entries, result)
 
     def abort(self, error: BaseException) -> None:
-        """Settle every caller with the error, without a call. Nothing if the batch has started."""
+        """Settle every caller with the error, without a call. Does nothing if the batch has started."""
         for entry in self._batcher._start(self):
             _tell(entry.done, None, error)
 
@@ -149,7 +149,7 @@ class Batch:
                 _tell(entry.done, row, None)
 
     def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
-        """Tell every caller; an exit or a cancellation then goes on to the thread or task that runs the batch."""
+        """Settle every caller; an exit or a cancellation is then raised in the thread or task that runs the batch."""
         told = self._told(error)
         for entry in entries:
             _tell(entry.done, None, told)
@@ -157,7 +157,7 @@ class Batch:
             raise error
 
     def _told(self, error: BaseException) -> BaseException:
-        """What callers hear of that error."""
+        """The error for the callers."""
         if not foreign.is_a(error, asyncio.CancelledError):
             return error
         told = RpcCancelled(f"the batched call of {self._batcher.name} was cancelled while it ran")
@@ -168,7 +168,7 @@ class Batch:
 class Batcher(Generic[T_co]):
     """Gathers the callers of one function, or of one method of one instance, into batches. Thread-safe.
 
-    Made by ``batched``; found with ``get_batcher``. For checkers it says what each caller gets.
+    Made by ``batched``; found with ``get_batcher``. T_co: the result of each caller, for checkers.
     """
 
     def __init__(
@@ -199,12 +199,13 @@ class Batcher(Generic[T_co]):
         self._scopes = _Siblings()
 
     def __reduce__(self) -> NoReturn:
-        """It stands in the ``__dict__`` of its function, and comes here where that would travel by value."""
+        """It is in the ``__dict__`` of its function, and pickled if the function would travel by value."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         raise RpcUsageError(
             f"{self.name}{where} is batched and cannot travel by value: each caller would bring a copy, and copies "
-            "gather nobody; write it as a function with a name at the top of a module that both workers can import"
+            "gather no other callers; write it as a function with a name at the top of a module that both workers "
+            "can import"
         )
 
     def __repr__(self) -> str:
@@ -227,11 +228,11 @@ class Batcher(Generic[T_co]):
     ) -> Batch | None:
         """A caller arrives. Returns the batch, ready to run, if this arrival filled it.
 
-        done: told the caller's result or error, once. A call that cannot be part of a batch is told at once, here.
-        arm: ``arm(seconds, take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it
-        returns, if any. It is called at most once per ``max_wait``, not once per batch; without it only full ones go.
-        token: what ``discard`` will know this caller by: an object, a number or a text; ``done`` if None.
-        join: called with the number of the batch before the function, in the thread that runs that.
+        done: called once, with the caller's result or error; at once for a call that fits no batch. arm: ``arm(seconds,
+        take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it returns, if any. It is
+        called at most once per ``max_wait``, not once per batch; without it only full batches run. token: identifies
+        this caller for ``discard``: an object, a number or a text; ``done`` if None. join: called with the number of
+        the batch before the function, in the function's thread.
         """
         try:
             entry = _Entry(*self._normalise(args, kwargs), done, done if token is None else token, join)
@@ -255,7 +256,7 @@ class Batcher(Generic[T_co]):
         with self._lock:
             for batch in self._waiting:
                 for index, entry in enumerate(batch._entries):
-                    # Bound methods and numbers by value; what else is equal to itself only may not even compare.
+                    # Bound methods, numbers and texts are compared by value, other objects by identity.
                     if not (entry.token is token or (isinstance(token, _BY_VALUE) and entry.token == token)):
                         continue
                     del batch._entries[index]
@@ -280,7 +281,7 @@ class Batcher(Generic[T_co]):
         size = self._max_size() if callable(self._max_size) else self._max_size
         if isinstance(size, bool) or not isinstance(size, int):
             raise RpcUsageError(f"max_size of {self.name} must give an integer, not {size!r}")
-        # A group that has become empty has no callers to wait for.
+        # An empty group has no callers to wait for.
         return max(1, size)
 
     def _target(self) -> Function:
@@ -289,7 +290,7 @@ class Batcher(Generic[T_co]):
         owner = self._owner()
         if owner is None:
             raise RpcUsageError(f"the object whose method {self.name} was called no longer exists")
-        # Bound by hand: what the instance's attribute of that name is today may be something else.
+        # Bound by hand: the instance's attribute of that name may have changed.
         return cast("Function", self.function.__get__(owner))
 
     def _accept(self, entry: _Entry, target: Function) -> bool:
@@ -339,7 +340,7 @@ class Batcher(Generic[T_co]):
                 if not self._ready:
                     break
                 batch = self._ready.popleft()
-                if batch not in self._waiting:  # all of its callers have left, or were told of the end
+                if batch not in self._waiting:  # all of its callers have left
                     continue
                 return batch
             return self._take_open() if self._open is not None and self._open.overdue else None
@@ -348,7 +349,7 @@ class Batcher(Generic[T_co]):
         return self.concurrency is not None and self._running >= self.concurrency
 
     def _start(self, batch: Batch) -> list[_Entry]:
-        """The callers of a batch, the first time it is asked; then they can no longer be discarded."""
+        """Take the callers of a batch, which cannot be discarded any more; empty the next time."""
         with self._lock:
             entries, batch._entries = batch._entries, []
             self._forget_if_empty(batch)
@@ -357,7 +358,7 @@ class Batcher(Generic[T_co]):
     # The one timer.
 
     def _timer(self, arm: Arm | None) -> tuple[float, Batch] | None:
-        """Seconds to arm the timer for and the batch that it is for; None if one runs already. The lock is held."""
+        """The seconds and the batch to arm the timer for; None if it is armed already. With the lock held."""
         batch = self._open
         if arm is None or self._armed or batch is None or batch.deadline is None or batch.overdue:
             return None
@@ -369,7 +370,7 @@ class Batcher(Generic[T_co]):
             with self._lock:
                 self._armed = False
                 ready, waiting = None, self._open
-                # The batch this was armed for goes even where the timer's clock is a little ahead of ours.
+                # The batch of this timer runs even if the timer's clock is a little ahead of ours.
                 if waiting is batch or (waiting is not None and (waiting.deadline or 0.0) <= time.monotonic()):
                     if self._busy():
                         waiting.overdue = True
@@ -385,7 +386,7 @@ class Batcher(Generic[T_co]):
     # Methods: a queue for each instance. Workers: a queue for each.
 
     def of(self, owner: object) -> Batcher[object]:
-        """The batcher of this method for one instance (or class, for a class method), which it holds weakly."""
+        """The batcher of this method for one instance, or class of a class method, which is held weakly."""
         try:
             return self._instances.get(owner, lambda: self._like(self.function, weakref.ref(owner)))
         except TypeError:
@@ -403,7 +404,7 @@ class Batcher(Generic[T_co]):
 
 
 class _Siblings:
-    """Batchers by the identity of an object that is held weakly: it may be unhashable, or equal to another."""
+    """Batchers by the identity of a weakly held object, which may be unhashable or equal to another one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -420,7 +421,7 @@ class _Siblings:
             return batcher
 
     def _forgetter(self, number: int) -> Callable[[weakref.ref[object]], None]:
-        # Runs wherever the object dies, perhaps in a thread that holds the lock: single dictionary steps only.
+        # It may run in a thread that holds the lock: single dictionary steps only.
         known = self._known
 
         def forget(reference: weakref.ref[object]) -> None:
@@ -432,11 +433,11 @@ class _Siblings:
 
 
 def get_batcher(function: Any, scope: object = None) -> Batcher[object] | None:
-    """The batcher of a function, bound method or callable instance decorated with ``batched``; else None.
+    """The batcher of a function, bound method or callable instance decorated with ``batched``; None for others.
 
     scope: an object (the worker) whose callers form batches of their own; held weakly. A wrapper that took over the
-    mark (``functools.wraps``, ``torch.no_grad``) is gathered by itself, so that what it adds happens once for the
-    batch. Cheap for functions that are not batched.
+    mark (``functools.wraps``, ``torch.no_grad``) has a batcher of its own, and runs once for each batch. Cheap for
+    functions that are not batched.
     """
     batcher = getattr(function, MARK, None)
     if batcher is None and callable(function) and not isinstance(function, type):
@@ -452,7 +453,7 @@ def get_batcher(function: Any, scope: object = None) -> Batcher[object] | None:
 
 
 def _of_wrapper(function: Function, batcher: Batcher[object]) -> Batcher[object]:
-    """The function's own batcher: a wrapper got that of the function it wraps."""
+    """The function's own batcher: the mark of a wrapper is that of the wrapped function."""
     if batcher.function is function:
         return batcher
     with batcher._lock:
@@ -491,14 +492,14 @@ def _rows(name: str, result: object, count: int) -> list[object]:
         return [result[index] for index in range(count)] if result.is_sparse else list(result.unbind(0))
     if not isinstance(result, (list, tuple)):
         raise RpcUsageError(f"{expected} in a list, a tuple or the rows of a tensor, got {type(result).__qualname__}")
-    rows = list(result)  # first: a class of its own may say another length than it has
+    rows = list(result)  # first: the length of a subclass may be wrong
     if len(rows) != count:
         raise RpcUsageError(f"{expected}, got {len(rows)}")
     return rows
 
 
 def _tell(done: Done, result: object | None, error: BaseException | None) -> None:
-    """Settle one caller; its trouble must not reach the others of the batch."""
+    """Settle one caller; an error of `done` does not reach the other callers."""
     try:
         done(result, error)
     except Exception as broken:

@@ -1,6 +1,6 @@
 """Which worker and which call the running code belongs to, and which workers live in this process.
 
-The registry is the one thing that this process knows about all of its workers; everything else belongs to one worker.
+The registry is the only state that the process's workers share.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from ..engine.pool import ThreadPool
 from .functions import Handler
 from .permits import Permits
 
-# So many seconds the handlers of this process have to end once it exits.
+# Seconds for handlers to end when the process exits.
 _LAST_SECONDS = 0.5
-# Stands in place of the arguments of a call once they were taken.
+# In place of the arguments of a call after they were taken.
 NO_VALUES = Values([])
-_LEAST = 0.001  # seconds that are left where none are: 0 is no limit
+_LEAST = 0.001  # seconds, in place of 0, which means no limit
 
 
 class CommonHome(Protocol):
-    """A running worker (`aiorpc.runtime.node.Node`), as far as every room may know it."""
+    """A running worker (`aiorpc.runtime.node.Node`), for every package."""
 
     @property
     def engine(self) -> Engine: ...
 
     def in_forked_child(self) -> None:
-        """This process is a child that the worker's process has forked: let go of what is the parent's."""
+        """In a forked child of the worker's process: release the parent's resources."""
 
     def at_exit(self) -> None:
         """The interpreter exits although the worker has not shut down."""
 
     def at_end(self) -> None:
-        """The interpreter exits, and all else that runs then is through: end the thread of the loop."""
+        """The interpreter exits, after all other exit functions: end the thread of the loop."""
 
     def loop_closed(self) -> None:
-        """Its loop was closed although the worker has not shut down: take it down without the loop."""
+        """The loop was closed before the worker shut down: take the worker down without it."""
 
 
 N = TypeVar("N", bound=CommonHome)
 
 
 class Cancellable(Protocol):
-    """The credit of a stream, at which its producer waits before each item. On the loop. count: what is left of it."""
+    """The credit of a stream: its producer waits there before each item. On the loop. count: the credit left."""
 
     @property
     def count(self) -> int: ...
@@ -75,27 +75,26 @@ class Cancellable(Protocol):
 
 
 class ServedCall:
-    """One call that is being served, from its message to its answer; see `protocol.states.SERVED`.
+    """One served call, from its message to its answer; see `protocol.states.SERVED`.
 
-    The thread or task of the handler may read it. The loop writes it, or the thread that has read its message, with two
-    exceptions: the one that answers writes `replied`; the one that prepares or runs the handler writes the arguments,
-    `begun`, `on_cancel` and `credits`.
+    The handler's thread or task may read it. The loop, or the thread that read its message, writes it, with two
+    exceptions: the answering thread writes `replied`; the thread that prepares or runs the handler writes the
+    arguments, `begun`, `on_cancel` and `credits`.
 
-    node: the worker that serves it. caller, caller_id, record: the worker that made it, the id in its record, and that
-    record, as it was proved. permits: what that worker may have run; None: everything. function: its name, "?" until it
-    was found. handler: what is run, once it was found. names, arguments, segments, once: as in its message; the runner
-    takes the arguments and drops them here, so that nothing keeps memory that only they hold. size: bytes that it had
-    as it came. credit: how many items of a stream the caller wants first; None if it is no stream. credits: what a
-    generator that runs waits at. deadline, started: ``time.monotonic()`` seconds. origin: the first call of the chain.
-    trace: its trace context; None for none. autograd: the autograd context that it was made in. creates: the reference
-    whose value the result becomes. batch: the number of the batch in which it runs, 0 for none.
-    begun: whether the handler was called, as far as the caller has to know. cancelled: whether the caller has given up,
-    and the handler is to stop. unwaited: why no one waits for the outcome; empty as long as its caller does. replied:
-    whether it was answered, or goes on although its caller is gone: what is left of it is the handler's own.
-    landing: where those of its arguments arrive that lie on devices. arrival: of the value that the handler is a method
-    of; the handler's streams wait for it. on_cancel: called on the loop when the caller gives up. task: what runs a
-    coroutine or an asynchronous generator. thread: the id of the thread that runs the handler, 0 for none. told, woken:
-    whether that thread has heard that the caller has given up, and whether it was woken for that.
+    node: the worker that serves it. caller, caller_id, record: the worker that made it, its id, and its proved record.
+    permits: the rights of that worker; None: all. function: its name, "?" until it was found. handler: found by the
+    name. names, arguments, segments, once: as in its message; the runner takes the arguments and drops them here, which
+    frees their memory. size: bytes of the message on arrival. credit: how many items of a stream the caller wants
+    first; None if it is no stream. credits: of a running generator. deadline, started: ``time.monotonic()`` seconds.
+    origin: the first call of the chain. trace: its trace context; None for none. autograd: the autograd context of the
+    call. creates: the reference whose value the result becomes. batch: the number of its batch, 0 for none. begun:
+    whether the handler was called, as far as the caller has to know. cancelled: whether the caller has given up, and
+    the handler is to stop. unwaited: why no caller waits for the outcome; empty if one does. replied: whether it was
+    answered, or goes on although its caller is gone: the rest of it is the handler's own. landing: for arguments on
+    devices. arrival: of the value whose method the handler is; the handler's streams wait for it. on_cancel: called on
+    the loop when the caller gives up. task: runs the coroutine or asynchronous generator. thread: the id of the
+    handler's thread, 0 for none. told, woken: whether that thread knows that the caller has given up, and whether it
+    was woken for that.
     """
 
     autograd: int | None
@@ -183,13 +182,14 @@ class ServedCall:
 
     @property
     def over(self) -> bool:
-        """Whether its caller has given up. Never once it was answered, as what goes on then is the handler's own."""
+        """Whether its caller has given up. After the answer this stays False unless it was cancelled before."""
         if self.cancelled or self.replied:
             return self.cancelled
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def enter_wait(self, wake: Callable[[], object]) -> None:
-        """See `callbacks.Served`. Nothing in a thread that the handler has started: that is none of its caller's."""
+        """See `callbacks.Served`. Does nothing in threads that the handler has started: the caller does not cancel
+        these."""
         if self.thread != threading.get_ident():
             return
 
@@ -199,14 +199,13 @@ class ServedCall:
                 wake()
 
         self.on_cancel = tell
-        if self.woken:  # by then it waited no more
+        if self.woken:  # cancelled between two waits
             wake()
-        elif self.cancelled:  # looked at behind that: who cancels it looks for it, or this does
+        elif self.cancelled:  # read after `on_cancel` was set: one of the two threads sees the other
             tell()
 
     def exit_wait(self) -> str:
-        """See `callbacks.Served`. Once, as the task of a coroutine is cancelled once: what it waits for to clean up
-        goes on."""
+        """See `callbacks.Served`. A text only once, as a task is cancelled once: waits of its clean-up go on."""
         if self.thread != threading.get_ident():
             return ""
         self.on_cancel = None
@@ -215,10 +214,10 @@ class ServedCall:
         return f"the caller of {self.function} has given up" if woken else ""
 
     def drop_arguments(self) -> None:
-        """Let go of the arguments, which were taken or are not wanted: shared memory that only they hold goes back."""
+        """Drop the arguments, which were taken or are not wanted, and with them their shared memory."""
         self.arguments = NO_VALUES
         if type(self.segments) is list:
-            self.segments.clear()  # what still holds the message holds this list
+            self.segments.clear()  # other holders of the message hold this list
         self.segments = ()
 
 
@@ -227,36 +226,36 @@ current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=
 
 
 class Registry(Generic[N]):
-    """The workers that live in this process. only: the worker that verbs act on, if that is sure; else ask `get`.
+    """The workers of this process. only: the worker for verbs, if it is certain; otherwise call `get`.
 
-    It is sure in a process that has had no other worker. Else what runs may belong to one that has gone: a handler that
-    went on after its worker had left, or what such a one has begun. It must not act for the worker that is there now.
+    It is certain in a process that has had no other worker. Otherwise running code may belong to an earlier worker: a
+    handler that outlived it, or work that such a handler began. That code must not act for the present worker.
 
-    How long a thread may keep the interpreter from others is a matter of the process, too: the shortest interval that
-    any of its workers asks for, and what it was before when the last one has gone.
+    The interpreter's switch interval belongs to the process: it is the shortest that a worker asks for, and the earlier
+    value after the last worker's end.
 
-    A loop does not say that it was closed, so methods that use more than `only` look for that: such a worker is none.
-    A verb that finds no other one says what has become of it (`get`).
+    A closed loop sends no event, so methods beside `only` look for closed loops, and take their workers down. The error
+    of `get` names such a worker's end.
 
-    hosted: the `Worker` that `aiorpc.sync` runs, from before it joins until its thread has ended.
+    hosted: the `Worker` of `aiorpc.sync`, from before it joins until its thread has ended.
     """
 
     def __init__(self) -> None:
-        # New sets, and not changed ones: other threads may be looking through the old ones just now, in Python.
+        # Sets are replaced, not changed: other threads may be iterating over them.
         self._nodes: weakref.WeakSet[N] = weakref.WeakSet()
-        self._pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()  # also of workers that left with handlers at work
-        self._forks_told = self._exit_told = False  # whether `_after_fork` and `_at_exit` are registered
+        self._pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()  # also of workers that left with running handlers
+        self._forks_told = self._exit_told = False  # whether the two are registered
         self._lock = Lock()
         self.only: N | None = None
-        self._lone: N | None = None  # the one that lives now, if there is one and no more
-        self._several = False  # whether anything is left of others that the process has, or has had
+        self._lone: N | None = None  # the only worker alive
+        self._several = False  # whether other workers, or their pools, are left
         self.hosted: Any = None
-        self._ended: Lifetime | None = None  # of the last worker, if it ended by itself and it was not has for
-        self._left: Lifetime | None = None  # of the worker that has gone last, for errors
-        self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
+        self._ended: Lifetime | None = None  # of the last worker, if it ended by itself
+        self._left: Lifetime | None = None  # of the last worker that ended, for errors
+        self._found = self._given = 0.0  # switch intervals in seconds: the program's, and ours
 
     def add(self, node: N) -> None:
-        """From now on the worker can be the current one."""
+        """Add a worker, which may become the current one."""
         self.take_down_closed()
         with self._lock:
             self._ended = self._left = None
@@ -265,7 +264,7 @@ class Registry(Generic[N]):
                 os.register_at_fork(after_in_child=self._after_fork)
             if not self._exit_told:
                 self._exit_told = True
-                atexit.unregister(self._at_exit)  # a forked child has it from its parent, but for multiprocessing's
+                atexit.unregister(self._at_exit)  # a forked child inherits it, but not from multiprocessing
                 atexit.register(self._at_exit)
             self._several = bool(self._pools)
             self._nodes = weakref.WeakSet([*self._nodes, node])
@@ -283,12 +282,12 @@ class Registry(Generic[N]):
             self._update()
 
     def forget(self, lifetime: Lifetime | None = None) -> None:
-        """The program has asked for the worker whose loop has ended, as for one that has shut down. None: for any."""
+        """The program knows that this worker, whose loop has ended, is gone. None: any worker."""
         if lifetime is None or lifetime is self._ended:
             self._ended = None
 
     def host(self, worker: object) -> Any:
-        """Make that the hosted worker if there is none, and return None; else return the one that there is."""
+        """Set the hosted worker and return None; if there is one already, return that."""
         with self._lock:
             if self.hosted is None:
                 self.hosted = worker
@@ -296,7 +295,7 @@ class Registry(Generic[N]):
             return self.hosted
 
     def unhost(self, worker: object) -> None:
-        """The thread of that worker has ended."""
+        """The thread of the hosted worker has ended."""
         with self._lock:
             if self.hosted is worker:
                 self.hosted = None
@@ -307,14 +306,14 @@ class Registry(Generic[N]):
         return list(self._nodes)
 
     def take_down_closed(self) -> None:
-        """Take workers down whose loop was closed; it may wait for their store for a short time. Any thread."""
+        """Take workers with closed loops down. It may wait for their store for a short time. Any thread."""
         for node in list(self._nodes):
             if node.engine.loop.is_closed():
                 node.loop_closed()
                 self.remove(node)
 
     def get(self) -> N:
-        """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context.
+        """The worker for module-level verbs. NotInitialized if there is none, or several and no context.
 
         WorkerClosed if there was one whose loop has ended.
         """
@@ -333,7 +332,7 @@ class Registry(Generic[N]):
         if lone is not None and (not lone.engine.loop.is_closed() or lone.engine.closed):
             return lone
         nodes = self.nodes()
-        if len(nodes) == 1:  # the others were none
+        if len(nodes) == 1:  # the others had closed loops
             return nodes[0]
         if not nodes:
             ended = self._ended
@@ -356,25 +355,25 @@ class Registry(Generic[N]):
         self._lone = nodes[0] if len(nodes) == 1 else None
         self.only = None if self._several else self._lone
         now = sys.getswitchinterval()
-        if now != self._given:  # it was not set here, or the program has set it since
+        if now != self._given:  # the program has set it
             self._found = now
         wanted = [node.engine.options.switch_interval for node in nodes]
         self._given = min([self._found, *filter(None, wanted)])
         if self._given != now:
             sys.setswitchinterval(self._given)
-            self._given = sys.getswitchinterval()  # in whole microseconds
+            self._given = sys.getswitchinterval()  # rounded to microseconds
 
     def _after_fork(self) -> None:
-        # Only this thread lives on in the child: locks held by others stay held, so take none of them.
+        # Only this thread lives on in the child: locks of other threads stay locked.
         self._lock = Lock()
-        self.hosted = None  # its thread is the parent's
+        self.hosted = None  # its thread did not survive
         for node in list(self._nodes):
             node.in_forked_child()
         call = current_call.get()
         if call is not None and call.node.engine.thread == threading.get_ident():
-            # The fork of a coroutine that is a handler: the loop must not go on here when that awaits something.
+            # A coroutine handler has forked: the loop must not go on here when it awaits.
             call.node.engine.loop.call_soon(end_child, where(call))
-        # Nothing to end at exit, and a worker of the child's own may start; verbs still find the lone one, and raise.
+        # Nothing ends at exit, and the child may start a worker. Verbs still find `_lone`, and raise.
         self._nodes, self._pools = weakref.WeakSet(), weakref.WeakSet()
         self._several = False
         self._exit_told = False
@@ -387,18 +386,18 @@ class Registry(Generic[N]):
             pool.end_jobs(max(0.0, limit - time.monotonic()))
 
     def at_end(self) -> None:
-        """The interpreter is about to end, and waits for no thread."""
+        """The interpreter ends, and waits for no thread."""
         for node in list(self._nodes):
             node.at_end()
 
 
 registry: Registry[CommonHome] = Registry()
-# Now, and so behind what programs register: until then workers refuse calls in good order.
+# At import, so it runs after the exit functions of programs: until then workers refuse calls in good order.
 atexit.register(registry.at_end)
 
 
 def where(call: ServedCall) -> str:
-    """What serves that call, for messages."""
+    """Function, worker and caller, for messages."""
     return f"{call.function} on worker {call.node.engine.name!r}, called by {call.caller.name!r},"
 
 
@@ -410,16 +409,15 @@ def _serving() -> ServedCall:
 
 
 def is_nested(node: CommonHome) -> bool:
-    """Whether this code belongs to a call that this worker serves and has not answered."""
+    """Whether this code belongs to an unanswered call that this worker serves."""
     call = current_call.get()
     return call is not None and not call.replied and call.node is node
 
 
 def within_call(engine: Engine, timeout: float) -> float:
-    """Of so many seconds, 0 for no limit, those that the call still has that is served here, if these are fewer.
+    """The shorter of a timeout and the time left of the served call, in seconds; 0 for no limit.
 
-    For a wait in a handler that is no call, which would have the rest by itself: what came behind the deadline would be
-    lost with the result.
+    For waits in handlers that are no calls: an item that came after the deadline would be lost with the result.
     """
     call = current_call.get()
     if call is None or call.replied or call.node.engine is not engine or call.deadline is None:
@@ -429,7 +427,7 @@ def within_call(engine: Engine, timeout: float) -> float:
 
 
 def permits() -> Permits | None:
-    """In a handler that calls what it was given: what its caller may have run; None for everything."""
+    """In a handler that calls a function of its arguments: the caller's rights; None for all."""
     call = current_call.get()
     return None if call is None else call.permits
 
@@ -443,10 +441,10 @@ def caller() -> WorkerInfo:
 
 
 def cancelled() -> bool:
-    """In a handler: whether the caller has given up, that is cancelled the call, timed out, or died.
+    """In a handler: whether the caller has given up: it cancelled the call, timed out, or died.
 
-    The result is dropped then, but for that of `remote` whose caller has died or left: it goes to those that hold the
-    reference.
+    The result is dropped then. Only that of `remote` stays if the caller has died or left: other holders of the
+    reference get it.
 
     Raised here: RpcUsageError outside of a handler, and in a `batched` function, which serves many calls.
     """

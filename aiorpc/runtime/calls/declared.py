@@ -1,20 +1,19 @@
-"""The arguments and answers of the runtime's own handlers: a handler's annotations are the decoder of its calls.
+"""The arguments and answers of the runtime's own handlers, decoded by the handlers' annotations.
 
-Every member may call these handlers, so nothing that a caller sends is built for them before it fits the declaration:
-no pickle, no tree, no reference and no tensor in a place that does not declare one. An annotation is made of
+Every member may call these handlers, so nothing that a caller sends is built before it fits the declaration: no pickle,
+no safe encoding, no reference and no tensor in a place that does not declare one. An annotation is made of
 
 - None, bool, int, float, str and bytes, which travel as they are,
 - lists, tuples and dicts of those, and `msgspec.Struct` classes, which travel as MessagePack bytes (`pack`),
-- `torch.Tensor`, for a dense tensor that is described in the table of the message, and `RRef`,
+- `torch.Tensor`, for a dense tensor in the table of the message, and `RRef`,
 - unions of these, and `Annotated[..., msgspec.Meta(...)]` for limits.
 
-A text is at most `TEXT_LIMIT` characters long where no other limit is declared. An error names the argument and its
-types; it never shows what the caller has sent.
+A text has at most `TEXT_LIMIT` characters unless another limit is declared. An error names the argument and its types,
+and never shows the caller's values.
 
-What such a handler answers is read by its caller in the same way (`Declaration.check_answer`): it is None, a number, a
-text, bytes, or whatever of these, of tensors and of references a `Results` has. Its error is read by its name and text.
-Not so where it brings what users' code has made (`functions.carries`), and of the methods of a queue, whose owner the
-program has chosen.
+The caller reads the answer in the same way (`Declaration.check_answer`): it is None, a number, a text, bytes, or a
+`Results` of these, of tensors and of references. Errors are read by name and text. Exceptions are handlers that carry
+values of users' code (`functions.carries`), and methods of queues, whose owner the program has chosen.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ TEXT_LIMIT = 16 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
 _SCALARS = frozenset((type(None), bool, int, float, bytes))
 _CONTAINERS = frozenset((list, tuple, dict))
-_BUILTIN = (bytes,)  # so that a text is no way to write bytes
+_BUILTIN = (bytes,)  # no text in place of bytes
 
-#: MessagePack of an argument that is more than one number or text.
+#: MessagePack of a compound argument.
 pack: Callable[[object], bytes] = msgspec.msgpack.encode
 
 
 class _Slot(NamedTuple):
-    """One declared argument. plain: what msgspec reads its value as. packed: reads it from its bytes, if it travels so.
+    """One declared argument. plain: the type for msgspec. packed: its decoder, if it travels as MessagePack bytes.
 
-    tensor, reference: whether it may be one. optional: whether it may be None.
+    tensor, reference: whether it may be a tensor or a reference. optional: whether it may be None.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Declaration:
     """The declared arguments of one handler. Any thread."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        """Raise TypeError for a handler whose annotations are incomplete, or have a type that is not read here."""
+        """Raise TypeError for a handler whose annotations are incomplete, or have an unknown type."""
         self.name: str = function.__qualname__
         hints = get_type_hints(function, include_extras=True)
         slots: list[_Slot] = []
@@ -86,18 +85,18 @@ class Declaration:
                 raise TypeError(f"argument {parameter.name!r} of {self.name} is none that is passed by its place")
         self._slots = slots
         plain = [slot.plain for slot in slots]
-        # For each number of arguments, where some may be left out.
+        # By the number of arguments, of which some have defaults.
         self._fixed = {count: tuple[tuple(plain[:count])] for count in range(self._least, len(slots) + 1)}  # type: ignore[misc]
         self._others = None if self._rest is None else list[self._rest.plain]  # type: ignore[name-defined]
-        # Whether the plain values are all that there is to look at.
+        # Whether there are plain values only.
         every = [*slots, *filter(None, [self._rest])]
         self._flat = not any(slot.packed or slot.tensor or slot.reference for slot in every)
         answer = hints.get("return")
-        # None: what there is in it is compared where it is used.
+        # None: the code that uses the answer checks it.
         self._answer = tuple[_limited(answer)] if answer in _SCALARS or answer is str else None  # type: ignore[misc]  # made here
 
     def read(self, arguments: Values, names: Sequence[object] | None = None) -> Values:
-        """The arguments of a call, as they are declared; tensors and references are still to be put in their places.
+        """The arguments of a call, by the declaration; tensors and references are still missing in their places.
 
         names: of keyword arguments. Raises ProtocolError for a call that does not fit the declaration.
         """
@@ -143,7 +142,7 @@ class Declaration:
                 read[position] = self._unpack(slot.packed, value, position)
 
     def check_answer(self, answer: Values) -> None:
-        """Raise ProtocolError for an answer that is none of this handler's: it has a pickle, or another type."""
+        """Raise ProtocolError for an answer with a pickle or of another type."""
         if _is_pickled(answer) or answer.gradients is not None:
             raise ProtocolError(f"{self.name} of the runtime has answered with what is pickled, or written as a tree")
         if self._answer is not None:
@@ -174,13 +173,14 @@ class Declaration:
     def _unpack(self, decoder: msgspec.msgpack.Decoder[T], value: Any, position: int) -> T:
         try:
             return decoder.decode(value)
-        except msgspec.MsgspecError as error:  # it names types, lengths and places, and no values
+        except msgspec.MsgspecError as error:  # its text has no values
             raise self._refusal(f"argument {self._shown(position)}: {error}") from None
         except (RecursionError, ValueError) as error:
             raise self._refusal(f"argument {self._shown(position)}: {type(error).__name__}") from None
 
     def _places(self, places: Sequence[Any], described: int, count: int, what: str) -> Sequence[int]:
-        """Places of tensors or references among the values. described: how many there are; -1: as many as places."""
+        """Check the places of tensors or references among the values, and return them. described: their number; -1:
+        any."""
         if (
             described not in (-1, len(places))
             or len(set(map(type, places)) | {int}) > 1
@@ -213,13 +213,13 @@ def _slot(function: str, name: str, annotation: object) -> _Slot:
         return _Slot(name, bytes, msgspec.msgpack.Decoder(whole, strict=True), False, False, False)
     plain = [_limited(each) for each in plain]
     if carrier and not optional:
-        plain.append(type(None))  # stands where it goes
+        plain.append(type(None))  # in its place
     whole = reduce(or_, plain)
     return _Slot(name, whole, None, tensor, bool(references), optional)
 
 
 def _kind(function: str, name: str, annotation: object) -> object:
-    """The class that an annotation is about, for one that is not a union. TypeError if it is not read here."""
+    """The class of an annotation that is no union. TypeError for an unknown one."""
     inner = annotation
     while get_origin(inner) is Annotated:
         inner = get_args(inner)[0]
@@ -247,7 +247,7 @@ def _check_all(function: str, name: str, annotation: object) -> None:
 
 
 def _limited(annotation: object) -> Any:
-    """A text has a limit, whatever is declared."""
+    """The annotation, with the default limit for texts."""
     return _Text if annotation is str else annotation
 
 
@@ -255,7 +255,7 @@ _declarations = "_aiorpc_declaration"
 
 
 def declaration_of(function: Callable[..., object]) -> Declaration:
-    """The declaration of a handler, made once. TypeError for annotations that cannot be one."""
+    """The declaration of a handler, made once. TypeError for wrong annotations."""
     found: Declaration | None = function.__dict__.get(_declarations)
     if found is None:
         found = Declaration(function)
@@ -264,5 +264,5 @@ def declaration_of(function: Callable[..., object]) -> Declaration:
 
 
 def _is_pickled(said: Values) -> bool:
-    """Whether a message has values that are pickled, or in the safe encoding."""
+    """Whether a message has pickled values, or values in the safe encoding."""
     return said.pickled is not None or bool(said.opaque_at) or bool(said.buffers)

@@ -1,4 +1,4 @@
-"""Exceptions on the wire: the type itself where it can be rebuilt, always the remote traceback as text."""
+"""Exceptions on the wire: the exception itself if it can be rebuilt, and always the remote traceback as text."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from ...protocol.packing import pack, unpack
 MAX_TEXT = 64 * 1024
 # An exception whose pickle is longer than this travels as text, because it must never break the limit on a frame.
 MAX_PICKLE = 1024 * 1024
-# The errors of aiorpc's own, by which a worker that reads no pickles can tell why a call was not run.
+# aiorpc's own errors, which travel without a pickle.
 _OWN: dict[str, type[errors.RpcError]] = {
     f"{kind.__module__}.{name}": kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.RpcError) and kind is not RemoteError
 }
-# So many texts a field of one of those may have; more are cut off.
+# Texts in a field of such an error, at most; more are cut off.
 _MOST_NAMES = 1000
-# These would not report an error if they were raised as themselves at the caller: they end loops and generators.
+# Raised at the caller as themselves these would end loops and generators silently.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
-# With one of these the creation of a value ends at its creator, whom the owner has not answered.
+# The creation of a value ends with one of these at its creator if the owner has not answered.
 NO_VALUE = (RpcTimeout, RpcCancelled)
-_PICKLE = b"\x80"  # how a pickle begins, and no fields (`_pack_fields`) do
-# By one of these a class says how its exceptions are pickled.
+_PICKLE = b"\x80"  # first byte of a pickle, and not of packed fields (`_pack_fields`)
+# Methods with which a class pickles its exceptions itself.
 _SAYS_HOW = frozenset(("__reduce__", "__reduce_ex__"))
 
 
 class RemoteTraceback(Exception):
-    """The traceback of the other worker, as text; the cause of every exception that came from there."""
+    """The traceback of another worker, as text; the cause of every exception from there."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -56,9 +56,9 @@ class RemoteTraceback(Exception):
 
 
 def encode_error(error: BaseException, worker: str, safe: bool = False, again: bool = False) -> Error:
-    """The Error that tells of an exception. Never raises.
+    """The Error message of an exception. Never raises.
 
-    safe: nothing is pickled. An error of aiorpc's own goes by its name, text and fields. again: see `Error`.
+    safe: nothing is pickled. aiorpc's own errors travel by name, text and fields. again: see `Error`.
     """
     name, pickled = _valid(_type_name(type(error))), None
     if type(error) is _OWN.get(name) and (safe or _has_plain_fields(error)):
@@ -71,20 +71,20 @@ def encode_error(error: BaseException, worker: str, safe: bool = False, again: b
 def decode_error(told: Error, function: str, safe: bool = False) -> BaseException:
     """The exception to raise at the caller, with the remote traceback as its cause.
 
-    safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text and their fields.
+    safe: nothing is unpickled; only aiorpc's own errors are rebuilt, with their text and fields.
     """
     name, message, text, worker, pickled = told.type_name, told.message, told.traceback, told.worker, told.pickled
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
     kind = _OWN.get(name)
     if kind is not None and (safe or pickled is None or pickled[:1] != _PICKLE):
-        error = kind(message)  # the fields of all of them have defaults
+        error = kind(message)  # all fields have defaults
         _set_fields(error, pickled)
     elif pickled is not None and not safe:
         try:
             loaded = loads(pickled, Incoming((), ()))
             error = loaded if foreign.is_a(loaded, Exception) else None
-        except BaseException:  # rebuilding it runs code of users; the text is there
+        except BaseException:  # rebuilding runs code of users; the text is left
             error = None
     if error is None:
         error = RemoteError(
@@ -95,13 +95,13 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
             worker=worker,
         )
     foreign.set_cause(error, cause)
-    if not foreign.is_a(error, RpcError):  # the others say it in their text
+    if not foreign.is_a(error, RpcError):  # aiorpc's errors have it in their text
         foreign.add_note(error, f"on worker {worker!r}, in {function}")
     return error
 
 
 def _has_plain_fields(error: BaseException) -> bool:
-    """Whether its fields, as they are packed, are all that there is of an error of aiorpc's own beside its text."""
+    """Whether an error of aiorpc's own consists of its text and packable fields."""
     if foreign.field(error, "args") != (foreign.text_of(error),):
         return False
     fields, own = foreign.field(error, "__dict__"), vars(type(error)(""))
@@ -112,7 +112,7 @@ def _has_plain_fields(error: BaseException) -> bool:
 
 
 def _pack_fields(error: BaseException) -> bytes | None:
-    """The fields of an error that are plain values, or several names."""
+    """The fields of an error that are plain values or tuples of names."""
     fields = {
         name: _valid(value) if type(value) is str else _names(value) if type(value) is tuple else value
         for name, value in foreign.field(error, "__dict__").items()
@@ -125,7 +125,7 @@ def _pack_fields(error: BaseException) -> bytes | None:
 
 
 def _set_fields(error: BaseException, packed: bytes | None) -> None:
-    """Set those fields that the error has, to what is of their type; what else was sent is ignored."""
+    """Set the known fields of an error to sent values of the right type; others are ignored."""
     said: object = None
     with contextlib.suppress(ProtocolError, ValueError):
         (said,) = unpack(packed) if packed is not None else (None,)
@@ -145,15 +145,15 @@ def _names(value: tuple[str, ...]) -> list[str]:
 
 
 def _are_names(value: object, kind: type[Iterable[object]]) -> bool:
-    """Whether that is a tuple, or a list, of texts."""
+    """Whether it is a tuple, or a list, of texts."""
     return type(value) is kind and all(type(each) is str for each in value)
 
 
 def absence_behind(error: SerializationError) -> RpcError | None:
-    """What a reference could not be written for: the worker that it is meant for is not there, or nor is its value.
+    """Why a reference could not be written: the worker that it is meant for is not there, or its value is not.
 
-    The latter is the error with which the creation of the value has ended here: its time was up, or it was cancelled.
-    Without its traceback, whose frames hold the values, and with them the error: a call is to end with it.
+    In the second case the creation of the value has timed out or was cancelled here. The error has no traceback, whose
+    frames would hold values.
     """
     cause: BaseException | None = error
     while isinstance(cause, SerializationError):
@@ -170,9 +170,9 @@ def came_from_afar(error: BaseException) -> bool:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The same error, its traceback kept as a note: its frames hold what was being decoded, and with it much memory.
+    """The same error, with its traceback as a note: the frames hold decoded values, and with them much memory.
 
-    A Future that held them could never be freed: the garbage collector does not see through torch's part of it.
+    A Future that held them could never be freed: the garbage collector cannot see through torch's part of it.
     """
     foreign.add_note(error, _valid(foreign.traceback_of(error)))
     _drop_frames(error)
@@ -191,7 +191,7 @@ def _drop_frames(error: BaseException) -> None:
 def _type_name(kind: type[BaseException]) -> str:
     try:
         return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    except Exception:  # a class of a class of its own
+    except Exception:  # a metaclass of the user's
         return "an exception"
 
 
@@ -200,11 +200,11 @@ def _valid(text: str) -> str:
 
 
 def _pickle(error: BaseException) -> bytes | None:
-    """The exception as a pickle that survived a full round trip here, or None.
+    """The exception as a pickle that was tried here, or None.
 
-    Pickle calls the type with ``args`` and then fills the ``__dict__``. That cannot be done where ``__init__`` takes
-    something else, and it leaves out slots; for those exceptions the parts travel. A class that says itself how it is
-    pickled is believed, unless something else comes of it. Tensors inside are left to the text form.
+    Pickle calls the type with ``args`` and then fills the ``__dict__``. That fails if ``__init__`` takes other
+    arguments, and it leaves out slots; the parts of such exceptions travel. A class with a ``__reduce__`` of its own is
+    pickled by it, unless another exception comes of that. An exception with tensors travels as text.
     """
     args, kind = foreign.field(error, "args"), type(error)
     says_how = any(not _SAYS_HOW.isdisjoint(foreign.names_of(each)) for each in foreign.classes_of(kind))
@@ -216,10 +216,10 @@ def _pickle(error: BaseException) -> bytes | None:
             data = dumps(error if whole else _Parts(error), out)
             if not (out.tensors or out.buffers or out.references) and len(data) <= MAX_PICKLE:
                 made = loads(data, Incoming((), ()))
-                # Parts are put back as they were; a call of the type may have made something else of its arguments.
+                # Parts are restored as they were; a call of the type may have changed its arguments.
                 if type(made) is kind and (not whole or made.args == args):
                     return data
-        except BaseException:  # pickling it runs code of users; its parts may travel, or its text
+        except BaseException:  # pickling runs code of users; parts or text are left
             continue
         finally:
             outgoing.reset(token)
@@ -228,16 +228,16 @@ def _pickle(error: BaseException) -> bytes | None:
 
 
 class _Parts:
-    """All that an exception consists of, read without a call of its own code. Pickles as a call of `rebuild`."""
+    """All parts of an exception, read without a call of its own code. Pickles as a call of `rebuild`."""
 
     def __init__(self, error: BaseException) -> None:
         kind = type(error)
         state = dict(foreign.field(error, "__dict__"))
         reduced: Any = foreign.base_of(kind).__reduce__(error)
-        more = reduced[2] if len(reduced) > 2 else None  # an ImportError has fields that are not among its ``args``
+        more = reduced[2] if len(reduced) > 2 else None  # an ImportError has fields beside its ``args``
         members = {name: value for name, value in more.items() if name not in state} if more else {}
         for name, slot in foreign.slots_of(kind).items():
-            with contextlib.suppress(AttributeError):  # nothing is in it
+            with contextlib.suppress(AttributeError):  # an empty slot
                 members[name] = slot.__get__(error)
         self.parts = (kind, foreign.field(error, "args"), state, reduced[1], members)
 
@@ -254,12 +254,12 @@ def rebuild(
 ) -> BaseException:
     """An exception of that type from its parts, without a call of its own code.
 
-    made_of: the arguments of the interpreter's part of it, which may be more than ``args``. members: what is in its
-    slots, and fields of the interpreter's part that are not among its arguments.
+    made_of: the arguments of the builtin base, which may be more than ``args``. members: the slots, and fields of the
+    builtin base that are no arguments.
     """
     base = foreign.base_of(kind)
     error: BaseException = base.__new__(kind, *made_of)
-    with contextlib.suppress(Exception):  # its ``args`` were changed later to what it cannot be made of
+    with contextlib.suppress(Exception):  # its ``args`` were changed later
         base.__init__(error, *made_of)
     foreign.set_args(error, args)
     foreign.field(error, "__dict__").update(state)

@@ -1,4 +1,4 @@
-"""Functions on the wire: which name they have there, where they are found, and how they are run."""
+"""Functions on the wire: their names, how they are found, and how they are run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., object])
 if TYPE_CHECKING:
     Later = torch.futures.Future[Any]
     ReturnsFuture = Callable[..., Later] | staticmethod[..., Later] | classmethod[Any, ..., Later]
-#: A function that returns a Future of torch, or one of aiorpc; also as it stands in a class.
+#: A function that returns a Future of torch or aiorpc; also as a static or class method.
 G = TypeVar("G", bound="ReturnsFuture")
 T = TypeVar("T")
 
@@ -46,13 +46,14 @@ _INTRINSIC = "_aiorpc_intrinsic"
 _MARKS = (_SYSTEM, _INLINE, _BRIEF, _INTRINSIC)
 _RESOURCE = "_aiorpc_resource"
 _BY_RIGHT = "_aiorpc_by_right"
-_OPERATORS = "torch._ops"  # what `torch.ops` gives has its class there
+_OPERATORS = "torch._ops"  # the module of the classes of `torch.ops`
 _WILD = re.compile(r"[*?\[]")
-_Missing = type("_Missing", (), {})  # stands where there may be None
+_Missing = type("_Missing", (), {})  # a marker, where None is a value
 
 
 class Mode(Enum):
-    """How a handler is run. any_thread: whether any thread may start it: it is answered once, and needs no loop."""
+    """How a handler is run. any_thread: whether any thread may start it, because it is answered once and needs no
+    loop."""
 
     any_thread: bool
 
@@ -72,10 +73,10 @@ class Mode(Enum):
 class Handler(NamedTuple):
     """A function that serves calls.
 
-    system: whether it belongs to the runtime and does not count as users' work. declared: what reads its
-    arguments, if it is one of the runtime's. wrapper: whether it
-    is a plain function that wraps one of generators (`functools.wraps`): only its result shows whether it gives items.
-    method: the name of a method that is called through a reference or an object with a name; empty for all else.
+    system: whether it belongs to the runtime and does not count as users' work. declared: the decoder of its arguments,
+    if it is one of the runtime's. wrapper: whether it is a plain function that wraps a generator function
+    (`functools.wraps`): only its result shows whether it yields items. method: the name of a method called through a
+    reference or a named object; empty otherwise.
     """
 
     function: Callable[..., object]
@@ -134,38 +135,38 @@ def carries(fn: F) -> F:
 
 
 def inline(fn: F) -> F:
-    """Mark a plain function of the runtime's that never waits: it is run on the loop, between two frames.
+    """Mark a plain function of the runtime's that never waits: it runs on the loop, between two frames.
 
-    It may return a Future of the loop, whose result is the answer; that is cancelled if the caller gives up.
+    It may return a Future of the loop, whose result is the answer; the Future is cancelled if the caller gives up.
     """
     setattr(fn, _INLINE, True)
     return fn
 
 
 def brief(fn: F) -> F:
-    """Mark such a function that needs nothing of the loop either: the thread that has read its call runs it at once.
+    """Mark such a function that needs no loop: the thread that has read its call runs it at once.
 
-    It tells of an end, once: so it is run however many other calls there are, also where a
-    worker leaves, and is called with ``system`` of `Peer.call`.
+    It announces an end, once: it runs however many other calls there are, also while a worker leaves. Call it with
+    ``system`` of `Peer.call`.
     """
     setattr(fn, _BRIEF, True)
     return fn
 
 
 def intrinsic(fn: F) -> F:
-    """Mark a handler of the runtime that runs no code of its caller's choosing: rights are not asked for it.
+    """Mark a handler of the runtime that runs no code of its caller's choice: it needs no rights.
 
-    Those that are marked with `system`, `inline` or `brief` are intrinsic as well. The annotations of each are what its
-    arguments are read by (`declared`).
+    Handlers marked with `system`, `inline` or `brief` are intrinsic, too. Their annotations decode their arguments
+    (`declared`).
     """
     setattr(fn, _INTRINSIC, True)
     return fn
 
 
 def resource(kind: str) -> Callable[[type[T]], type[T]]:
-    """Mark a class of the runtime's whose objects are served under names, and which have rights of their own there.
+    """Mark a class of the runtime's whose objects are served under names and have rights of their own.
 
-    kind: as in `rights.RESOURCES`. Only methods that are marked with `by_right` can be called.
+    kind: as in `rights.RESOURCES`. Only methods marked with `by_right` can be called.
     """
 
     def mark(cls: type[T]) -> type[T]:
@@ -176,10 +177,10 @@ def resource(kind: str) -> Callable[[type[T]], type[T]]:
 
 
 def by_right(*verbs: str) -> Callable[[F], F]:
-    """Mark a method of such a class: a caller that may do one of those verbs with the object may call it.
+    """Mark a method of such a class: a caller with the right to one of those verbs may call it.
 
-    There are several where a method ends, or takes back, what the other methods of these verbs have begun. Its
-    arguments are read as it declares them (`declared`).
+    A method that ends or takes back the work of other methods has several verbs. Its annotations decode its arguments
+    (`declared`).
     """
 
     def mark(fn: F) -> F:
@@ -190,7 +191,7 @@ def by_right(*verbs: str) -> Callable[[F], F]:
 
 
 def rights_of(kind: type, method: str) -> tuple[str, Sequence[str]] | None:
-    """What objects of a class are in `rights.RESOURCES`, and which of its verbs allow that method; None for others."""
+    """The kind of a class in `rights.RESOURCES`, and the verbs that allow that method; None for other classes."""
     if not kind.__module__.startswith("aiorpc.") or _RESOURCE not in kind.__dict__:
         return None
     found = find_method(kind, method)
@@ -199,19 +200,19 @@ def rights_of(kind: type, method: str) -> tuple[str, Sequence[str]] | None:
 
 
 def is_intrinsic(function: object) -> bool:
-    """Whether a function is a handler of the runtime that is served to everybody."""
+    """Whether a function is a handler of the runtime that every member may call."""
     return _is_marked(function, _MARKS)
 
 
 def is_declared(function: Function) -> bool:
-    """Whether a function is a handler of the runtime, whose annotations are what its arguments are read by."""
+    """Whether a function is a handler of the runtime, whose annotations decode its arguments."""
     return _is_marked(function, (*_MARKS, _BY_RIGHT))
 
 
 def answers_plainly(function: object) -> Declaration | None:
-    """The declaration of a handler that serves everybody and answers with nothing of users' (`carries`)."""
+    """The declaration of a handler that every member may call and that answers with no values of users (`carries`)."""
     plain = is_intrinsic(function) and not _is_marked(function, (_CARRIES,))
-    return declaration_of(function) if plain else None  # type: ignore[arg-type]  # a function, as it is marked
+    return declaration_of(function) if plain else None  # type: ignore[arg-type]  # marked, so a function
 
 
 def _is_marked(function: object, marks: Iterable[str]) -> bool:
@@ -223,7 +224,7 @@ def _is_marked(function: object, marks: Iterable[str]) -> bool:
 
 
 def classify(function: Callable[..., object], name: str) -> Handler:
-    """How a callable has to be run. RpcUsageError for one that cannot be."""
+    """How a callable has to be run. RpcUsageError if it cannot be."""
     written = _without_partials(function)
     inner = written if isinstance(written, type) else _without_partials(inspect.unwrap(written))
     kind = _kind_of(written)
@@ -239,8 +240,7 @@ def classify(function: Callable[..., object], name: str) -> Handler:
     elif getattr(function, _DEFERRED, False) or getattr(inner, _DEFERRED, False):
         mode = Mode.DEFERRED
     else:
-        # A wrapper of a coroutine function is not run on the loop before it shows that it has a coroutine to give: it
-        # may as well block for what that makes.
+        # A wrapper of a coroutine function starts in a thread: it may block for the coroutine instead of returning it.
         mode = (_kind_of(inner) if wrapper else kind) or Mode.THREAD
     declared = _declared(function)
     return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), declared, wrapper)
@@ -258,7 +258,8 @@ def _without_partials(function: object) -> Any:
 
 
 def _kind_of(function: object) -> Mode | None:
-    """How it is run by how it is written, if that is not as a plain function. A class is called as one."""
+    """The mode of a coroutine or generator function; None for plain functions, and for classes, which are called
+    alike."""
     if isinstance(function, type):
         return None
     for each in (function, _call_of(function)):
@@ -276,7 +277,7 @@ def _call_of(function: object) -> object:
 
 
 def describe(function: object) -> str:
-    """A function's name for people."""
+    """The name of a function, for people."""
     if type(function) is ObjectMethod:
         return f"{function.object}.{function.name}"
     if type(function).__module__ == _OPERATORS:
@@ -295,11 +296,11 @@ def find_name(function: object, same_main: bool) -> str | None:
 
 
 def name_of(function: object) -> str | None:
-    """The wire name under which this worker itself would name that function or class; None if it has none."""
-    if type(function).__module__ == _OPERATORS:  # their own names are those of torch's inner workings
+    """This worker's own wire name for that function or class; None if it has none."""
+    if type(function).__module__ == _OPERATORS:  # their own names are internal
         path = f"ops.{function}"
         return f"torch:{path}" if _lookup("torch", path) is function else None
-    # An operator that a program has defined has no name itself, and stands where its function stood.
+    # A custom operator has no name itself, and takes the place of its function.
     named = function._init_fn if isinstance(function, CustomOpDef) else function
     module = getattr(named, "__module__", None)
     qualname = getattr(named, "__qualname__", None) or getattr(named, "__name__", None)
@@ -309,8 +310,7 @@ def name_of(function: object) -> str | None:
         return f"__main__:{qualname}" if find_main(qualname) == function else None
     if isinstance(module, str) and _lookup(module, qualname) == function:
         return f"{module}:{qualname}"
-    # torch's operators name no module, or an internal class, and those of numpy nothing until 2.2; they are found where
-    # users find them.
+    # torch's operators name no module, or an internal class, and numpy's (before 2.2) none: look where users find them.
     name = getattr(function, "__name__", "")
     for owner in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, numpy):
         if getattr(owner, name, None) is function:
@@ -319,7 +319,7 @@ def name_of(function: object) -> str | None:
 
 
 def normal(name: str) -> str:
-    """The same wire name, with the one name that the main module has there."""
+    """The same wire name, with ``__main__`` for the main module."""
     module, colon, qualname = name.partition(":")
     return f"__main__:{qualname}" if colon and is_main(module) else name
 
@@ -344,8 +344,8 @@ def is_loaded(name: str) -> bool:
 def resolve(name: str, check: Callable[[str], None] | None = None, *, where: str = "the callee") -> Handler:
     """The function of a wire name, imported if need be. RpcUsageError if there is none here.
 
-    check: is given the name once its module is imported, before it is looked up there, and raises if it may not be.
-    where: which worker this is, for the text of an error.
+    check: called with the name after its module is imported, before the look-up; raises if it is not allowed. where:
+    this worker, for the text of an error.
     """
     module, _, qualname = name.partition(":")
     try:
@@ -355,7 +355,7 @@ def resolve(name: str, check: Callable[[str], None] | None = None, *, where: str
                 if parent:
                     importlib.import_module(parent)
                 unite(module)
-            importlib.import_module(module)  # also waits for a thread that is importing it
+            importlib.import_module(module)  # waits for another thread's import of it
         if check is not None:
             check(name)
         found = find_main(qualname) if module in MAIN_NAMES else _lookup(module, qualname) if module else None
@@ -370,17 +370,17 @@ def resolve(name: str, check: Callable[[str], None] | None = None, *, where: str
 
 
 class NamedPlace(NamedTuple):
-    """Where a wire name leads to. found: what stands there. within: the class in which it stands; None: the module."""
+    """The target of a wire name. found: the object. within: the class that has it; None: the module."""
 
     found: Any
     within: type | None
 
 
 def find_place(name: str, *, ask: bool) -> NamedPlace | None:
-    """Where a name leads to, without an import and without running code of what lies on the way; None if nowhere.
+    """The target of a name, without an import and without running code on the way; None if there is none.
 
-    The way goes through classes alone, and not on through modules that a module has imported, or through its objects.
-    ask: whether a module may be asked for something that it does not have yet (by its ``__getattr__``).
+    The way leads through classes alone, and not through objects or imported modules of a module. ask: whether the
+    ``__getattr__`` of a module may be called.
     """
     module, _, qualname = name.partition(":")
     first, *others = qualname.split(".")
@@ -400,7 +400,7 @@ def find_place(name: str, *, ask: bool) -> NamedPlace | None:
 
 
 def leads_astray(name: str) -> bool:
-    """Whether the way of a name goes on through something that is no class."""
+    """Whether the way of a name leads through an object other than a class."""
     parts = name.split(".")
     module = name.partition(":")[0]
     ways = [".".join(parts[:count]) for count in range(1, len(parts))]
@@ -413,9 +413,9 @@ def _in_class(kind: type, name: str) -> object:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise RpcUsageError if a pattern of the option ``allow`` can match nothing here, as far as that costs no import.
+    """Raise RpcUsageError if a pattern of the option ``allow`` can match nothing here. Imports nothing.
 
-    A module that is not imported yet need only be there. What is an attribute of instances alone cannot be known.
+    A module that is not imported yet need only exist. Attributes of instances alone are unknown.
     """
     module, colon, qualname = pattern.partition(":")
     if not colon or _WILD.search(module):
@@ -445,7 +445,7 @@ def _is_there(module: str) -> bool:
     if module in MAIN_NAMES or sys.modules.get(module) is not None:
         return True
     parent = module.rpartition(".")[0]
-    if parent and parent not in sys.modules:  # to look into it would import it
+    if parent and parent not in sys.modules:  # a look into it would import it
         return _is_there(parent)
     try:
         return importlib.util.find_spec(module) is not None
@@ -460,7 +460,7 @@ def _may_have(kind: type, name: str) -> bool:
 
 
 def find_method(kind: type, name: str) -> object | None:
-    """The function or method of that name in a class; None if looking it up would run code of the user's."""
+    """The function or method of that name in a class; None if the look-up would run code of the user's."""
     for base in kind.__mro__:
         if name in base.__dict__:
             found: object = base.__dict__[name]

@@ -1,4 +1,4 @@
-"""What a worker tells its user about a call that is under way."""
+"""A call under way, as the user sees it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 class PendingCall:
     """One call under way.
 
-    direction: "made" here or "served" here. worker: the name of the other side. function: its name. seconds: how long
-    it has been under way. deadline: seconds left, None without a limit. made_at: of calls made here, the line of the
-    program.
+    direction: "made" here or "served" here. worker: the name of the other side. function: its name. seconds: since it
+    began. deadline: seconds left, None without a limit. made_at: of calls made here, the line of the program.
     """
 
     direction: str

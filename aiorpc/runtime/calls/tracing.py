@@ -1,7 +1,7 @@
-"""Which trace context a call that is made here takes along: that of `using`, else that of the call that is served.
+"""The trace context of calls made here: that of `using`, or else of the served call.
 
-A context variable of a program would reach its handlers, too, as connections and threads keep the context that they
-were made in. So `using` notes which call its code belongs to, and holds for that one alone.
+Connections and threads keep the context in which they were made, so a plain context variable of a program would reach
+its handlers. So `using` notes the served call of its code, and holds for that call alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ...errors import RpcUsageError
 from ...protocol.trace_context import TraceContext, valid
 from .current import current_call
 
-# The caller and the number of the call that is served, None for none; and the context of `using` there.
+# The caller and number of the served call, None without one; and the context of `using` there.
 _used: ContextVar[tuple[tuple[int, int] | None, TraceContext | None] | None] = ContextVar("aiorpc_trace", default=None)
 
 
 def current() -> TraceContext | None:
-    """The context that a call takes along which is made here; None if there is none.
+    """The trace context of a call made here; None if there is none.
 
-    In a handler it is that with which the call has come, unless the code is inside of `using`. In a `batched` function,
-    which serves many calls, there is none.
+    In a handler it is that of the served call, unless the code is inside of `using`. In a `batched` function, which
+    serves many calls, there is none.
     """
     call = current_call.get()
     used = _used.get()
@@ -36,10 +36,10 @@ def using(context: TraceContext | None) -> Iterator[None]:
     """Inside of ``with using(context):`` calls take that context along; None: they take none.
 
     It holds for the task or the thread, and for tasks that begin inside. Calls of all kinds take it: retries, streams,
-    calls of groups and those that create references. It is for synchronous blocks and coroutines; in an asynchronous
-    generator do not `yield` inside of it, since the code that goes on there has another context.
+    calls of groups and those that create references. Do not `yield` inside of it in an asynchronous generator, which
+    continues in another context.
 
-    Raised here: RpcUsageError for a context that is not as W3C has it.
+    Raised here: RpcUsageError for a context that W3C's rules forbid.
     """
     if context is not None and valid(context) != context:
         raise RpcUsageError(f"{context!r:.700} is no trace context of W3C: see aiorpc.tracing.TraceContext")

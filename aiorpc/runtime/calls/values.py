@@ -1,7 +1,7 @@
 """Users' values to the body and the buffers of a message, and back: one function each way, for calls and answers alike.
 
-`protocol.codec` writes values, and `channels.layout` describes tensors. Here the two come together with what an
-autograd context says about the tensors, and the result is compared with the limits of the receiver.
+`protocol.codec` writes values, and `channels.layout` describes tensors. This module joins the two, adds the autograd
+context's entries about the tensors, and checks the receiver's limits.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from ...protocol.reference_messages import PassedReference
 
 # A message whose pickle is longer than this is unpickled in a thread, off the loop.
 LARGE_PICKLE = 64 * 1024
-_ALWAYS_PLAIN = PLAIN - {int, str}  # the others are plain as far as msgpack can say them
+_ALWAYS_PLAIN = PLAIN - {int, str}  # an int or a str is plain if msgpack can write it
 _NOT_PICKLED = PLAIN | {Tensor}
 
 
 M = TypeVar("M", Call, Reply, Item)
 #: Makes handles of the remote references in a message.
 ReferenceLoader = Callable[[Sequence[PassedReference]], Sequence[object]]
-#: Gives the tensors of a message their place in the autograd graph, which the message says. Returns the tensors, and a
-#: function that does the same for those that are taken apart inside of the pickle, given the number of the tensor among
-#: these.
+#: Gives the tensors of a message their places in the autograd graph, from the message. Returns the tensors, and a
+#: function that does the same for a tensor inside of the pickle, by its number.
 GradientLoader = Callable[[Recorded, Sequence[Tensor]], tuple[Sequence[Tensor], Past | None]]
 
 
 class Results(tuple[Any, ...]):
-    """Several results of one call of the runtime's own; they travel side by side, not as one pickled tuple."""
+    """Several results of a call of the runtime's own, which travel side by side and not as one pickled tuple."""
 
     __slots__ = ()
 
@@ -48,18 +47,18 @@ class Recorder(Protocol):
     """Remembers the tensors of a message that require gradients (`gradients.contexts.Tape`)."""
 
     def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Callable[[], None]]) -> Recorded | None:
-        """What the message says about them, None for nothing. on_unsent: a list that gets the function to undo it."""
+        """The message's entries about them; None for none. on_unsent: gets the function that undoes it."""
 
 
 class Destination(Protocol):
-    """The worker that a message goes to, as its encoding needs to know it."""
+    """The receiver of a message, for its encoding."""
 
     @property
     def same_main(self) -> bool: ...
 
     @property
     def other_python(self) -> str:
-        """Its minor version of Python if that is known, and not ours; else ""."""
+        """Its minor version of Python if it is known and differs from ours; "" otherwise."""
 
     @property
     def safe(self) -> bool:
@@ -80,16 +79,15 @@ def encode(
     other_main: bool = False,
     lends: bool = False,
 ) -> tuple[bytes, Sequence[Any], Outgoing | None]:
-    """The body and the buffers of a message, and what to `unsend` if the message does not leave after all, or None.
+    """The body and the buffers of a message, and the `Outgoing` to `unsend` if the message does not leave, or None.
 
-    message: with the values as the program gave them. target: the worker that it goes to. route: where tensors on
-    devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the autograd context that the
-    message is made in. other_main: whether to write it for a worker with another main module than ours, also where the
-    target has ours. lends: whether the caller keeps what then is in `Outgoing.lent` until there is an answer. Raises
-    SerializationError, and has then undone everything. The buffers borrow the tensors' memory.
+    message: with the values of the program. target: the receiver. route: for tensors on devices, whose buffers are
+    `DeviceBuffer`; None if there can be none. tape: of the message's autograd context. other_main: whether to write for
+    a worker with another main module, even if the target has ours. lends: whether the caller keeps `Outgoing.lent`
+    until the answer. Raises SerializationError, after everything was undone. The buffers borrow the tensors' memory.
     """
     values: list[Any] = message.payload.values
-    _check_texts(values, target.max_body)  # before it is written, which takes seconds for gigabytes
+    _check_texts(values, target.max_body)  # before writing, which takes seconds for gigabytes
     out: Outgoing | None = None
     try:
         places = _places_of_tensors(values)
@@ -129,7 +127,7 @@ def encode(
 
 
 def _check_texts(values: Sequence[object], limit: int) -> None:
-    """Raise SerializationError for texts and bytes that are longer than a message may be."""
+    """Raise SerializationError for texts and bytes longer than a message may be."""
     size = 0
     for value in values:
         if type(value) is str or type(value) is bytes:
@@ -159,7 +157,7 @@ def _places_of_tensors(values: Sequence[object]) -> list[int]:
 def _describe_at_once(
     tensors: Sequence[Tensor], route: Route | None
 ) -> tuple[list[TensorEntry], Sequence[AnyBuffer]] | None:
-    """What `_in_general` gives for plain tensors, in half of its instructions; None if they need that."""
+    """The result of `_in_general` for plain tensors, in half the time; None if they need `_in_general`."""
     if not tensors[0].is_cpu:
         return layout.describe_away(tensors, route) if route is not None else None
     return layout.describe_plain(tensors) if route is None or not route.host_target else None
@@ -171,7 +169,7 @@ def _write(message: M, said: Values, limit: int) -> bytes:
         body = write(replace(message, payload=said))
     except UnicodeEncodeError as error:
         raise SerializationError(f"cannot be written as UTF-8, as half of a character is in it: {error}") from error
-    except ValueError as error:  # a string or bytes longer than msgpack can say
+    except ValueError as error:  # longer than msgpack can write
         text = f"is too large: {error}; send large data as tensors or arrays"
         raise SerializationError(text, _longest(said)) from error
     if len(body) > limit:
@@ -182,7 +180,7 @@ def _write(message: M, said: Values, limit: int) -> bytes:
 def _in_general(
     values: list[object], out: Outgoing, route: Route | None, tape: Recorder | None
 ) -> tuple[Values, Sequence[AnyBuffer]]:
-    """What a message says of any values, and its buffers; what there is to undo stands in `out`."""
+    """The payload and buffers for any values; `out` has the steps to undo."""
     said = encode_values(values, out)
     tensors, table, gradients = out.tensors, None, None
     buffers: Sequence[AnyBuffer] = out.buffers
@@ -199,7 +197,7 @@ def _in_general(
 def _record(
     tape: Recorder, tensors: Sequence[Tensor], table: list[TensorEntry] | None, out: Outgoing
 ) -> Recorded | None:
-    """What an autograd context says of the tensors; it gives those in the table a past, so they are no leaves there."""
+    """The autograd context's entries about the tensors. Tensors in the table get a past, so they are no leaves."""
     recorded = tape.record(tensors, out.on_unsent)
     if recorded is not None and table is not None:
         for place in recorded.places:
@@ -209,7 +207,7 @@ def _record(
 
 
 def _too_long(size: str, limit: int, position: int) -> SerializationError:
-    # It is refused here because the peer would close the connection over it, and every other call would fail with it.
+    # Refused here: the receiver would close the connection, and every other call would fail.
     return SerializationError(
         f"is too large: the message takes {size} bytes, tensors and arrays apart, and the limit is {limit} "
         "(max_frame_bytes). Send large data as tensors or arrays",
@@ -218,7 +216,7 @@ def _too_long(size: str, limit: int, position: int) -> SerializationError:
 
 
 def _too_many(segments: Sequence[AnyBuffer], limit: int) -> SerializationError:
-    # As for the body: the receiver would close the connection.
+    # Refused here for the same reason.
     if len(segments) > MAX_SEGMENTS:
         return SerializationError(f"has {len(segments)} tensors and arrays; the limit is {MAX_SEGMENTS}")
     longest = max(map(len, segments))
@@ -226,7 +224,7 @@ def _too_many(segments: Sequence[AnyBuffer], limit: int) -> SerializationError:
 
 
 def _longest(said: Values) -> int:
-    """Position of the value that makes a message long: the longest one, or the first that was pickled."""
+    """Position of the value that makes a message long: the longest, or the first pickled one."""
     longest = _longest_of(said.values)
     value = said.values[longest] if said.values else None
     if said.pickled is not None and (not isinstance(value, (str, bytes)) or len(said.pickled) > len(value)):
@@ -255,17 +253,15 @@ def decode(
 ) -> list[Any]:
     """The values of a message.
 
-    segments: its buffers. load: makes handles of its references. landing: where tensors on devices arrive; its streams
-    must be the current ones. None if there can be no such tensors. track: for what the message says about gradients.
-    safe: whether no pickles are read.
-    Raises what unpickling raises, and ProtocolError for a message that is none.
+    segments: its buffers. load: makes handles of its references. landing: for tensors on devices; its streams must be
+    the current ones. None if there can be no such tensors. track: for the entries about gradients. safe: whether no
+    pickles are read. Raises ProtocolError for a broken message, and the errors of unpickling.
     """
     values = message.values
     table, passed, count, said = message.table, message.references, message.buffers, message.gradients
     if not (table or message.pickled or passed):
         return values
-    # The references come first: their senders wait until they are taken, so that must happen before
-    # anything below can fail.
+    # References first: their senders wait for them, so they must be taken before anything below can fail.
     references = load(passed) if passed else ()
     buffers: Sequence[Buffer] = ()
     if count:

@@ -1,4 +1,4 @@
-"""Iterating in a thread that may block over what comes on the loop of a worker."""
+"""Iterators for threads, over items that arrive on the loop of a worker."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .loops import Handed
 
 
 class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
-    """An asynchronous iterator that ``for`` and ``with`` take as well, in threads that may block.
+    """An asynchronous iterator that also supports ``for`` and ``with``, in threads that may block.
 
-    engine: of the worker, on whose loop a turn is waited for then.
+    engine: of the worker on whose loop the items arrive.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._came: deque[T_co] = deque()  # for a thread that was interrupted, and has not taken it: the next turn's
+        self._came: deque[T_co] = deque()  # an interrupted thread's item, for its next turn
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Let go of what is under way. Idempotent."""
+        """End the iteration, and release its resources. Idempotent."""
 
-    if not TYPE_CHECKING:  # for a checker there is nothing
+    if not TYPE_CHECKING:  # type checkers shall not see it
 
         def __await__(self) -> NoReturn:
             raise TypeError(
@@ -54,9 +54,7 @@ class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
                 self._block_for(self._bring)
             if not came:
                 raise StopIteration
-            item = came[0]
-            del came[0]  # and no method: a signal handler may raise behind a call
-            return item
+            return came.popleft()
         except KeyboardInterrupt:
             self.close()
             raise
@@ -64,7 +62,7 @@ class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
     def close(self) -> None:
         """As `aclose`, for threads. Not on the worker's loop: WouldBlockLoop."""
         self._came.clear()
-        with contextlib.suppress(WorkerClosed):  # then nothing is left that one could stop
+        with contextlib.suppress(WorkerClosed):  # then nothing is left to stop
             self._block_for(self.aclose)
 
     async def _bring(self) -> None:
@@ -75,7 +73,7 @@ class BlockingIterator(AsyncIterator[T_co], Iterator[T_co]):
         self._engine.refuse_on_loop("iterating over a stream", "async for")
 
     def _block_for(self, step: Callable[[], Coro[None]]) -> None:
-        """Run it on the worker's loop, where items arrive, and block for its end."""
+        """Run a coroutine on the worker's loop, and block for its end."""
         self._refuse_on_loop()
         self._engine.lifetime.check_not_forked()
         Handed(step, self._engine.loop).wait(f"the loop of worker {self._engine.name!r} has ended")

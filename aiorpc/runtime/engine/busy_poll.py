@@ -1,17 +1,15 @@
-"""Staying awake for a moment, where messages follow each other quickly.
+"""Busy polling: staying awake for a moment while messages follow each other quickly.
 
-Whoever sleeps takes tens of microseconds to wake up, and an idle core as long again: more than all else in a short
-call. So a loop that has read something, and a thread that stands by for its next job, look for what comes next for
-`MOMENT` seconds before they sleep. That pays only as long as it succeeds. Who has looked in vain sleeps the next time,
-and for twice as many times with each failure, up to `MOST_SKIPPED`; `STREAK` successes in a row halve that again. So
-where messages come seldom hardly any time is spent, and where they come quickly nobody sleeps. The Linux kernel decides
-in this way for how long an idle processor polls before it halts (halt polling,
-Documentation/virt/guest-halt-polling.rst); it changes the length of the moment, where here it is how often there is
-one.
+A sleeping thread takes tens of microseconds to wake up, and an idle core as long again: more than the rest of a short
+call. So a loop after reading, and a thread that stands by for its next job, poll for `MOMENT` seconds before they
+sleep. After a failed poll the next one is skipped; each failure doubles the number of skipped polls, up to
+`MOST_SKIPPED`, and `STREAK` successes in a row halve it. So rare messages cost hardly any processor time, and quick
+ones find the loop awake. It resembles the halt polling of the Linux kernel (Documentation/virt/guest-halt-polling.rst),
+which adapts the length of the poll instead of its frequency.
 
-After each look the core is offered to others (sched_yield). If somebody takes it, it is wanted, and that is a failure
-that costs more, as whoever computes keeps it for milliseconds: there is none for `LEAST_TAKEN` times at least. On a
-machine that has more to do than cores, everybody sleeps as ever.
+After each look the core is offered to other threads (sched_yield). If one takes it, the poll has failed, and at least
+`LEAST_TAKEN` polls are skipped, because a computing thread keeps the core for milliseconds. So on a busy machine hardly
+any poll takes place.
 """
 
 from __future__ import annotations
@@ -22,39 +20,39 @@ import time
 from collections.abc import Callable
 from contextvars import Context
 
-# Seconds: what the kernel's halt polling takes at most by default.
+# Seconds: the default limit of the kernel's halt polling.
 MOMENT = 200e-6
-# Events at most for which there is no moment after a failure.
+# Polls skipped at most after a failure.
 MOST_SKIPPED = 4095
-# For so many there is none at least, where others wanted the core.
+# Polls skipped at least after another thread took the core.
 LEAST_TAKEN = 63
-# Successes in a row after which failures count half.
+# Successes in a row that halve the number of skipped polls.
 STREAK = 4
-# Seconds after which the core was somebody else's meanwhile: no thread is put back so soon behind one that computes.
+# Seconds of sched_yield that mean that another thread had the core: a computing one keeps it for longer.
 _TAKEN = 50e-6
-# Seconds that a turn of the loop counts at most: what it has run beside this was no waiting.
+# Seconds that a turn of the loop counts at most: running callbacks is no waiting.
 _TURN = 20e-6
 
 
 class BackOff:
-    """Whether to look for what comes next, by how that went before. See the module. For one thread at a time."""
+    """Whether to poll, by the success of earlier polls. See the module. For one thread at a time."""
 
     __slots__ = ("_failed", "_skipped", "_streak")
 
     def __init__(self) -> None:
-        self._failed = 0  # how often to sleep after the next failure: twice as often
-        self._skipped = 0  # how often there still is none
+        self._failed = 0  # polls skipped after the last failure
+        self._skipped = 0  # polls still to skip
         self._streak = 0
 
     def worth(self) -> bool:
-        """Whether to look this time. To be asked once for each time."""
+        """Whether to poll this time. Call it once for each time."""
         if self._skipped:
             self._skipped -= 1
             return False
         return True
 
     def succeeded(self) -> None:
-        """What came next came while somebody looked."""
+        """Something came during the poll."""
         if self._failed:
             self._streak += 1
             if self._streak == STREAK:
@@ -62,23 +60,22 @@ class BackOff:
                 self._failed //= 2
 
     def failed(self, least: int = 1) -> None:
-        """Nothing came; there is none for so many times at least."""
+        """Nothing came; so many polls are skipped at least."""
         self._streak = 0
         self._failed = self._skipped = min(max(2 * self._failed + 1, least), MOST_SKIPPED)
 
 
 def give_way(now: float) -> float | None:
-    """Offer the core to others; the time after that, None if it was taken. now: that of `time.monotonic`."""
+    """Offer the core to other threads; the time after that, None if one took it. now: of `time.monotonic`."""
     os.sched_yield()  # without the interpreter lock
     after = time.monotonic()
     return after if after - now < _TAKEN else None
 
 
 class LoopPoll:
-    """Keeps a loop awake for a moment after each message, where that pays. On the loop.
+    """Keeps a loop awake for a moment after each message, if that pays. On the loop.
 
-    moment: seconds. The loop runs whatever else it has to run meanwhile; that does not count as waiting.
-    yields: whether threads need the interpreter more.
+    moment: seconds; running other callbacks does not count. yields: whether threads need the interpreter more.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, moment: float, yields: Callable[[], bool]) -> None:
@@ -86,7 +83,7 @@ class LoopPoll:
         self._yields = yields
         self._moment = moment
         self._back_off = BackOff()
-        self._context = Context()  # of nobody's code
+        self._context = Context()  # empty: it is no one's code
         self._awake = False
         self._heard = False
         self._waited = 0.0
@@ -107,8 +104,8 @@ class LoopPoll:
         self._awake = True
 
     def _look(self) -> None:
-        """In each turn while it is awake: a loop that has something to run does not sleep before it looks for more."""
-        self._awake = False  # so that the next message begins anew where a signal handler raises here
+        """Runs in each turn while awake: a loop with a ready callback does not sleep."""
+        self._awake = False  # first, for the case that a signal handler raises here
         now = time.monotonic()
         if self._heard:
             self._heard = False

@@ -1,7 +1,7 @@
-"""The events of calls: what an observer is shown as a call begins, waits, runs and ends, and how observers are asked.
+"""Call events: what observers see as a call begins, waits, runs and ends.
 
-The runtime asks at each step, in whatever thread takes it, one after the other. Without observers a step costs the
-test whether `Engine.call_observers` is empty.
+At each step the runtime calls the observers one after the other, in the thread that takes the step. Without observers a
+step costs the test whether `Engine.call_observers` is empty.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CallEvent:
     caller, worker: the names of the two workers.
     call_id: its number among the calls from that caller to that worker; the same on both sides.
     function: its name; "?" as long as the worker that serves it does not know it.
-    kind: "call"; "stream" of a generator, whose end is that of the call; "remote" for one that makes the value of a
-        reference; "fetch" for one that brings the value of a reference.
+    kind: "call"; "stream" of a generator, whose end is that of the call; "remote" of a call that makes the value of a
+        reference; "fetch" of a call that brings the value of a reference.
     own: whether it is a call of the runtime's own: membership, references, published values, and what a queue or a
         backward pass says beside the program's calls.
     parent: at the caller: of the call whose handler has made this one, its caller and its number; None for a call that
@@ -61,7 +61,7 @@ class CallEvent:
 
 
 class CallObserver(Protocol):
-    """Is shown each step of each call of a worker, on both sides: see `aiorpc.Worker.observe_calls`.
+    """Sees each step of each call of a worker, on both sides: see `aiorpc.Worker.observe_calls`.
 
     A call is `started` once and has `ended` once. Between these it may be `queued`, and `running`, once each as a rule;
     a call that waits twice is queued twice. The methods are called in the thread that takes the step, several at a
@@ -79,14 +79,15 @@ class CallObserver(Protocol):
         """It was handed to the connection; or, where it is served, its handler is called now."""
 
     def ended(self, call: CallEvent, outcome: CallOutcome) -> None:
-        """It has ended on this side: at the caller with an answer or without, at the other when that is on its way."""
+        """It has ended on this side: at the caller with or without an answer, at the callee when the answer is on its
+        way."""
 
 
 _METHODS = ("started", "queued", "running", "ended")
 
 
 def check_observer(observer: object) -> None:
-    """Raise RpcUsageError for what is no `CallObserver`."""
+    """Raise RpcUsageError if it is no `CallObserver`."""
     missing = [name for name in _METHODS if not callable(getattr(observer, name, None))]
     if missing:
         raise RpcUsageError(
@@ -99,7 +100,7 @@ Step = Literal["started", "queued", "running"]
 
 
 def tell_step(observers: Sequence[CallObserver], step: Step, event: CallEvent) -> None:
-    """Tell the observers of a step that is not the last one."""
+    """Call the observers for any step but the last one."""
     for observer in observers:
         try:
             getattr(observer, step)(event)
@@ -108,7 +109,7 @@ def tell_step(observers: Sequence[CallObserver], step: Step, event: CallEvent) -
 
 
 def tell_end(observers: Sequence[CallObserver], event: CallEvent, outcome: CallOutcome) -> None:
-    """Tell the observers that a call has ended."""
+    """Call the observers for the end of a call."""
     for observer in observers:
         try:
             observer.ended(event, outcome)
@@ -124,7 +125,7 @@ def _log(observer: CallObserver, step: str, error: Exception) -> None:
 
 
 class Observation:
-    """Calls are shown to an observer until `close`, or until the end of a ``with`` block. Any thread."""
+    """Shows calls to an observer until `close`, or until the end of a ``with`` block. Any thread."""
 
     def __init__(self, engine: ObservedEngine, observer: CallObserver) -> None:
         self._engine = engine
@@ -133,7 +134,7 @@ class Observation:
             engine.call_observers = (*engine.call_observers, observer)
 
     def close(self) -> None:
-        """Show the observer nothing more. Idempotent. Steps that are under way in other threads may still be shown."""
+        """End the observation. Idempotent. The observer may still see steps that are under way in other threads."""
         with self._engine.observing:
             self._engine.call_observers = tuple(
                 each for each in self._engine.call_observers if each is not self._observer

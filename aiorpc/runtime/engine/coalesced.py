@@ -1,17 +1,14 @@
-"""Something that the loop has to do soon, whoever asks for it and however often."""
+"""Callbacks that run once in the loop for any number of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...undoing import on_error
-
 
 class CoalescedCallback:
-    """Has a function run in one of the loop's next turns: once for all who ask until then. Any thread.
+    """Runs a function in one of the loop's next turns, once for all requests until then. Any thread.
 
-    post: has a function run on the loop, like `Engine.call_on_loop`. asked: whether it is going to run.
-    Not lost even if a signal handler raises between any two instructions of who asks.
+    post: runs a function on the loop, like `Engine.call_on_loop`. asked: whether the function is about to run.
     """
 
     __slots__ = ("_function", "_post", "asked")
@@ -24,9 +21,8 @@ class CoalescedCallback:
     def __call__(self) -> None:
         if self.asked:
             return
-        with on_error(self._post, self._run):  # an interruption; who is asked twice finds nothing to do then
-            self.asked = True
-            self._post(self._run)
+        self.asked = True
+        self._post(self._run)
 
     def _run(self) -> None:
         if self.asked:

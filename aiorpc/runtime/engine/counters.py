@@ -10,14 +10,14 @@ from ...transport.connection import Connection
 
 
 class Counters:
-    """Counts are added to without locks, in steps that no other thread gets between: none has a call in it."""
+    """Counts are added to without locks: no other thread runs within a step, because none has a call in it."""
 
     def __init__(self) -> None:
         self.made = 0  # calls of users made here; each try of a call with retries is one
-        self.made_ended = dict.fromkeys(CallOutcome, 0)  # those of them that have ended
+        self.made_ended = dict.fromkeys(CallOutcome, 0)  # ended ones
         self.served = 0  # calls of users served here
-        self.served_ended = dict.fromkeys(CallOutcome, 0)  # also those that were refused, and so not served
-        self.failed_unheard = 0  # handlers that raised once their callers did not wait any more
+        self.served_ended = dict.fromkeys(CallOutcome, 0)  # refused ones, too, which were not served
+        self.failed_unheard = 0  # handlers that raised after their callers had given up
         self.late_answers = 0
         self.retried = 0
         self.bytes_sent: int = 0  # of connections that have ended
@@ -27,7 +27,7 @@ class Counters:
         self.refused = 0
         self.given_up = 0  # handshakes whose other end went away
         self.suspended = 0  # connections that broke, and might go on
-        self.resumed = 0  # how many of them did
+        self.resumed = 0  # of these, those that went on
         self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
         self.latencies: list[int] = [0] * 64  # answers by the number of bits of their latency in microseconds
 

@@ -1,9 +1,8 @@
 """The deadlines of pending calls: one timer for all calls of a worker.
 
-Nothing is stored here for a single call. The calls are kept elsewhere, each with its deadline; `scan` looks at all of
-them, ends those that are due, and says when the next one is. A look takes time in proportion to the number of calls, so
-the pause between two looks is a multiple of the time that the last one took. Most calls have a deadline that lies
-behind the next look: such a call costs one comparison here.
+Nothing is stored here for a single call. `scan` looks at all calls, ends those that are due, and returns the next
+deadline. A look takes time in proportion to the number of calls, so the pause between two looks is a multiple of the
+duration of the last one. Most calls have a deadline after the next look, and cost one comparison here.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from collections.abc import Callable
 
 from .lifetime import loop_has_ended
 
-_SOON = 0.0005  # a look is not planned for less than this, in seconds
-_SHARE = 20  # looks take at most one part in this many of the loop's time
+_SOON = 0.0005  # seconds before a look at least
+_SHARE = 20  # looks take at most 1/20 of the loop's time
 
 
 class Deadlines:
     """Calls `scan(now)` on the loop whenever a deadline may have passed.
 
-    scan: ends what is due at `now` and returns the earliest deadline of the rest, or infinity. clock: says what time it
-    is, in seconds; that of all deadlines.
+    scan: ends the calls due at `now` and returns the earliest deadline of the rest, or infinity. clock: the clock of
+    all deadlines, in seconds.
 
     `next` is the time of the next look: a call with a later deadline need not be added. The loop sets it to infinity
     before it looks. So a thread that adds a call too late for that look sees infinity, and asks for another one; no
@@ -40,7 +39,7 @@ class Deadlines:
         self._loop = loop
         self._scan = scan
         self._clock = clock
-        # Not that of whoever adds a call: looks follow each other, and what he serves would be kept for as long.
+        # Empty: looks follow each other, and the context of a call's handler would stay alive with them.
         self._context = contextvars.Context()
         self.next: float = float("inf")
         self._earliest = 0.0  # no look before this
@@ -51,7 +50,7 @@ class Deadlines:
     def add(self, deadline: float) -> None:
         """A call with that deadline (seconds of the clock) is pending from now on. Any thread.
 
-        The call must stand where `scan` looks before this is called. WorkerClosed if the loop is closed.
+        `scan` must find the call before this is called. WorkerClosed if the loop is closed.
         """
         if deadline < self.next and not self._closed:
             self.next = deadline
@@ -60,11 +59,11 @@ class Deadlines:
             except RuntimeError:
                 if not self._loop.is_closed():
                     raise
-                self.next = float("inf")  # no look follows: later calls have to hear of it, too
+                self.next = float("inf")  # no look follows: later calls have to fail, too
                 raise loop_has_ended("this worker") from None
 
     def close(self) -> None:
-        """Look no more; on the loop."""
+        """Stop looking; on the loop."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""The engine of a worker: everything that all parts of the worker run on, and that needs none of these parts."""
+"""The engine of a worker: the base of all of its parts, which needs none of them."""
 
 from __future__ import annotations
 
@@ -33,37 +33,30 @@ from .tasks import Tasks
 
 
 class Waits(Protocol):
-    """What users wait for that is no call, as at one worker's side of a queue."""
+    """Waits of users that are no calls, as at one worker's side of a queue."""
 
     def end_waits(self, why: Callable[[str], WorkerClosed]) -> list[str]:
-        """This worker leaves: end what its program waits for, and not what its handlers wait for.
+        """This worker leaves: end the waits of its program, and not those of its handlers.
 
-        why: the error, for each. Returns what has ended, for people. On the loop.
+        why: makes the error of each wait. Returns descriptions of the ended waits. On the loop.
         """
 
 
 class Engine:
     """Loop, threads, options, own record, counters and state of one worker.
 
-    It is made on the worker's loop as soon as the worker's record is known, and imports none of the rooms above it. Any
-    thread may read its attributes. Each method says which threads may call it.
+    It is made on the worker's loop as soon as the worker's record is known. Any thread may read its attributes. Each
+    method says which threads may call it.
 
-    pool: threads for handlers that may block. background: threads for work of the runtime itself that would hold up the
-    loop for too long. They are apart from the pool because handlers may block all threads of the pool, and must not
-    hold up the answers that they wait for.
-    connections: all connections that exist, including those in their handshake, because a forked child has to close
-    its copies of all of them.
-    shares: which threads of the pool the calls of each caller have.
-    rights: what this worker runs for whom.
-    safe: whether the worker reads no pickles (option ``serialization``).
-    kept: what consumers wait at, and tasks of theirs. A loop itself keeps none, and whoever brings what they wait for
-    holds it weakly: the garbage collector would take a task that nobody else holds in the midst of its wait.
-    waits: of its program and its handlers, beside calls.
-    poll: what keeps the loop awake for a moment after each message; None if nothing does (option ``busy_wait``).
-    bounds: replaced as a whole, by tests alone.
-    observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
-    whole and never changed. call_observers: the same of those that are shown each step of each call.
-    numbers: what group calls, calls with retries and batches have their numbers from.
+    pool: threads for handlers that may block. background: threads for long work of the runtime itself; handlers, which
+    may block all threads of the pool, must not hold up the answers that they wait for. connections: all connections,
+    also those in their handshake, because a forked child closes its copies. shares: each caller's share of the pool's
+    threads. rights: which functions this worker runs for which callers. safe: whether the worker reads no pickles
+    (option ``serialization``). kept: objects at which consumers wait, and their tasks; otherwise the garbage collector
+    could take a waiting task. waits: of its program and its handlers, beside calls. poll: keeps the loop awake for a
+    moment after each message; None without the option ``busy_wait``. bounds: only tests replace them. observers: see
+    each message of the worker. Links read the tuple without a lock, so it is replaced as a whole. call_observers: see
+    each step of each call; replaced in the same way. numbers: of group calls, calls with retries and batches.
     """
 
     def __init__(
@@ -77,20 +70,20 @@ class Engine:
         credentials: Credentials | None = None,
         on_handler_error: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """To be called on the worker's loop.
+        """On the worker's loop.
 
-        prepare: called first in each thread of the pools, to set its context variables. credentials: what TLS uses on
-        TCP connections; None if they are plain. on_handler_error: called with each error of a handler after that was
-        sent as an answer, in any thread.
+        prepare: called first in each thread of the pools, to set its context variables. credentials: for TLS on TCP
+        connections; None without TLS. on_handler_error: called with each error of a handler after it was sent as an
+        answer, in any thread.
         """
         self.lifetime = lifetime
         self.name: str = lifetime.name
         self.options = options
         self.safe: bool = options.serialization == "safe"
-        # Where nothing is unpickled, nothing is run either that nobody has named.
+        # Safe mode runs only named functions.
         self.rights: Rights = Rights(SAFE_RULE if self.safe and options.allow is None else options.allow)
         self.record = record
-        self.id: int = record.id  # its number in the group: the rank, if it is no replacement
+        self.id: int = record.id  # in the group: the rank, if it replaces no lost member
         self.credentials = credentials
         self.steps = steps
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
@@ -103,11 +96,11 @@ class Engine:
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
-        self.observers: tuple[Observer, ...] = ()  # links ask them in this order
+        self.observers: tuple[Observer, ...] = ()  # links call them in this order
         self.call_observers: CallObservers = ()
-        self.observing = Lock()  # for changes of that tuple
+        self.observing = Lock()  # held while that tuple is replaced
         self.numbers: itertools.count[int] = itertools.count(1)
-        # A lone core is left to whoever has to answer.
+        # On one core busy polling would delay the other end.
         busy = options.busy_wait if cores() >= 2 else 0.0
         threads = options.num_worker_threads
         self.pool: ThreadPool = ThreadPool(self.name, threads_in_all(threads), prepare=prepare, busy=busy)
@@ -127,11 +120,11 @@ class Engine:
 
     @property
     def on_loop(self) -> bool:
-        """Whether the calling code runs on the worker's loop, right now: it may await, and must not block."""
+        """Whether the calling code runs on the worker's loop: it may await, and must not block."""
         return asyncio._get_running_loop() is self.loop
 
     def timeout(self, value: float, default: float | None = None) -> float:
-        """Seconds for one call: those by default if the value is negative. RpcUsageError if it is no duration.
+        """Seconds for one call: the default if the value is negative. RpcUsageError if it is no duration.
 
         default: seconds; None for the worker's own.
         """
@@ -144,7 +137,7 @@ class Engine:
         return seconds(value, "timeout")
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
-        """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to; nothing has been sent then.
+        """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to. Nothing was sent before.
 
         WorkerClosed if it has run the loop, which is closed.
         """
@@ -153,7 +146,7 @@ class Engine:
         self.refuse_idle_loop(verb, instead)
 
     def refuse_idle_loop(self, verb: str, instead: str) -> None:
-        """Raise WouldBlockLoop if this thread would have to run the worker's loop, and does not.
+        """Raise WouldBlockLoop if the worker's loop belongs to this thread and does not run.
 
         WorkerClosed if it has run the loop, which is closed.
         """
@@ -161,7 +154,7 @@ class Engine:
             return
         if self.loop.is_closed():
             raise loop_has_ended(f"worker {self.name!r}")
-        if not self.loop.is_running():  # another thread may have taken it over
+        if not self.loop.is_running():  # another thread may run it now
             raise WouldBlockLoop(
                 f"{verb} would never end: the loop of worker {self.name!r} is this thread's, and does not run now; "
                 f"run `{instead}` on it, as `loop.run_until_complete(...)` does, or let the worker have a loop and a "
@@ -169,9 +162,8 @@ class Engine:
             )
 
     def why_late(self, late: float) -> str:
-        """Why a thread says that the time of a call was up, so many seconds after it was, and not the loop. Any thread.
-
-        For an error, which ends with it.
+        """The last sentence of an error: why a thread, and not the loop, ended a call so many seconds after its
+        deadline. Any thread.
         """
         loop = f"The event loop of worker {self.name!r}, which takes the answers,"
         if not self.loop.is_running():
@@ -184,12 +176,12 @@ class Engine:
     # --- handing work over, from any thread ---------------------------------------------------------------------------
 
     def call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        """Run something on the loop, in one of its next turns. Once the loop is closed, nothing happens.
+        """Run a function on the loop, in one of its next turns. Does nothing once the loop is closed.
 
-        Not with the context variables of whoever asks: what arrives in that turn may be a call of somebody else.
+        It runs with an empty context: in that turn calls of other workers may arrive.
         """
         try:
-            if asyncio._get_running_loop() is self.loop:  # any thread may run it, also another one than has made it
+            if asyncio._get_running_loop() is self.loop:  # another thread than its maker may run it
                 self.loop.call_soon(function, *args, context=Context())
             else:
                 self.loop.call_soon_threadsafe(function, *args, context=Context())
@@ -198,8 +190,8 @@ class Engine:
                 raise
 
     def run_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        """Run something on the loop: at once if this thread runs it, or has made it and nobody runs it now; else in one
-        of its next turns.
+        """Run a function on the loop: at once if this thread runs the loop, or made it while no thread runs it;
+        otherwise in one of its next turns.
         """
         if asyncio._get_running_loop() is self.loop or (
             threading.get_ident() == self.thread and not self.loop.is_running()
@@ -209,10 +201,10 @@ class Engine:
             self.call_on_loop(function, *args)
 
     def in_background(self, function: Callable[..., None], *args: object) -> None:
-        """Run something that takes long in a background thread. Once the worker is closing, nothing happens."""
+        """Run a long function in a background thread. Does nothing once the worker is closing."""
         try:
             self.background.submit(function, *args)
-        except NoThread:  # the loop is late meanwhile, but whoever waits for this does not wait for ever
+        except NoThread:  # a late loop is better than a lost step
             self.call_on_loop(function, *args)
         except WorkerClosed:
             return
@@ -222,18 +214,18 @@ class Engine:
         self.pool.in_forked_child()
         self.background.in_forked_child()
 
-    # --- the end, on the loop, or anywhere once that is closed --------------------------------------------------------
+    # --- the end, on the loop, or on any thread once the loop is closed -----------------------------------------------
 
     async def close(self, patience: float) -> int:
-        """End tasks and threads, and wait for those that are at work.
+        """End tasks and threads, and wait for busy ones.
 
-        Returns how many handler threads are left to themselves. patience: how many seconds these are waited for.
+        Returns how many handler threads still run. patience: seconds to wait for them.
         """
         await self.tasks.end(self.bounds.tasks)
         self.background.close(0.0)
         try:
             return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))
-        except Overloaded:  # there is no thread to wait for them in: they end all the same
+        except Overloaded:  # no thread to wait in: they end without a wait
             return self._end_threads(0.0)
 
     def _end_threads(self, until: float) -> int:

@@ -1,4 +1,4 @@
-"""The end of a child that was forked in a handler and comes back out of it: no worker lives there that could go on."""
+"""The end of a child that was forked in a handler and returns from it: no worker lives there that could go on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ STATUS = 1
 
 
 def end_child(where: str, error: BaseException | None = None) -> NoReturn:
-    """End this process, without a word to anybody but whoever reads its stderr.
+    """End this process, with no message but one to stderr.
 
-    where: what it came out of. error: what it raised, if anything. SystemExit ends the child as it asks for; all else
-    with `STATUS` and a message. What is buffered in files is not written: it is the parent's, which writes it itself.
+    where: the place that it returned from. error: raised there, if any. SystemExit decides the status; any other error
+    gives `STATUS` and a message. File buffers are not flushed: they are the parent's.
     """
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         os._exit((error.code or 0) & 0xFF)

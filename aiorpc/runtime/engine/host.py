@@ -1,4 +1,4 @@
-"""This host and its processes: identities of it and of the main module, who is dead, and what the system allows."""
+"""This host and its processes: identities of the host and the main module, dead processes, and limits of the system."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ...protocol.identity import VERSION_LIMIT, WorkerRecord, legible
 
 
 class Versions(TypedDict):
-    """Of what a worker runs."""
+    """The software that a worker runs."""
 
     python: str
     torch: str
     aiorpc: str
 
 
-_EXIT_CODE = 49  # its place among the fields of /proc/PID/stat from the state on
-# Made at import, so that children that are forked later share it: they run the same interactive main as their parent.
+_EXIT_CODE = 49  # its index among the fields of /proc/PID/stat, counted from the state
+# Made at import, so forked children share it: they have the same interactive main as their parent.
 _PROCESS = secrets.token_hex(16)
 
 
@@ -37,8 +37,8 @@ def host_identity() -> str:
     """Equal for two processes exactly when they can see each other's pids and use each other's unix sockets.
 
     One boot of one kernel, one network namespace, one pid namespace (containers may share some of them), and one user:
-    sockets, secrets and memory are for this user alone. So two users of a host are like two hosts, which is said
-    before the "@"; what is behind it says who can see each other's pids (`sees`).
+    sockets, secrets and memory are for this user alone. So two users of a host are like two hosts. The user is before
+    the "@"; two processes with the same text after it see each other's pids (`sees`).
     """
     user = os.getuid()
     try:
@@ -50,15 +50,15 @@ def host_identity() -> str:
 
 
 def sees(here: str, host: str) -> bool:
-    """Whether processes with these two identities of their hosts see each other's pids, be it as two users."""
+    """Whether processes with these two host identities see each other's pids, even of two users."""
     return here == host or here.partition("@")[2] == host.partition("@")[2] != ""
 
 
 def cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """How many cores this process may keep busy: those it may run on, and no more than its control groups have.
+    """How many cores this process may keep busy: its affinity, limited by its control groups.
 
-    A container may be on a host of many cores and have the time of one (``cpu.max`` of cgroup v2): who takes more is
-    halted for the rest of each tenth of a second. groups, own: where the kernel shows the groups, and which are ours.
+    A container on a host of many cores may have the time of one (``cpu.max`` of cgroup v2), and is halted when it takes
+    more. groups, own: the kernel's folder of groups, and the file with those of this process.
     """
     count = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError):
@@ -87,13 +87,13 @@ def main_identity() -> str:
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return f"process:{_PROCESS}"
-    # A folder or zip archive that is run has a spec too, but its name is just "__main__".
+    # The spec of a run folder or zip archive has the name "__main__".
     name = getattr(getattr(main, "__spec__", None), "name", "__main__")
     return f"file:{os.path.realpath(file)}:{digest}" if name == "__main__" else f"module:{name}:{digest}"
 
 
 def versions() -> Versions:
-    """The versions of Python, torch and aiorpc, as a record has them."""
+    """The versions of Python, torch and aiorpc, for a record."""
     python, its_torch, own = (
         legible(each)[:VERSION_LIMIT] for each in (platform.python_version(), str(torch.__version__), __version__)
     )
@@ -109,7 +109,7 @@ def most_descriptors() -> int:
 def provably_dead(record: WorkerRecord, here: str) -> bool:
     """True only if the record's process was on this host (identity `here`), of any user, and is gone or a zombie.
 
-    A pid that was given to another process since makes it look alive: the answer errs on that side.
+    A reused pid makes a dead process look alive.
     """
     return sees(here, record.host) and is_gone(record.pid)
 
@@ -118,17 +118,17 @@ def is_gone(pid: int) -> bool:
     """True if no process of this host has that pid, or only a zombie."""
     if pid == os.getpid():
         return False
-    # The second look: its parent may collect the zombie just before its state is read.
+    # The second look: its parent may reap the zombie just before its state is read.
     return not _exists(pid) or _is_zombie(pid) or not _exists(pid)
 
 
 def how_ended(pid: int) -> str:
-    """How the process of that pid of this host has ended, as the end of a sentence; empty if there is one that lives.
+    """How the process of that pid on this host has ended, as the end of a sentence; empty while it lives.
 
-    By which signal, or with which code, the kernel shows to processes of the same user until its parent has asked for
-    it. It is looked at alone: whoever waits for that process gets it all the same.
+    Until its parent reaps the process, the kernel shows the signal or exit code to processes of the same user. Reading
+    it does not reap the process.
     """
-    status = _exit_status(pid)  # first: its parent may collect it at any time
+    status = _exit_status(pid)  # first: its parent may reap it at any time
     if not is_gone(pid):
         return ""
     if status and os.WIFSIGNALED(status):
@@ -140,7 +140,7 @@ def how_ended(pid: int) -> str:
 
 
 def _exit_status(pid: int) -> int:
-    """What its parent will be told of a zombie; 0 if that is nothing, or not shown."""
+    """The wait status of a zombie; 0 if there is none, or it is not shown."""
     fields = _stat(pid)
     return int(fields[_EXIT_CODE]) if fields[:1] in (["Z"], ["X"]) and len(fields) > _EXIT_CODE else 0
 
@@ -151,7 +151,7 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        pass  # somebody else's
+        pass  # of another user
     return True
 
 
@@ -160,7 +160,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; nothing if there is none."""
+    """The fields of /proc/PID/stat, from the state on; empty without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

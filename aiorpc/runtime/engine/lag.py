@@ -22,7 +22,7 @@ _JOIN_SECONDS = 2.0
 
 @dataclass(eq=False, slots=True)
 class _Tick:
-    """One run of the timer that is awaited. It is replaced as a whole, so that loop and thread never mix up two."""
+    """One awaited run of the timer. A new object for each run keeps loop and thread from mixing up two runs."""
 
     due: float
     excused: float = 0.0
@@ -32,14 +32,14 @@ class _Tick:
 class LoopMonitor:
     """Measures how late a loop's timers run, and warns when something blocks it.
 
-    loop: asyncio's or uvloop's. interval: seconds between two looks, of the timer and of the thread.
-    warn_after: seconds the loop may be blocked before one warning (logger ``aiorpc``) says for how long, by what, and
-    what to do; 0: no thread and no warnings. describe: the handler that the runtime believes to be running, empty for
-    none; called in the thread. apart: whether the loop has a thread for itself, in which the program runs no steps of
-    its own; called in the thread. name: of the worker, and of the thread, ``aiorpc-watch-<name>``. on_closed: called in
-    the thread when it finds that the loop was closed although nobody has called `stop`.
+    loop: asyncio's or uvloop's. interval: seconds between two looks, of the timer and of the thread. warn_after:
+    seconds the loop may be blocked before one warning (logger ``aiorpc``) says for how long, by what, and what to do;
+    0: no thread and no warnings. describe: the handler that the runtime believes to be running, empty for none; called
+    in the thread. apart: whether the loop has a thread for itself, in which the program runs no steps of its own;
+    called in the thread. name: of the worker, and of the thread, ``aiorpc-watch-<name>``. on_closed: called in the
+    thread when it finds that the loop was closed without a call of `stop`.
 
-    An import and a garbage collection are named as that, each at most once: they come in any program on a busy machine.
+    Imports and garbage collections are named as such, each at most once: they happen in any program on a busy machine.
 
     Time in which the process was stopped or got no processor is not held against a handler, nor is time in which the
     loop was not running. ``start`` and ``stop`` belong on the loop's thread, or anywhere while the loop does not run.
@@ -64,8 +64,8 @@ class LoopMonitor:
         self._warn_after = warn_after
         self._describe = describe
         self._apart = apart
-        self._named: set[str] = set()  # what is named once, and was
-        self._collections = 0  # how many of all that lives there had been when the thread looked last
+        self._named: set[str] = set()  # causes already named that are named once
+        self._collections = 0  # full collections at the thread's last look
         self._name = name
         self._on_closed = on_closed
         self._handle: asyncio.Handle | None = None
@@ -125,7 +125,7 @@ class LoopMonitor:
         # uvloop counts from the beginning of the loop's turn, so a tick may also come a little early.
         now = time.monotonic()
         lag = max(0.0, now - tick.due - tick.excused)
-        if lag and self._thread is not None:  # it may wake up later than we do, and would excuse this only then
+        if lag and self._thread is not None:  # the thread may wake up later, and excuse this too late
             lag = max(0.0, lag - self._excused(now))
         self.lag_max = max(self.lag_max, lag)
         self.lag_mean += _WEIGHT * (lag - self.lag_mean)
@@ -143,10 +143,10 @@ class LoopMonitor:
             now, tick = time.monotonic(), self._tick
             if tick is not None:
                 tick.excused += self._excused(now)
-            # A collection lets no other thread run: this one could not look meanwhile.
+            # A collection stops all threads, this one, too.
             held_up, collections = now - self._seen[0] > self._warn_after + self._interval, _collections()
             collected, self._collections = held_up and collections != self._collections, collections
-            # Behind it: a tick between the two excuses the same time twice, and would not excuse it at all else.
+            # After the excuse: a tick between the two excuses the time twice, and not never.
             self._seen = now, self._cpu_used()
             if tick is not None:
                 self._judge(tick, now, collected)
@@ -154,7 +154,7 @@ class LoopMonitor:
             self._on_closed()
 
     def _excused(self, now: float) -> float:
-        """Seconds since the thread's last look that no handler is to blame for.
+        """Seconds since the thread's last look that are no handler's fault.
 
         The thread is late itself: the process was stopped or starved, unless the loop's thread used the processor all
         the while, which means that it held the interpreter lock in one long C call.
@@ -179,7 +179,7 @@ class LoopMonitor:
             if kind in self._named:
                 return
             self._named.add(kind)
-            what, advice = common, "That is no fault of a handler, and is told once"
+            what, advice = common, "That is no fault of a handler, and is reported once"
         else:
             what, advice = self._advise()
         logger.of(self._name).warning(
@@ -222,7 +222,7 @@ def _thread_clock(ident: int) -> int | None:
 
 
 def _collections() -> int:
-    """How often the garbage collector has looked at all that lives."""
+    """How many full garbage collections there were."""
     count: int = gc.get_stats()[-1]["collections"]
     return count
 

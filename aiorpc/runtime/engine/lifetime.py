@@ -1,4 +1,4 @@
-"""Where a worker stands in its life: one value that all of its parts can look at."""
+"""The state of a worker, which all of its parts can read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from ...protocol.states import WORKER, WorkerEvent, WorkerState
 
 
 class Lifetime:
-    """The state of one worker; `protocol.states.WORKER` says what leads from one to the next, and on which thread.
+    """The state of one worker; the table `protocol.states.WORKER` has the events, and the thread of each.
 
-    closed: whether the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: whether it is
-    leaving but still serves, until its group is done. shut: whether its door is closed, so that its program begins
-    nothing more; always so if it is closed. parting: whether it takes nothing new of others, either. forked: whether
-    this is a child of the worker's process. loop_ends, loop_ended: whether its loop is about to end without a
-    shutdown, and whether it ended for that reason. exits: whether that was
-    as its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the state and the door;
-    they are attributes of their own because each call looks at `shut`.
+    closed: the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: it is leaving, and
+    serves until its group is done. shut: its door is closed, and its program can begin nothing more; also true if it is
+    closed. parting: it takes nothing new from others, either. forked: this is a child of the worker's process.
+    loop_ends, loop_ended: its loop is about to end without a shutdown; the worker ended for that reason. exits: the
+    worker ended because its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the
+    state and the door; they are attributes because each call reads `shut`.
 
-    failed: the name of the error that has ended its program; "" for none. broken: what has interrupted the runtime in
-    the midst of a step, in words; "" for nothing. on_broken: begins to close the worker; any thread calls it.
-    may_begin: whether the code that asks may begin something although the door is closed, as in a call that is being
-    served here.
+    failed: the name of the error that ended its program; "" for none. broken: the error that interrupted a step of the
+    runtime, as text; "" for none. on_broken: begins to close the worker; any thread calls it. may_begin: whether the
+    calling code may begin something although the door is closed, as in a call that is served here.
     """
 
     loop_ended: bool
@@ -46,7 +44,7 @@ class Lifetime:
         self.on_broken: Callable[[], None] | None = None
 
     def enter(self, event: WorkerEvent) -> None:
-        """Go to the state to which that event leads. On the thread that the table names for the event."""
+        """Apply an event to the state. On the thread that the table names for the event."""
         self.state = WORKER.next(self.state, event)
         self.leaving = self.state is WorkerState.LEAVING
         self.closed = not self.leaving and self.state is not WorkerState.RUNNING
@@ -56,13 +54,13 @@ class Lifetime:
         self.exits = self.exits or event is WorkerEvent.EXITED
 
     def fail(self, error: type[BaseException] | None) -> None:
-        """The program of this worker has ended by an error of that class: the others are told its name."""
+        """The program of this worker has ended by an error of that class, whose name the goodbye carries."""
         if isinstance(error, type) and issubclass(error, (Exception, KeyboardInterrupt)):
             self.failed = error.__name__ if is_error_name(error.__name__) else "Exception"
 
     def break_down(self, error: BaseException) -> None:
-        """That error has interrupted the runtime in the midst of a step: nothing begins any more, and the worker is
-        closed. Idempotent. Any thread.
+        """Close the worker after that error has interrupted a step of the runtime: nothing begins any more. Idempotent.
+        Any thread.
         """
         if self.broken or self.closed:
             return
@@ -73,7 +71,7 @@ class Lifetime:
             self.on_broken()
 
     def close_door(self, *, alone: bool) -> None:
-        """Take nothing that this worker's program begins from now on. alone: nor what others send. On the loop."""
+        """Refuse new work of this worker's program from now on. alone: and that of others. On the loop."""
         self._door_closed = self.shut = True
         self.parting = self.parting or alone
 
@@ -88,9 +86,9 @@ class Lifetime:
             raise self.why_closed()
 
     def check_begin(self, *, begun: bool = False) -> None:
-        """Raise WorkerClosed, with the reason, if nothing can be begun now; what a handler begins is part of its call.
+        """Raise WorkerClosed, with the reason, if nothing can begin now; work of a handler is part of its call.
 
-        begun: whether it goes on with what was begun before, or is the runtime's own. Any thread.
+        begun: whether it continues earlier work, or is the runtime's own. Any thread.
         """
         self.check_open()
         if self.broken:
@@ -104,12 +102,12 @@ class Lifetime:
             )
 
     def check_not_forked(self) -> None:
-        """Raise WorkerClosed in a forked child, where nobody runs the loop: what the parent waits for never comes."""
+        """Raise WorkerClosed in a forked child, where no thread runs the loop."""
         if self.forked:
             raise self.why_closed()
 
     def why_closed(self) -> WorkerClosed:
-        """What a verb raises that cannot be used. Any thread."""
+        """The error of a verb that cannot be used now. Any thread."""
         if self.forked:
             return WorkerClosed("this process was forked from the worker's; start a worker of its own here")
         if self.broken:
@@ -119,8 +117,8 @@ class Lifetime:
             )
         if self.state is WorkerState.NEW:
             return WorkerClosed(
-                f"worker {self.name!r} has not joined its group, as nobody has awaited it: write `await rpc.init(...)` "
-                "or `async with rpc.init(...)`"
+                f"worker {self.name!r} has not joined its group, because it was not awaited: write `await "
+                "rpc.init(...)` or `async with rpc.init(...)`"
             )
         if self.state is WorkerState.STARTING:
             return WorkerClosed(f"worker {self.name!r} has not joined its group yet; await it, or use `async with`")
@@ -135,7 +133,7 @@ class Lifetime:
 
 
 def loop_has_ended(worker: str) -> WorkerClosed:
-    """What verbs of a worker raise whose loop has ended, and that makes no calls for that reason."""
+    """The error of verbs after the end of the worker's loop."""
     return WorkerClosed(
         f"{worker} is closed, as its event loop has ended: start a new worker, and shut it down before its loop ends, "
         "as `async with rpc.init(...)` does"
@@ -143,7 +141,7 @@ def loop_has_ended(worker: str) -> WorkerClosed:
 
 
 def no_longer_waits(worker: str, seconds: float, what: str) -> WorkerClosed:
-    """What a program's waits end with that are longer than its worker, which leaves, lets them be."""
+    """The error of a program's waits that a leaving worker ends."""
     return WorkerClosed(
         f"worker {worker!r} is leaving, and waits no longer for {what}: what its program waits for as it leaves has "
         f"{seconds:g} s. Await it before you leave, or cancel it"

@@ -1,4 +1,4 @@
-"""A look at all TCP connections of a worker, once in a while: for hosts that have vanished, and to acknowledge."""
+"""A regular look at all TCP connections of a worker: to notice vanished hosts, and to acknowledge frames."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from ...transport import sockets
 from ...transport.connection import Connection
 
-# So many looks are made until a silence has lasted too long, at least one each second.
+# Looks within the longest silence, and the longest pause between two looks in seconds.
 _LOOKS = 10
 _LONGEST_PAUSE = 1.0
-# So many times sooner a connection is given up that goes on over another one.
+# A connection that can be resumed is given up so many times sooner.
 _SOONER = 3
 
 
 class LineWatch:
-    """Breaks connections off whose other host owes an answer for too long (`sockets.TCP_TIMEOUT`). On the loop.
+    """Breaks off connections whose other host owes an answer for too long (`sockets.TCP_TIMEOUT`). On the loop.
 
-    A worker that is stopped or busy is not silent in this sense: its host answers for it (`transport.silence`).
+    A stopped or busy worker is not silent in this sense: its host answers for it (`transport.silence`).
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connections: Iterable[Connection]) -> None:
@@ -33,7 +33,7 @@ class LineWatch:
         self._timer = self._loop.call_later(pause, self._look)
 
     def stop(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop looking. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -42,7 +42,7 @@ class LineWatch:
         now = time.monotonic()
         for connection in list(self._connections):
             silence = connection.silence(now)
-            # To connect anew costs little, and is the best way to find out.
+            # A new socket costs little, and shows soonest whether the host lives.
             limit = sockets.TCP_TIMEOUT if connection.on_suspended is None else sockets.TCP_TIMEOUT / _SOONER
             if silence >= limit:
                 connection.break_off(silence)

@@ -1,12 +1,12 @@
-"""Looking now and then, on the loop, for what it is not told of, as long as there may be something.
+"""Polling on the loop for events that do not wake it, while there may be some.
 
-Whoever wakes the loop takes the interpreter from those who run, and a message of its own wakes the other end up, too.
-Where more of the same follows soon, all of it can be seen to by one look.
+Waking the loop takes the interpreter from running threads, and a message of its own also wakes the other end. One look
+handles all events that follow each other soon.
 
     state   until
-    idle    somebody asks for a look: `ask`, `begin`
-    near    the look after the shortest pause; whoever asks meanwhile wakes nobody
-    far     the look after a longer pause, which whoever asks meanwhile brings forward
+    idle    a request for a look: `ask`, `begin`
+    near    the look after the shortest pause; requests meanwhile wake no thread
+    far     the look after a longer pause, which a request meanwhile brings forward
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .engine import Engine
 class Looking:
     """See the module. `ask` from any thread, the rest on the loop.
 
-    look: does what there is to do, and says after how many seconds to look again; None if not before somebody asks.
-    shortest: gives how many seconds there are between asking and looking. pause: those before the latest look, or the
-    next one. near: whether that comes after the shortest pause.
+    look: handles the events, and returns the seconds until the next look; None to wait for a request. shortest: returns
+    the seconds between a request and its look. pause: the seconds before the next or the latest look. near: whether the
+    next look comes after the shortest pause.
     """
 
     def __init__(self, engine: Engine, look: Callable[[], float | None], shortest: Callable[[], float]) -> None:
@@ -36,7 +36,7 @@ class Looking:
         self.pause: float = 0.0
 
     def ask(self) -> None:
-        """There may be something from now on. Any thread."""
+        """Request a look: there may be an event. Any thread."""
         if not self.near:
             self._begin_soon()
 
@@ -53,13 +53,13 @@ class Looking:
 
     def _run(self) -> None:
         self._timer = None
-        self.near = False  # before the look: whoever has something later asks again
+        self.near = False  # before the look: later events need another request
         pause = self._look()
         if pause is not None:
             self._plan(pause)
 
     def close(self) -> None:
-        """Look no more."""
+        """Cancel the next look."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,6 @@
-"""Where a thread of a pool stands by for its next job, and looks for that without sleeping, one thread at a time.
+"""Leader/followers: a thread of a pool stands by for its next job, and one thread at a time polls for it.
 
-What a thread knows of its own (`Stance`) is changed by that thread alone. A thread that sleeps keeps no source alive
-(`ThreadPool._stand_by`).
+Each thread changes its own `Stance` only. A sleeping thread keeps no source alive (`ThreadPool._stand_by`).
 """
 
 from __future__ import annotations
@@ -15,37 +14,37 @@ from typing import Protocol
 from .busy_poll import LEAST_TAKEN, BackOff, give_way
 from .wakeup import Source, WakeUp
 
-# None begins to stand by where jobs come from more sources than that: the loop reads for all of them at once, and no
-# thread would get two jobs of one in a row. It goes by the last jobs, so many of them.
+# With more sources than that among the last `_RECENT` jobs no thread begins to stand by: the loop reads for all sources
+# at once, and no thread would get two jobs of one source in a row.
 _MOST_SOURCES = 8
 _RECENT = 32
 
 
 class JobSource(Source, Protocol):
-    """Where jobs come from, for a thread that has none."""
+    """A source of jobs, such as a connection."""
 
     @property
     def bring(self) -> Callable[[], None]:
-        """Called when there is something, for which jobs are to be submitted now."""
+        """Called when the descriptor is ready: reads, and submits jobs."""
 
     @property
     def back_off(self) -> BackOff:
-        """How it goes with looking for a moment before the thread sleeps (busy_poll.py)."""
+        """Whether polling before sleeping pays (busy_poll.py)."""
 
     def keep(self) -> bool:
-        """Called before that, by `get_ready`: nobody else is told of what comes until `leave`. False if not now."""
+        """Reserve the source for this thread until `leave`: its descriptor wakes no other thread. False if not now."""
 
     @property
     def leave(self) -> Callable[[], None]:
-        """Called when the thread looks no more, once it has brought what there was."""
+        """Called when the thread stops polling, after `bring`."""
 
 
 class Stance(threading.local):
-    """What a thread knows of that for which it stands by.
+    """A thread's own state.
 
-    source: what it is to stand by for when it finds no job. wakeup: of its own, once it did. ready: whether the job
-    that it runs has asked for that source, and so is done but for its answer. kept: the source that it is going to look
-    for without sleeping, of which nobody else is told.
+    source: it stands by for this when it finds no job. wakeup: its own, after the first time. ready: whether its
+    running job has called `stand_by`, and so is done but for its answer. kept: the source reserved for it, which it is
+    going to poll.
     """
 
     source: JobSource | None = None
@@ -55,37 +54,36 @@ class Stance(threading.local):
 
 
 class Lookout:
-    """See the module. Its methods are for the threads of the pool, and do nothing in others.
+    """See the module. Its methods are for threads of the pool, and do nothing in others.
 
-    moment: seconds that a thread looks at most before it sleeps; 0 if none ever looks. jobs: those of the pool.
+    moment: seconds that a thread polls at most before it sleeps; 0 for no polling. jobs: of the pool.
     """
 
     def __init__(self, moment: float, jobs: Sized) -> None:
         self.stance: Stance = Stance()
         self._moment = moment
         self._jobs = jobs
-        self._lock = threading.Lock()  # of the thread that looks, from `get_ready` on
-        # Whether a thread looks without sleeping, or is about to. Any thread. Not in Python, as loops ask it often.
+        self._lock = threading.Lock()  # of the polling thread, from `get_ready` on
+        # Whether a thread polls, or is about to. Any thread. A method in C, because loops ask it often.
         self.looks: Callable[[], bool] = self._lock.locked
-        self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
+        self._sources: deque[int] = deque(maxlen=_RECENT)  # ids of the last jobs' sources
 
     def crowded(self) -> bool:
         """Whether jobs come from too many sources for a thread to begin to stand by."""
         return len({*self._sources}) > _MOST_SOURCES
 
     def stand_by(self, source: JobSource) -> None:
-        """Have the calling thread of the pool wait for jobs from there, too, the next time it finds none."""
+        """The calling thread of the pool waits for jobs of that source, too, the next time it finds none."""
         stance = self.stance
         stance.source = source
         stance.ready = True
         self._sources.append(id(source))
 
     def get_ready(self) -> None:
-        """The calling thread is about to send what the next job of the source follows that it is to stand by for.
+        """The calling thread is about to send the answer, which the next job of its source follows.
 
-        If it is going to look for that without sleeping, nobody else is told of it: not even of what comes before the
-        thread is done with the job that it runs. So nothing may follow that takes long. Any thread; nothing unless that
-        job has said `stand_by` itself: what an earlier job has asked for waits until this one ends.
+        If it is going to poll, the source is reserved for it from now on, also until its running job ends: so nothing
+        long may follow. Any thread; does nothing unless the running job itself has called `stand_by`.
         """
         stance = self.stance
         source = stance.source
@@ -103,7 +101,7 @@ class Lookout:
                 self._lock.release()
 
     def let_go(self) -> None:
-        """The calling thread looks no more for what its source has, or does not although it was ready to."""
+        """The calling thread gives its reserved source back."""
         stance = self.stance
         source, stance.kept = stance.kept, None
         if source is not None:
@@ -111,7 +109,7 @@ class Lookout:
             source.leave()
 
     def look(self, wakeup: WakeUp, source: JobSource) -> list[tuple[int, int]]:
-        """Look for a moment what comes, without sleeping: what there is. If it is nothing, the source was let go."""
+        """Poll for a moment; the ready descriptors. If there are none, the source was given back."""
         poll, back_off = wakeup.epoll.poll, source.back_off
         until = time.monotonic() + self._moment
         while True:

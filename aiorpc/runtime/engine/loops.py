@@ -22,30 +22,30 @@ from ...undoing import on_error
 T = TypeVar("T")
 
 _STDERR = 2
-# How many seconds a loop that has ended by itself gets for what it still has to do.
+# Seconds for the last steps of a loop that has ended by itself.
 _LAST_GRACE = 10.0
-# Seconds between two looks whether the loop that a thread waits for has ended.
+# Seconds between two looks of a waiting thread whether the loop has ended.
 _LOOK = 1.0
-# Seconds that an interpreter which is about to end waits for the thread of a loop.
+# Seconds that an ending interpreter waits for the thread of a loop.
 _LAST_MOMENT = 0.5
-# Seconds that a thread which is interrupted waits for the end of what it has waited for.
+# Seconds that an interrupted thread waits for the end of its coroutine.
 _INTERRUPTED_GRACE = 5.0
 
 
 def occupy_standard_streams() -> None:
-    """Open /dev/null as whichever of the descriptors 0, 1 and 2 this process has closed, as daemons do.
+    """Open /dev/null for those of the descriptors 0, 1 and 2 that this process has closed, as daemons do.
 
-    Else they would be given to the next files that are opened. What a library of C writes to stderr would go into a
-    connection then, and uvloop aborts the process where it is to close one of them.
+    Otherwise sockets would get these numbers: a C library's output to stderr would go into a connection, and uvloop
+    aborts the process when it closes one of them.
     """
-    with contextlib.suppress(OSError):  # no descriptors are left, so none of these is free; or there is no /dev
+    with contextlib.suppress(OSError):  # all descriptors are in use, these three, too; or there is no /dev
         while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= _STDERR:
-            os.set_inheritable(descriptor, True)  # as those three are
+            os.set_inheritable(descriptor, True)  # as standard streams are
         os.close(descriptor)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's loop where there is one, else asyncio's."""
+    """A loop of uvloop if it is installed, otherwise of asyncio."""
     occupy_standard_streams()
     try:
         import uvloop
@@ -56,13 +56,12 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 class Handed(Generic[T]):
-    """A coroutine that runs on a loop for a thread that blocks for its result, by `wait`.
+    """A coroutine that runs on a loop for a thread, which blocks for its result in `wait`.
 
-    make: makes it, on the loop; what it raises is the result. begun: whether that was made. ended: whether there is a
-    result, or none will come.
+    make: makes the coroutine, on the loop; its error is the result. begun: whether the coroutine was made. ended:
+    whether there is a result, or none will come.
 
-    In the main thread a signal handler may raise at any instruction, also within concurrent.futures while that has a
-    lock which the loop needs. So that thread has no lock here but one that nobody else waits for.
+    The loop never waits for a lock that the thread has: `_settled` is the thread's alone.
     """
 
     def __init__(self, make: Callable[[], Coro[T]], loop: asyncio.AbstractEventLoop) -> None:
@@ -89,7 +88,7 @@ class Handed(Generic[T]):
             self._end()
 
     def _on_done(self, task: asyncio.Task[T]) -> None:
-        self._task = None  # the thread need not let go of it, which runs code of asyncio's
+        self._task = None  # freed on the loop, not in the thread
         if not task.cancelled():
             self._error = task.exception()
             if self._error is None:
@@ -101,7 +100,7 @@ class Handed(Generic[T]):
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it was woken already, as it has ended and is not wanted any more
+        with contextlib.suppress(RuntimeError):  # it was woken before
             self._settled.release()
 
     def _give_up(self) -> None:
@@ -114,7 +113,7 @@ class Handed(Generic[T]):
         try:
             self._loop.call_soon_threadsafe(step)
         except RuntimeError:
-            if not self._loop.is_closed():  # a signal handler has raised it
+            if not self._loop.is_closed():  # of a signal handler
                 raise
             return False
         return True
@@ -139,8 +138,8 @@ class Handed(Generic[T]):
                 acquire(self._settled, 0.05)
 
     def wait(self, ended: str) -> T:
-        """Have it run, and block for its result. What a signal handler raises meanwhile, as Ctrl-C does, cancels it,
-        waits for its end and is raised; and so does RpcCancelled in a handler whose caller gives up.
+        """Run the coroutine, and block for its result. An error of a signal handler (Ctrl-C) cancels it, waits for its
+        end and is raised; likewise RpcCancelled in a handler whose caller gives up.
 
         WorkerClosed, with the text `ended`, if the loop has ended first.
         """
@@ -154,7 +153,7 @@ class Handed(Generic[T]):
         finally:
             if observer is not None:
                 observer.exit_blocked()
-        # Let go of it: its traceback gets frames that have this, and all of the callers' locals with them.
+        # Its traceback would keep this object, and with it all locals of the callers.
         error, self._error = self._error, None
         if error is None:
             if self._result:
@@ -167,7 +166,7 @@ class Handed(Generic[T]):
 
 
 def _mark_seen(future: asyncio.Future[T]) -> None:
-    """Nobody looks at its error, and none is to be logged for that."""
+    """Keep asyncio from logging its error."""
     if not future.cancelled():
         future.exception()
 
@@ -181,11 +180,10 @@ async def _bounded(coroutine: Coro[None]) -> None:
 class LoopThread:
     """A running loop in a daemon thread ``aiorpc-<name>-loop``, from `start` on; `close` ends both.
 
-    The thread makes its loop itself: a signal handler that raises in the main thread, as Ctrl-C does, may do so at any
-    instruction, and a loop that was just being made there would be nobody's.
+    The thread makes its loop itself: an interrupted main thread would leave a half-made loop behind.
 
-    on_end: called in that thread if the loop ends by itself, as ``SystemExit`` in a task and ``loop.stop()`` make it,
-    with what ended it; the coroutine that it returns is run to its end before the loop is closed.
+    on_end: called in that thread if the loop ends by itself (``SystemExit`` in a task, ``loop.stop()``), with the
+    cause; the coroutine that it returns runs to its end before the loop is closed.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -194,19 +192,19 @@ class LoopThread:
         self.on_end: Callable[[BaseException | None], Coro[None]] | None = None
         self._name = name
         self._closing = False
-        self._over = False  # it ended by itself and takes no more
-        self._handed: set[concurrent.futures.Future[Any]] = set()  # what runs there for other loops
-        self._blocking: set[Handed[Any]] = set()  # and for threads
-        self._lock = Lock()  # of `_begun`, of `_over` and of what is handed to the loop
-        self._begun = False  # the loop is there
-        self._failure: Exception | None = None  # why it is not
-        self._ready = threading.Lock()  # held until either is known
+        self._over = False  # the loop ended by itself and takes no more
+        self._handed: set[concurrent.futures.Future[Any]] = set()  # coroutines that run there for other loops
+        self._blocking: set[Handed[Any]] = set()  # the same for threads
+        self._lock = Lock()  # of `_begun`, `_over` and `_handed`
+        self._begun = False  # whether the loop was made
+        self._failure: Exception | None = None  # why it could not be made
+        self._ready = threading.Lock()  # held until one of them is known
         self._ready.acquire()
         self._thread = daemon(self._run, name=f"aiorpc-{name}-loop")
 
     def start(self) -> LoopThread:
-        """Start the thread and its loop, once. RendezvousError if the system gives no thread, or no descriptors. After
-        whatever it raises `close` has to be called."""
+        """Start the thread and its loop, once. RendezvousError if the system gives no thread, or no descriptors. Call
+        `close` after any error."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -222,7 +220,7 @@ class LoopThread:
     def _run(self) -> None:
         try:
             with self._lock:
-                if self._closing:  # whoever has started it was interrupted, and has gone
+                if self._closing:  # the starting thread was interrupted
                     return
                 self.loop = new_loop()
                 self._begun = True
@@ -243,10 +241,10 @@ class LoopThread:
         finally:
             asyncio.set_event_loop(None)
             with self._lock:
-                self.loop.close()  # here, as whoever waits for this thread may be interrupted
+                self.loop.close()  # here: a thread that waits for this one may be interrupted
 
     def _end(self, cause: BaseException | None) -> None:
-        """The loop has ended although nobody asked for it: let go of what is on it, and leave nobody waiting for it."""
+        """The loop has ended by itself: cancel its tasks, and end all waits for it."""
         if self.on_end is not None:
             self._finish(self.on_end(cause))
         with self._lock:
@@ -254,16 +252,16 @@ class LoopThread:
         self._finish(self._last())
 
     async def _last(self) -> None:
-        await asyncio.sleep(0)  # what was handed over just before becomes a task
+        await asyncio.sleep(0)  # coroutines handed over just before become tasks
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         if others:
             await asyncio.wait(others, timeout=1.0)
-        await asyncio.sleep(0)  # what waits for them in other threads is told
+        await asyncio.sleep(0)  # waiting threads get the outcome
 
     def _finish(self, coroutine: Coro[None]) -> None:
-        """Run the loop until the coroutine is done, even if something else on the loop ends it once more."""
+        """Run the loop until the coroutine is done, even if another task stops the loop again."""
         task = self.loop.create_task(_bounded(coroutine))
         until = time.monotonic() + 2 * _LAST_GRACE
         while not task.done() and time.monotonic() < until:
@@ -284,10 +282,10 @@ class LoopThread:
         return f"the loop of worker {self._name!r} has ended"
 
     def run(self, coroutine: Coro[T]) -> T:
-        """Run a coroutine there and block for its result, as `Handed` does."""
+        """Run a coroutine there and block for its result, as `Handed.wait`."""
 
         def make() -> Coro[T]:
-            if self._over:  # `_last` would not know of it, and nobody would end it
+            if self._over:  # `_last` has run, and would not end it
                 raise WorkerClosed(self._why_over())
             return coroutine
 
@@ -296,19 +294,19 @@ class LoopThread:
             self._blocking.add(handed)
             return handed.wait(self._why_over())
         finally:
-            # Not one that goes on, as this thread was interrupted twice: `close` waits for it.
+            # If this thread was interrupted twice its coroutine may go on, and `close` waits for it.
             for each in tuple(self._blocking):
                 if each.ended:
                     self._blocking.discard(each)
-            if not handed.begun:  # the loop has ended before, or ends; or this thread was interrupted before
+            if not handed.begun:  # the loop ends, or this thread was interrupted
                 handed.ended = True
                 coroutine.close()
 
     async def run_async(self, coroutine: Coro[T]) -> T:
         """Run a coroutine there and await its result on the running loop.
 
-        Who is cancelled has it cancelled there, and goes on behind its end, however often that is; it begins all the
-        same, as it may have to clean up what was begun before it.
+        A cancelled caller cancels it there, and returns after its end, however often it is cancelled. The coroutine
+        begins in any case, because it may have to clean up.
         """
         running: list[asyncio.Task[T]] = []
 
@@ -330,7 +328,7 @@ class LoopThread:
             await asyncio.wait((result,))
         except asyncio.CancelledError:
             result.add_done_callback(_mark_seen)
-            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self.loop.call_soon_threadsafe(give_up)
             until = time.monotonic() + _INTERRUPTED_GRACE
             while not result.done() and time.monotonic() < until:
@@ -347,10 +345,9 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def end_at_exit(self) -> None:
-        """As `close`, for an interpreter that is about to end: for a moment only, and whatever still runs there.
+        """As `close`, when the interpreter exits: for a moment only, without a wait for running coroutines.
 
-        uvloop would go on without the interpreter, and ask what is no more for the state of the thread: the process
-        would end by a signal.
+        A running uvloop would use the thread state of the dead interpreter, and the process would end by a signal.
         """
         self._closing = True
         self._stop(_LAST_MOMENT)
@@ -358,16 +355,16 @@ class LoopThread:
     def close(self) -> None:
         """End the loop and its thread. Idempotent; not from the thread itself.
 
-        What others still wait for gets a moment: several may wait for the same end of a worker, and each closes this.
+        Running coroutines get a moment first: several threads may wait for the end of one worker, and each closes this.
         """
         self._closing = True
         try:
             self._wait_for_what_runs()
-        finally:  # also where this thread is interrupted: the loop would run on, and nobody has it
+        finally:  # also if this thread is interrupted
             with self._lock:
                 begun = self._begun
             if not begun:
-                with contextlib.suppress(RuntimeError):  # nor has the thread, and if it does it ends at once
+                with contextlib.suppress(RuntimeError):  # the thread was not started, or ends at once
                     self._thread.join(_LOOK)
             elif not self.loop.is_closed():
                 self._stop(5.0)
@@ -379,10 +376,10 @@ class LoopThread:
             while not all(each.ended for each in tuple(self._blocking)) and time.monotonic() < until:
                 time.sleep(0.001)
         if self._over and threading.current_thread() is not self._thread:
-            self._thread.join(5.0)  # it closes its loop itself
+            self._thread.join(5.0)  # the thread closes its loop itself
 
     def _stop(self, seconds: float) -> None:
         """Stop the loop, and wait so many seconds for the thread, which closes it."""
-        with contextlib.suppress(RuntimeError):  # it is closed, by another thread maybe
+        with contextlib.suppress(RuntimeError):  # another thread closed it
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(seconds)

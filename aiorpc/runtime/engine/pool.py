@@ -1,23 +1,19 @@
-"""Threads that run ``def`` handlers: a bounded pool, in which a thread that waits for a nested call does not count.
+"""A bounded pool of threads for ``def`` handlers. Threads that wait for a nested call do not count.
 
-Jobs are taken first in, first out; threads last in, first out, so that few stay warm. ``submit`` takes no lock: it
-appends the job, then looks for an idle thread; a thread that goes idle announces itself, then looks for a job. Whoever
-comes second sees the other, so no job can lie beside a sleeping thread. Every step that frees a place under the limit
-(going idle, waiting for a nested call, ending) is followed by that same second look.
+Jobs are taken first in, first out. Idle threads are woken last in, first out, which keeps few of them warm. ``submit``
+takes no lock: it appends the job, then looks for an idle thread. A thread that goes idle announces itself, then looks
+for a job. The second of the two sees the first, so no job can lie beside a sleeping thread. Every step that frees a
+place under the limit (going idle, waiting for a nested call, ending) is followed by the same second look.
 
-A thread without a job may stand by for the next one at its source (`Lookout.stand_by`): it waits for a descriptor,
-brings in what has come, and so runs it without having been woken by another thread. These are the leader and the
-followers of Schmidt, Stal, Rohnert and Buschmann (Pattern-Oriented Software Architecture 2), but for the loop, which
-goes on with all other sources. Such a thread is idle like any other, is woken last, and in place of it a new one is
-started.
+A thread without a job may stand by at a source of jobs (`Lookout.stand_by`): it waits for the descriptor, reads the
+next job and runs it, and no other thread has to wake it. These are the leader/followers of Schmidt, Stal, Rohnert and
+Buschmann (Pattern-Oriented Software Architecture 2), beside a loop that reads all other sources. Such a thread counts
+as idle; other threads are woken or started before it.
 
-``submit`` may be called in the main thread, where a signal handler may raise between any two instructions. It changes
-nothing then that the pool could not go on from. The number of threads (`_threads`) is changed by threads of the pool
-alone, where no handler runs; a thread that is to be started is announced by an object of its own in `_starting`, which
-the thread takes out itself when it counts itself, and which who was interrupted takes out, too: whether or not the
-thread comes, it is counted once. To be woken says no more than "look again": who wakes up takes itself out of the idle
-ones if it is there still, so that everybody may be woken at any time. After an interruption everybody is (`_mend`),
-and so nobody sleeps on who was to be woken, and each job that was appended runs.
+After an exception of a signal handler in ``submit`` all threads wake up and look again (`_mend`), so each job that was
+appended runs. A wake-up says no more than "look again": a thread that wakes up removes itself from the idle ones if it
+is still there. A thread being started has an object in `_starting`, which the thread itself or the interrupted starter
+removes: it counts once, whether or not the thread comes.
 """
 
 from __future__ import annotations
@@ -49,32 +45,32 @@ _Job = tuple[Callable[..., None], tuple[object, ...]]
 
 # The weight of a new wait in the moving average of its thread.
 _WEIGHT = 0.25
-# So many threads stand by at most.
+# Threads that stand by, at most.
 _MOST_STANDING = 8
-# So many seconds the threads that have no job have to leave, as the process exits.
+# Seconds for idle threads to end when the process exits.
 _IDLE_LEAVE = 0.1
-# For so many seconds without a job a thread stands by. Then another one may.
+# Seconds without a job after which another thread may stand by.
 _STANDING = 1.0
 
 
 class NoThread(WorkerClosed):
-    """The system gives no thread for a job, and there is none that would take it later: it was not run.
+    """The system gives no thread for a job, and no thread of the pool could take it later: it was not run.
 
-    A call that was refused for that may come again, which is for whoever serves it to say. It is no Overloaded of
-    itself: where the caller of a call finds no thread to read the answer in, that call has been run.
+    It is no Overloaded, which promises that the call has not run: the caller's end may lack a thread to read the
+    answer.
     """
 
 
 class ProcessExits(SystemExit):
-    """Raised in the threads that run jobs, wherever they are, as their process exits. Nobody is told of it."""
+    """Raised in threads that run jobs when their process exits. It is not logged."""
 
 
 class _NotStarted(RuntimeError):
-    """The system, or an interpreter that ends, gives no more threads."""
+    """The system, or an ending interpreter, gives no more threads."""
 
 
 class ShareForPool(Protocol):
-    """The share that a caller has of the threads (`Share`)."""
+    """A caller's share of the threads (`Share`)."""
 
     def claim(self) -> None: ...
 
@@ -82,10 +78,10 @@ class ShareForPool(Protocol):
 
 
 class _Local(threading.local):
-    """What a thread knows of its own waits.
+    """A thread's own state.
 
-    depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
-    its waits take on average. share: of whose caller it runs a job, see `shares`.
+    depth: how many nested waits it is in; -1 in threads outside of the pool. typical_wait: seconds of its waits on
+    average. share: of the caller whose job it runs, see `shares`.
     """
 
     depth = -1
@@ -96,13 +92,12 @@ class _Local(threading.local):
 class ThreadPool:
     """Daemon threads ``aiorpc-<name>-<n>``, started when needed, at most ``limit`` of them running a job at a time.
 
-    name: shown in thread names. limit: jobs that may run at once, those that wait for a nested call not counted.
+    name: shown in thread names. limit: jobs that may run at once; those that wait for a nested call do not count.
     linger: seconds a thread above the limit stays idle before it ends (starting one costs more than keeping one).
-    prepare: called first in each thread, to set its context variables. busy: seconds, see `stay_awake`; so
-    many at most, and no more than `busy_poll.MOMENT`, a thread that stands by looks before it sleeps.
-    may_stay_awake: whether there may be threads that wait without sleeping (`stay_awake`).
-    All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
-    local: what the calling thread knows of itself.
+    prepare: called first in each thread, to set its context variables. busy: seconds that a waiting thread polls at
+    most (`stay_awake`); a thread that stands by polls for at most `busy_poll.MOMENT` of them. may_stay_awake: whether
+    waiting threads may poll. All methods may be called from any thread. The pool lives until ``close``; it belongs to
+    the process that made it. local: the calling thread's own state.
     """
 
     def __init__(
@@ -125,34 +120,33 @@ class ThreadPool:
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self.lookout: Lookout = Lookout(min(busy, MOMENT), self._jobs)
-        self._idle: list[threading.Lock | WakeUp] = []  # woken from its end; those that stand by are in front
+        self._idle: list[threading.Lock | WakeUp] = []  # woken from the end; threads that stand by are in front
         self._standing: list[WakeUp] = []
         self._most_standing = _MOST_STANDING
         self.local: _Local = _Local()
-        self._wakes: set[threading.Lock | WakeUp] = set()  # of all threads, those that sleep and those that do not
-        self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
-        self._ending: list[threading.Thread] = []  # those that count no more, and may not be gone yet
-        # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too. It is taken by
-        # itself, and not by way of the condition, whose code is Python's: what a signal handler raised in that would
-        # leave it taken.
+        self._wakes: set[threading.Lock | WakeUp] = set()  # of all threads
+        self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by their wake-up
+        self._ending: list[threading.Thread] = []  # threads that no longer count, and may still live
+        # Reentrant: a signal handler may submit a job. Taken directly and not by way of the condition, whose Python
+        # code a signal handler could interrupt while the lock is held.
         self._lock = RLock()
         self._ended = threading.Condition(self._lock)
-        self._threads = 0  # those that have begun
-        self._starting: set[object] = set()  # one object for each thread that has not
+        self._threads = 0  # that have begun
+        self._starting: set[object] = set()  # one object for each thread that has not begun
         self._blocked = 0
-        self._excused = 0  # threads that wait for whoever closes the pool
+        self._excused = 0  # threads that wait for the thread that closes the pool
         self._numbered = 0
         self._waking = False
         self._closed = False
         self._in_child = False
-        self._awake = RLock()  # of the thread that stays awake; what it unpickles then may wait, too
-        self._is_awake = False  # whether one does
+        self._awake = RLock()  # of the polling thread; reentrant, because unpickled code may wait, too
+        self._is_awake = False  # whether a thread polls
 
     # Looking in.
 
     @property
     def threads(self) -> int:
-        """Threads alive, and those that are being started."""
+        """Threads alive or being started."""
         return self._threads + len(self._starting)
 
     @property
@@ -171,7 +165,7 @@ class ThreadPool:
         return len(self._jobs)
 
     def is_active(self) -> bool:
-        """Whether a thread runs a job, or looks without sleeping for what comes."""
+        """Whether a thread runs a job or polls."""
         return self._busy() > 0 or self._is_awake or self.lookout.looks()
 
     def is_pool_thread(self) -> bool:
@@ -198,7 +192,7 @@ class ThreadPool:
                 self._kick()
         except _NotStarted as error:
             self._take_back(job, error)
-        except BaseException:  # a signal handler has raised it
+        except BaseException:  # of a signal handler
             self._mend()
             raise
 
@@ -231,12 +225,11 @@ class ThreadPool:
     def stay_awake(
         self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
     ) -> None:
-        """Call `look(enough)` in a thread that has to wait, if that pays; `enough()` says when to end it. Any thread.
+        """Poll in a waiting thread, if that pays: call `look(enough)`; `enough()` returns whether to stop. Any thread.
 
-        A thread that sleeps needs tens of microseconds to wake up, and the core that went idle with it as long again.
-        So a thread whose waits are short looks for what it waits for itself, and lets others run between two looks: for
-        at most `busy` seconds, one thread at a time, and only while no job needs the interpreter. One whose waits take
-        longer on average sleeps at once.
+        A sleeping thread needs tens of microseconds to wake up, and its idle core as long again. So a thread whose
+        waits are short polls, and lets others run between two looks: for at most `busy` seconds, one thread at a time,
+        and only while no job needs the interpreter. A thread with longer waits on average sleeps at once.
         """
         most, local = self._most_busy, self.local
         if not most or local.typical_wait > most or self._busy() > (local.depth >= 0) or not self._awake.acquire(False):
@@ -250,9 +243,9 @@ class ThreadPool:
             self._awake.release()
 
     def waited(self, seconds: float) -> None:
-        """The calling thread waited for so long: `stay_awake` goes by the mean.
+        """The calling thread waited so many seconds: `stay_awake` uses the mean.
 
-        Waits that are long count as twice `busy`, so that one among short ones is soon forgotten.
+        Long waits count as twice `busy` only, and are soon forgotten among short ones.
         """
         local = self.local
         local.typical_wait += _WEIGHT * (min(seconds, 2 * self._most_busy) - local.typical_wait)
@@ -261,9 +254,9 @@ class ThreadPool:
         """Take no more jobs; end idle threads at once; wait up to ``timeout`` seconds for the jobs taken so far, and
         for their threads.
 
-        Returns how many jobs are unfinished (running, or queued behind them); these go on in daemon threads. Called
-        from a job, that job is neither waited for nor counted; nor are those in `excused`. Idempotent; does nothing in
-        a forked child.
+        Returns how many jobs are unfinished (running, or queued behind them); these go on in daemon threads. The
+        calling job and those in `excused` are neither waited for nor counted. Idempotent; does nothing in a forked
+        child.
         """
         if os.getpid() != self._pid:
             return 0
@@ -274,16 +267,16 @@ class ThreadPool:
         with self._lock:
             self._ended.wait_for(lambda: self.threads <= own + self._excused, timeout)
             left = max(0, self.threads - own - self._excused - len(self._idle)) + len(self._jobs)
-        for thread in self._ending:  # so that who looks for threads afterwards finds none of the pool
+        for thread in self._ending:  # afterwards no thread of the pool is alive
             thread.join(max(0.0, until - time.monotonic()))
         return left
 
     def end_jobs(self, timeout: float) -> None:
-        """Before the interpreter exits: raise ProcessExits in the jobs that run, and wait so long for their threads.
+        """Before the interpreter exits: raise ProcessExits in running jobs, and wait so many seconds for their threads.
 
-        The interpreter ends a daemon thread as soon as that wants its lock. With a frame of C++ below, as where a job
-        computes with torch, this aborts the process in place of ending it with the status that it has. What waits for
-        a nested call has no such frame, as a rule, and is not waited for. Nothing in a forked child.
+        The exiting interpreter ends a daemon thread that wants its lock. Below a C++ frame, as of torch, this aborts
+        the process and loses its exit status. Jobs that wait for a nested call have no such frame as a rule, and are
+        not waited for. Does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
@@ -300,7 +293,7 @@ class ThreadPool:
 
     @contextlib.contextmanager
     def excused(self) -> Iterator[None]:
-        """In it the calling thread waits for whoever closes the pool, who must not wait for it. Any thread."""
+        """In this context the calling thread waits for the closing thread, which must not wait for it. Any thread."""
         own = int(self.is_pool_thread())
         self._excuse(own)
         try:
@@ -314,7 +307,7 @@ class ThreadPool:
             self._ended.notify_all()
 
     def in_forked_child(self) -> None:
-        """In a forked child: if the thread that lives on in it is one of the pool, it ends with its job."""
+        """In a forked child: if its thread is one of the pool, the child ends with the thread's job."""
         self._in_child = True
 
     # Waking and starting threads.
@@ -338,19 +331,19 @@ class ThreadPool:
         self._waking = True
         try:
             wake.release()
-        except RuntimeError as error:  # everybody has been woken, and this one has not noticed yet
+        except RuntimeError as error:  # woken by `_wake_all` already
             if type(error) is not RuntimeError:
                 raise
 
     def _grow_beside(self) -> bool:
-        """Start a thread, as all that are idle stand by; False if there can be none."""
+        """Start a thread, because all idle ones stand by; False if the system gives none."""
         try:
             return self._grow()
         except _NotStarted:
             return False
 
     def _look_again(self) -> None:
-        """After a place under the limit came free: the jobs that were refused it must not be forgotten."""
+        """After a place under the limit came free: start a job that waits for one."""
         if self._jobs and not self._waking:
             try:
                 self._kick()
@@ -358,7 +351,7 @@ class ThreadPool:
                 logger.warning("pool %s cannot start a thread, %d go on: %s", self._name, self._threads, error)
 
     def _mend(self) -> None:
-        """Go on after this thread was interrupted in the midst of anything: see the module."""
+        """Restore the pool after an interruption: see the module."""
         if is_owned(self._lock):
             self._lock.release()
         self._waking = False
@@ -377,7 +370,7 @@ class ThreadPool:
             self._waking = True
             thread = daemon(self._work, announced, name=name)
             thread.start()
-        except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
+        except BaseException as error:  # no thread, or an interruption, after which the thread may exist
             with self._lock:
                 self._starting.discard(announced)
                 self._ended.notify_all()
@@ -388,11 +381,11 @@ class ThreadPool:
         return True
 
     def _take_back(self, job: _Job, reason: _NotStarted) -> None:
-        """No thread could be started: fine while others live to run the job; else the job is withdrawn.
+        """No thread could be started: withdraw the job, unless other threads live to run it.
 
-        At the end of the interpreter only an idle one counts: what the others do may end with the process.
+        When the interpreter exits only an idle thread counts: the others may end in their jobs.
         """
-        ending = sys.is_finalizing() or "interpreter shutdown" in str(reason)  # as Python 3.12 says it, and earlier
+        ending = sys.is_finalizing() or "interpreter shutdown" in str(reason)  # since Python 3.12, and before
         if self._idle if ending else self.threads > 0:
             return
         for index in range(len(self._jobs)):
@@ -430,7 +423,7 @@ class ThreadPool:
         fresh = True
         self._waking = False
         while True:
-            # In place, and not in a function of its own: this is what every call to a `def` handler pays.
+            # Inlined: every call of a `def` handler pays for it.
             if (
                 self._jobs
                 and self._threads + len(self._starting) - len(self._idle) - self._blocked <= self._limit  # as `_busy`
@@ -441,7 +434,7 @@ class ThreadPool:
                     pass
                 else:
                     if fresh and self._jobs and not self._waking:
-                        self._look_again()  # one that was just woken passes the wake-up on first
+                        self._look_again()  # a thread that was just woken first wakes the next one
                     fresh = False
                     if stance.kept is not None:
                         self.lookout.let_go()
@@ -451,7 +444,7 @@ class ThreadPool:
                     except BaseException as error:
                         said = "a job of pool %s raised; the pool goes on"
                         foreign.log_error(logger, logging.ERROR, error, said, self._name)
-                    del fn, args  # nothing is kept while the thread sleeps
+                    del fn, args  # a sleeping thread keeps no job alive
                     if self._in_child:
                         end_child(f"a thread of {self._name}")
                     continue
@@ -476,7 +469,7 @@ class ThreadPool:
         while True:
             surplus = self._threads + len(self._starting) - self._blocked > self._limit
             if wake.acquire(timeout=self._linger if surplus else -1):
-                if wake in self._idle:  # we have been woken with everybody
+                if wake in self._idle:  # woken by `_wake_all`
                     self._unpark(wake)
                 return True
             if self._retire(wake):
@@ -491,7 +484,7 @@ class ThreadPool:
             if wakeup is not None and found and (len(found) > 1 or found[0][0] != wakeup.event):
                 watched: JobSource | None = wakeup.watched()
                 if watched is not None:
-                    self._waking = True  # we take the jobs that we bring ourselves
+                    self._waking = True  # this thread runs the jobs that it brings
                     watched.bring()
         except BaseException as error:  # the thread goes on: jobs may have been left to it
             said = "a thread of pool %s could not stand by; the pool goes on"
@@ -561,12 +554,12 @@ class ThreadPool:
                 return False
             self._end(wake)
         self._close_wakeup()
-        # Between leaving the list and the count we looked busy: a job may have been left for us.
+        # Between list and count this thread looked busy: a job may have been left waiting.
         self._look_again()
         return True
 
     def _end(self, wake: threading.Lock) -> None:
-        """This thread counts no more. With the lock held."""
+        """This thread no longer counts. With the lock held."""
         self._wakes.discard(wake)
         self._ending = [*(each for each in self._ending if each.is_alive()), self._running.pop(wake)]
         self._threads -= 1
@@ -583,11 +576,11 @@ class ThreadPool:
         with self._lock:
             self._end(wake)
         self._look_again()
-        # Threads that went idle above the limit while jobs were left have not seen that the pool is done.
+        # Threads that went idle above the limit while jobs were queued have not seen that the pool is closed.
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Have all threads look again, whether or not they sleep."""
+        """Make all threads look again, whether or not they sleep."""
         for wake in list(self._wakes):
-            with contextlib.suppress(RuntimeError):  # it has been woken already
+            with contextlib.suppress(RuntimeError):  # woken already
                 wake.release()

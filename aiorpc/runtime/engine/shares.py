@@ -1,12 +1,12 @@
-"""Which threads of the pool the calls of one caller have: as many as `num_worker_threads`, and never all there are.
+"""Each caller's share of the pool's threads: at most `num_worker_threads`, and never all of them.
 
-Handlers that block for ever keep their threads. Those of one caller must not keep all of them: the pool has some more
-threads than one caller gets, so that calls of another one start. What a caller asks for beyond its share waits here. It
-goes to the pool when one of its own jobs has ended, behind what others have submitted meanwhile: so callers take turns.
-With one thread in all, where handlers are meant to run one after the other, there is none to be kept for others.
+Handlers that never return keep their threads. One caller's handlers must not keep all of them: the pool has more
+threads than a share, and other callers' calls can start. A caller's jobs beyond its share wait here. Each goes to the
+pool when an earlier job of the caller has ended, after jobs of others: so callers take turns. A pool of one thread, in
+which handlers run one after the other, keeps none for others.
 
-No lock is taken. A claim is one entry of a list; who lets go of one looks for what waits afterwards, and who has left
-something to wait looks for a free claim afterwards. So one of the two sees the other.
+No lock is taken. A claim is one entry of a list. A thread that drops a claim looks for waiting jobs afterwards, and a
+thread that adds a waiting job looks for a free claim afterwards: one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ...locks import Lock
 from ...undoing import on_error
 from .pool import ThreadPool
 
-# Of so many threads that one caller may have there is one more for others.
+# One thread is added for others for so many threads of a share.
 _FOR_OTHERS = 8
 
 _Job = tuple[Callable[[Any], None], Any, Callable[[Any, BaseException], object]]
 
 
 def threads_in_all(share: int) -> int:
-    """How many threads the pool has if one caller may have that many."""
+    """How many threads the pool has for that size of a share."""
     return share + max(1, share // _FOR_OTHERS) if share > 1 else share
 
 
 class Share:
-    """What one caller has of the threads. Any thread, but for `let_go` and `claim`, which are for those of the pool.
+    """One caller's share. Any thread, but `let_go` and `claim` in threads of the pool.
 
-    most: jobs that may run, or wait in the pool, at once; those that wait for a nested call not counted. waiting: those
-    beyond that. claims: one entry for each job that is in the pool.
+    most: jobs in the pool at once, running or queued; those that wait for a nested call do not count. waiting: the jobs
+    beyond that. claims: one entry for each job in the pool.
     """
 
     __slots__ = ("__weakref__", "_pool", "claims", "most", "waiting")
@@ -49,10 +49,10 @@ class Share:
         self._pool = pool
 
     def submit(self, run: Callable[[T], None], call: T, refuse: Callable[[T, BaseException], object]) -> None:
-        """Have ``run(call)`` run in the pool, behind the jobs that this caller has submitted before.
+        """Run ``run(call)`` in the pool, after earlier jobs of this caller.
 
-        refuse: is called with it and the error if there is no thread when it is its turn later. Raises what
-        `ThreadPool.submit` raises.
+        refuse: called with the call and the error if there is no thread at its turn later. Raises the errors of
+        `ThreadPool.submit`.
         """
         if self.waiting or len(self.claims) >= self.most:
             self.waiting.append((run, call, refuse))
@@ -63,7 +63,8 @@ class Share:
             self._pool.submit(self.run, run, call)
 
     def run(self, run: Callable[[object], None], call: object) -> None:
-        """In the pool: a job that has a claim, and those that wait for one while no other job waits for the thread."""
+        """In the pool: run a job with its claim, and then waiting jobs of the caller while the pool's queue is
+        empty."""
         pool = self._pool
         pool.local.share = self
         try:
@@ -71,9 +72,9 @@ class Share:
             while self.waiting and not pool.queued:
                 try:
                     run, call, _ = self.waiting.popleft()
-                except IndexError:  # another thread has come first
+                except IndexError:  # another thread took it
                     break
-                pool.lookout.let_go()  # as before each job of the pool
+                pool.lookout.let_go()  # as the pool does before each job
                 pool.lookout.stance.ready = False
                 run(call)
         finally:
@@ -81,13 +82,13 @@ class Share:
             self.let_go()
 
     def claim(self) -> None:
-        """A job goes on that had let go of its claim while it waited. There may be more than `most` for a while."""
+        """A job goes on after a wait in which it had no claim. There may be more than `most` claims for a while."""
         self.claims.append(None)
 
     def let_go(self) -> None:
-        """A job has ended, or waits for a nested call: its claim goes to the next one that waits."""
+        """A job has ended, or waits for a nested call: pass its claim to the next waiting job."""
         if not self.waiting or not self._start_next():
-            with suppress(IndexError):  # who was interrupted as it submitted a job that ran has let go of it, too
+            with suppress(IndexError):  # an interrupted `submit` may have dropped it, too
                 self.claims.pop()
             self._look_again()
 
@@ -98,7 +99,7 @@ class Share:
                 self.claims.pop()
 
     def _start_next(self) -> bool:
-        """Hand the job that waits the longest over to the pool, with a claim that is there; False if there is none."""
+        """Submit the oldest waiting job to the pool, with an existing claim; False if there is none."""
         while True:
             try:
                 run, call, refuse = self.waiting.popleft()
@@ -115,7 +116,7 @@ class Share:
 class Shares:
     """The shares of all callers of one worker. Any thread.
 
-    A share lives as long as a connection of its caller, or a job of it: a caller that connects again has the same.
+    A share lives as long as a connection or a job of its caller.
     """
 
     def __init__(self, pool: ThreadPool, most: int) -> None:
@@ -134,5 +135,5 @@ class Shares:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait until their caller has a thread."""
+        """Jobs that wait for a thread of their caller's share."""
         return sum(len(share.waiting) for share in list(self._shares.values()))

@@ -1,4 +1,4 @@
-"""Blocking steps of one worker: each runs in a thread of its own, and is waited for before the worker is gone."""
+"""Blocking steps of one worker: each runs in a thread of its own, and the end of the worker waits for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ T = TypeVar("T")
 
 
 class Steps:
-    """Runs steps that block, such as those of the rendezvous, beside the loop. Its methods belong to the loop.
+    """Runs blocking steps, such as those of the rendezvous, in threads. Its methods belong to the loop.
 
-    stop: to be set when the worker gives up joining, or ends; steps that wait for other workers look at it, and end.
-    Not with each step that is given up: whoever asks the store something may lose interest in that alone.
+    stop: set when the worker gives up joining, or ends; steps that wait for other workers look at it, and end.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -27,10 +26,10 @@ class Steps:
         self._running: set[asyncio.Task[object]] = set()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run the function in a thread of its own; what it returns is returned, and what it raises is raised.
+        """Run the function in a thread of its own; its result or error.
 
-        The function has to bound its time by itself. If whoever awaits this is cancelled the step goes on to its end,
-        for which `wait` waits. Once the loop is closed it runs here: nothing could await it.
+        The function has to bound its time by itself. If the awaiting task is cancelled, the step goes on, and `wait`
+        waits for it. Once the loop is closed, the function runs in the calling thread.
         """
         if self._loop.is_closed():
             return function()
@@ -41,16 +40,16 @@ class Steps:
 
     @property
     def loop_closed(self) -> bool:
-        """Whether the loop is closed, so that nothing can be waited for."""
+        """Whether the loop is closed, and nothing can be awaited."""
         return self._loop.is_closed()
 
     def _ended(self, step: asyncio.Task[object]) -> None:
         self._running.discard(step)
         if not step.cancelled():
-            step.exception()  # look at it, or asyncio would log it if whoever waited was cancelled
+            step.exception()  # keeps asyncio from logging it
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for the steps that are under way, for at most so many seconds. Whether none is any more."""
+        """Wait for running steps, for at most so many seconds. Whether none is left."""
         if self._running:
             await asyncio.wait(self._running, timeout=seconds)
         return not self._running

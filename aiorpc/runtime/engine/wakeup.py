@@ -1,4 +1,4 @@
-"""What a thread waits at that may have two reasons to go on: it is woken, or a descriptor has something."""
+"""Wake-ups of threads that also wait for a descriptor: an eventfd and an epoll."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any, Protocol
 from ...locks import RLock
 from .host import most_descriptors
 
-# Of the descriptors that the process may have, wakeups take none beyond this share: others need them more.
+# The share of the process's descriptors that wake-ups may take.
 _SHARE = 0.5
 
 
 class Source(Protocol):
-    """What has a descriptor that a thread can wait for."""
+    """An owner of a descriptor for which a thread can wait."""
 
     def attach(self, epoll: select.epoll) -> bool:
-        """Have the epoll of the calling thread tell it when there is something; False if that cannot be now.
+        """Add the descriptor to the epoll of the calling thread; False if that is impossible now.
 
-        While the thread does not wait, others have to see to it.
+        While the thread does not wait, the loop reads the descriptor.
         """
 
 
 class WakeUp:
-    """An eventfd of one thread, and an epoll with that and one more descriptor. The thread waits there; `release`
-    is for all others, as the method of a lock is.
+    """An eventfd of one thread, and an epoll with it and one more descriptor. The thread waits there; other threads
+    call `release`, as of a lock.
 
-    event: the eventfd, as the epoll tells of it. watched: gives the source whose descriptor was added last; None if
-    there is none, or it is not there any more, as it is not kept alive.
+    event: the descriptor of the eventfd. watched: returns the source whose descriptor was added last, which is held
+    weakly; None if there is none.
     """
 
     def __init__(self) -> None:
         """Raises OSError if there can be no more descriptors."""
         self.event: int = os.eventfd(0, os.EFD_CLOEXEC)
         self.watched: Callable[[], Any] = _nothing
-        # Reentrant: a signal handler may ask for the same. It keeps the descriptor from being another's by then.
+        # Reentrant for signal handlers. Keeps `event` from being closed, and reused, during a write.
         self._lock = RLock()
         try:
             self.epoll: select.epoll = self._make()
@@ -51,22 +51,22 @@ class WakeUp:
         return epoll
 
     def watch(self, source: Source) -> bool:
-        """Add the descriptor of that, in place of the one before; False if that cannot be now. By the thread."""
+        """Add the source's descriptor, in place of the one before; False if that is impossible now. By the thread."""
         try:
             if self.watched is not _nothing:
                 fresh = self._make()
-                self.epoll.close()  # whose descriptors others are told of from now on
+                self.epoll.close()  # its descriptors go back to the loop
                 self.epoll, self.watched = fresh, _nothing
             if not source.attach(self.epoll):
                 return False
-        except OSError:  # there are no more descriptors
+        except OSError:  # no descriptors are left
             return False
         self.watched = weakref.ref(source)
         return True
 
     @classmethod
     def make(cls) -> WakeUp | None:
-        """One more, if the process has plenty of descriptors: the system gives the lowest, so a high one says that few
+        """One more, if the process has plenty of descriptors. The system gives the lowest, so a high one shows that few
         are left.
         """
         try:
@@ -79,17 +79,17 @@ class WakeUp:
         return None
 
     def release(self) -> None:
-        """Have the thread wake up, also if it does not wait yet. Nothing after `close`."""
+        """Wake the thread up, also if it does not wait yet. Does nothing after `close`."""
         with self._lock:
             if self.event >= 0:
                 os.eventfd_write(self.event, 1)
 
     def take(self) -> None:
-        """Wait for `release`, which follows or has been there."""
+        """Consume one `release`, which has come or follows at once."""
         os.eventfd_read(self.event)
 
     def close(self) -> None:
-        """Let go of the descriptors. By the thread, which ends."""
+        """Close the descriptors. By the thread, which ends."""
         with self._lock:
             event, self.event = self.event, -1
         self.epoll.close()

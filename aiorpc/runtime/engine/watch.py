@@ -34,7 +34,7 @@ class ProcessWatch:
         except ProcessLookupError:
             self._loop.call_soon(self._on_exit, record)
             return True
-        except (OSError, OverflowError):  # the second for a number that no process has
+        except (OSError, OverflowError):  # OverflowError for an impossible pid
             return False
         self._descriptors[record.incarnation] = descriptor
         self._loop.add_reader(descriptor, self._exited, record)

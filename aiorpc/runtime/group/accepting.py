@@ -1,4 +1,4 @@
-"""Serving those who connect and prove who they are, and turning away all others; the other side is `connecting.py`."""
+"""Accepting connections: serving members that prove themselves, and refusing strangers. See also `connecting.py`."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ from .connecting import ConnectionContext, lasts, make_connection, objection_to,
 from .listening import Listeners
 from .resumption import Line
 
-# So many refusals, and ends of connections of members, are logged in so many seconds; all refusals are counted
+# At most so many refusals and ended connections of members are logged in so many seconds. All refusals are counted
 # (`Statistics.connections_refused`).
 REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
-# Of so many connections that have ended it is known what they had left for a second one, which may be on its way.
+# Ended connections whose session is kept, because their second connection may be on its way.
 _ENDED = 64
-# So many seconds after it was said that the system gives no connection that is said again.
+# Seconds between two warnings that the system gives no connection.
 UNTAKEN_EVERY = 60.0
-# Of the descriptors that the process may have, strangers take none beyond this share: handlers open files and sockets.
+# The share of the process's descriptors that strangers may take: handlers need descriptors, too.
 _FOR_STRANGERS = 0.8
 
 
 def _is_proved(connection: Connection, record: WorkerRecord) -> bool:
-    """Whether the certificate of the other side proves that it is that worker, and no other one of its group."""
+    """Whether the other side's certificate names that one worker of the group."""
     shown = connection.tls.peer if connection.tls is not None else None
     return shown is not None and shown.is_of(record.name)
 
 
 class Acceptor:
-    """Takes connections from the listeners, and serves those whose other end proves that it knows the secret.
-
-    Its methods belong to the loop.
+    """Takes connections from the listeners, and serves those whose other end proves that it knows the secret. On the
+    loop.
     """
 
     def __init__(self, context: ConnectionContext, listeners: Listeners, secret: bytes) -> None:
@@ -56,23 +55,23 @@ class Acceptor:
         self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
         self._ended: dict[tuple[str, int], bytes] = {}  # sessions by incarnation and number of the link, oldest first
-        self._logged, self._logged_since = 0, 0.0  # lines about refusals, in this stretch of time
-        self._untaken_said = -UNTAKEN_EVERY  # when it was said last that no connection could be taken
+        self._logged, self._logged_since = 0, 0.0  # lines logged since then
+        self._untaken_said = -UNTAKEN_EVERY  # time of the last warning
 
     def start(self) -> None:
-        """Begin to take connections, in the running context: handlers run in copies of it."""
+        """Begin to take connections. Handlers run in copies of the current context."""
         for sock in self._listeners.sockets():
             self._engine.loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _accept(self, listener: socket.socket) -> None:
-        # A few at a time: whoever connects in a loop must not keep the loop from its other work.
+        # A few at a time: a client that connects in a loop must not starve the event loop.
         for _ in range(16):
             try:
                 sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                # It stays in the backlog, and the listener readable: the loop would do nothing but look again.
+                # The connection stays in the backlog and the listener readable: without a pause the loop would spin.
                 self._say_untaken(error)
                 self._engine.loop.remove_reader(listener.fileno())
                 self._engine.loop.call_later(self._engine.bounds.accept_pause, self._resume, listener)
@@ -89,7 +88,7 @@ class Acceptor:
             self._engine.loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _say_untaken(self, error: OSError) -> None:
-        # Where descriptors have run out that is so for long, and it is looked twice a second.
+        # A lack of descriptors lasts, and accepting is tried twice a second.
         now = time.monotonic()
         if now - self._untaken_said >= UNTAKEN_EVERY:
             self._untaken_said = now
@@ -103,7 +102,7 @@ class Acceptor:
         else:
             with contextlib.suppress(OSError):
                 sockets.tune_tcp(sock)
-        # The oldest goes, not the newest: members are done within milliseconds.
+        # The oldest handshake goes, not the newest: members need milliseconds.
         if len(self._handshakes) >= self._engine.bounds.handshakes:
             self._make_room(f"{len(self._handshakes)} others were in their handshake")
         return None
@@ -123,10 +122,10 @@ class Acceptor:
     def reason_against(
         self, connection: Connection, process: int | None, record: WorkerRecord, opens: bool
     ) -> str | None:
-        """Why a worker that has proved itself is refused all the same; None if it is not.
+        """Why a worker that has proved itself is refused; None if it is not.
 
-        process: which one has connected, as the kernel says of a unix socket; None over TCP. opens: whether it opens a
-        link, of which there are few for each member; a second connection of one, or a new socket, is none more.
+        process: the pid that the kernel gives for a unix socket; None over TCP. opens: whether it opens a link, of
+        which each member has few; a second connection or a new socket opens none.
         """
         objection = objection_to(self._engine, connection, record)
         if objection is not None:
@@ -141,20 +140,20 @@ class Acceptor:
         return self._too_many(record) if crowded else None
 
     def _is_at_limit(self, record: WorkerRecord) -> bool:
-        """Whether a member has as many links to here as there may be.
+        """Whether a member has as many links to this worker as it may have.
 
-        One that has ended, of which the loop may hear a second later, is none: a member that lost both of its
-        connections, or in whose name others had opened them, would be refused, and parted from this worker for good.
+        Links that have ended do not count, although the loop may notice their end a second later. Otherwise a member
+        that lost its connections, or whose name strangers used, would be refused and lost for good.
         """
         most = self._engine.bounds.member_connections
         here = [each.connection for each in self.context.services if each.record.incarnation == record.incarnation]
         return len(here) >= most and sum(not connection.is_over() for connection in here) >= most
 
     def _unused(self, record: WorkerRecord) -> Connection | None:
-        """Of the connections that a member has opened, the oldest one that it seems to know nothing of.
+        """The oldest connection of a member that the member does not seem to know.
 
-        The last word of its handshake was lost with its socket, as whoever has a connection says something over it at
-        once. It waits for an opener that does not come back to it (`SessionResumption`), and opens another one.
+        The end of its handshake was lost with its socket: a member sends something over each new connection at once.
+        The connection waits for its opener (`SessionResumption`), which opens another one instead.
         """
         known = [each for each in self.context.services if each.record.incarnation == record.incarnation]
         for each in sorted(known, key=lambda each: each.link.number):
@@ -168,37 +167,39 @@ class Acceptor:
         return f"worker {record.name!r} has {most} connections here already, and no member gets more"
 
     def make_way(self, record: WorkerRecord) -> None:
-        """For one more connection of a member, which has proved itself. Raises PeerRefused if it gets no more."""
+        """Make room for one more connection of a member that has proved itself. Raises PeerRefused if it gets no
+        more."""
         while self._is_at_limit(record):
             unused = self._unused(record)
-            if unused is None:  # several were in their handshake at once
+            if unused is None:  # several handshakes ran at once
                 raise PeerRefused(self._too_many(record))
             self.context.resumption.replace(unused)
 
     def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
-        """What the first connection of that link has left for its second one; None if there is no such link.
+        """The session of a link, with which its second connection proves itself; None if there is no such link.
 
-        Also of one that has just ended, as that of a worker that has left: its second connection, which nobody needs
-        any more, is then told from one that a stranger opens, and no refusal is counted.
+        A link that has just ended has one, too: its late second connection is told from a stranger's and not counted as
+        refused.
         """
         link = self.context.links.find(record, link_number, opener=False)
         return link.connection.session if link is not None else self._ended.get((record.incarnation, link_number))
 
     def goes_on(self, record: WorkerRecord, link_number: int, pipe: bool) -> int:
-        """The opener of a connection has a new socket for it: how many frames have come here. Raises PeerRefused."""
+        """The opener of a connection has a new socket for it: return how many frames have arrived. Raises
+        PeerRefused."""
         connection = self.broken(record, link_number, pipe)
         connection.halt()
         return connection.received
 
     def stays(self, record: WorkerRecord, link_number: int, pipe: bool, cause: BaseException | None) -> None:
-        """After `goes_on`: the new socket has ended before it could be used, and the connection has none."""
+        """After `goes_on`: the new socket ended unused, and the connection stays suspended."""
         why = handshake.shown(foreign.text_of(cause)) if cause is not None else "that was closed here"
-        with contextlib.suppress(PeerRefused):  # it has ended meanwhile
+        with contextlib.suppress(PeerRefused):  # the connection has ended meanwhile
             connection = self.broken(record, link_number, pipe)
             connection.stay(ConnectionResetError(f"it could not go on over its new socket: {why}"))
 
     def broken(self, record: WorkerRecord, link_number: int, pipe: bool) -> Connection:
-        """The connection that its opener has a new socket for. Raises PeerRefused if there is none."""
+        """The connection for which its opener has a new socket. Raises PeerRefused if there is none."""
         link = self.context.links.find(record, link_number, opener=False)
         connection = None if link is None else link.second.attached if pipe else link.connection
         if not isinstance(connection, Connection) or connection.lasting is None or connection.closed:
@@ -206,22 +207,22 @@ class Acceptor:
         return connection
 
     def refuse(self, reason: str, origin: str) -> None:
-        """A stranger was turned away: count it and log it. A crowd of them fills no log: it is counted alone.
+        """Count and log a refused stranger. A crowd of them is only counted.
 
-        origin: where he was, as far as the system knows; he may say of himself what he likes.
+        origin: the address that the system gives, which the stranger cannot choose.
         """
         self._engine.counters.refused += 1
         self._say("worker %s refused a connection: %s%s", self._engine.name, reason, origin and f" (from {origin})")
 
     def _say(self, line: str, name: str, reason: str, origin: str = "") -> None:
-        """Log that, unless there was much of it lately. name: before the reason in the line. origin: behind it."""
+        """Log a line, unless too many were logged lately. name: before the reason in the line. origin: after it."""
         now = time.monotonic()
         if now - self._logged_since >= REFUSALS_EVERY:
             self._logged, self._logged_since = 0, now
         self._logged += 1
         if self._logged > REFUSALS_LOGGED:
             return
-        said = handshake.shown(reason)  # some of it may be the stranger's own words
+        said = handshake.shown(reason)  # may contain the stranger's own words
         last = "; more of them are only counted for now" if self._logged == REFUSALS_LOGGED else ""
         logger.warning(line, name, said, origin + last)
 
@@ -230,10 +231,9 @@ class Acceptor:
         self._handshakes.pop(accepting, None)
 
     def close(self) -> None:
-        """Take no more connections; those in their handshake are closed.
+        """Take no more connections, and close those in their handshake.
 
-        Nobody listens from now on: whoever connected would not be answered, and whoever asks whether this worker is
-        there would wait for that.
+        The listeners close, too: clients get a refusal instead of waiting for an answer.
         """
         for sock in self._listeners.sockets():
             self._engine.loop.remove_reader(sock.fileno())
@@ -242,10 +242,9 @@ class Acceptor:
             accepting.connection.abort()
 
     def serve(self, record: WorkerRecord, connection: Connection, link_number: int, sure: bool) -> Service:
-        """A worker has connected to us and proved that it is a member; serve it.
+        """Serve a member that has connected and proved itself.
 
-        link_number: the number of the link. sure: the kernel, or a certificate for that one worker, has said that it is
-        the one that it says it is.
+        sure: the kernel or a certificate of that one worker has proved which member it is.
         """
         service = Service(self.context, record, connection, link_number, sure)
         self.context.services.add(service)
@@ -254,14 +253,14 @@ class Acceptor:
         return service
 
     def served(self, service: Service, cause: BaseException | None) -> None:
-        """A connection on which we served has ended."""
+        """A serving connection has ended."""
         self.context.services.discard(service)
         self._engine.counters.add_connection(service.connection)
         self._ended[service.record.incarnation, service.link.number] = service.connection.session
         if len(self._ended) > _ENDED:
             del self._ended[next(iter(self._ended))]
         service.close()
-        if isinstance(cause, ProtocolError) and not service.sure:  # who was lost, and why, may be told by another sign
+        if isinstance(cause, ProtocolError) and not service.sure:  # another sign may report the loss
             said = f"{self._name} ended a connection of {service.record.name}"
             self._say("worker %s: %s%s", said, foreign.text_of(cause))
         if cause is not None:
@@ -269,10 +268,10 @@ class Acceptor:
 
 
 class _Accepting:
-    """Our side of a handshake that somebody else began.
+    """The acceptor's side of one handshake.
 
-    A connection that has ended refers to nobody (`Connection.close`), and `Handshake` not to this object: so what a
-    stranger took is free again as soon as it is gone, also in a program that has turned the collector off.
+    It makes no reference cycles: an ended connection drops its references (`Connection.close`), and `Handshake` has
+    none to this object. So a stranger's memory is free at once, even if the garbage collector is off.
     """
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
@@ -281,7 +280,7 @@ class _Accepting:
         self._context = acceptor.context
         self.connection: Connection = make_connection(engine, sock, f"to {engine.name}", opener=False)
         self._process = sockets.peer_pid(sock)
-        self._origin = sockets.origin(sock)  # now: of a socket that was closed nobody knows it
+        self._origin = sockets.origin(sock)  # now: a closed socket does not tell it
         sealed = seals(engine, self.connection)
         self.handshake: Handshake = Handshake(
             engine.record,
@@ -344,22 +343,22 @@ class _Accepting:
             self._serving = partial(self.acceptor.served, service)
 
     def _fed(self, frame: Frame) -> list[Buffer]:
-        """What the handshake says to a frame. Whatever else a stranger has brought about is a ProtocolError, too.
+        """The handshake's reply to a frame. Any unexpected error that a stranger causes becomes a ProtocolError.
 
-        Other errors are logged with their tracebacks, which nobody counts: he would fill the log.
+        Unexpected errors are logged with tracebacks and without a limit, so a stranger could fill the log.
         """
         try:
             return self.handshake.feed(frame)
         except (PeerRefused, ProtocolError, OSError):
             raise
         except Exception as error:
-            if self.handshake.proved:  # a member's, or a mistake of ours: the traceback is wanted
+            if self.handshake.proved:  # a member's, or our own mistake: keep the traceback
                 raise
             raise ProtocolError(f"its handshake cannot be read: {foreign.said(error)}") from error
 
     def _become_pipe(self, record: WorkerRecord) -> None:
         link = self._context.links.find(record, self.handshake.link, opener=False)
-        if link is None:  # its first connection has ended meanwhile
+        if link is None:  # the first connection has ended meanwhile
             self.connection.abort()
             return
         self._serving = partial(link.second.closed, self.connection)
@@ -381,5 +380,5 @@ class _Accepting:
         elif cause is not None and not isinstance(cause, (ConnectionResetError, BrokenPipeError)):
             self.acceptor.refuse(foreign.text_of(cause), self._origin)
         elif self.connection.bytes_received or not self.connection.local:
-            # Over a unix socket whoever says nothing has looked whether somebody listens here (`remove_stale`).
+            # A silent client of a unix socket only looked for a listener (`remove_stale`).
             self._context.engine.counters.given_up += 1

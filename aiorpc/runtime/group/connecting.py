@@ -1,7 +1,6 @@
-"""Connecting to a worker, up to the end of the handshake; and what both sides of a handshake do alike.
+"""Connecting to a worker, up to the end of the handshake; and what both sides of a handshake share.
 
-Its messages are the only ones that do not pass a link, as there is no link before they are done. The side that takes
-connections is `accepting.py`.
+The handshake's messages do not pass a link, because the link is made after them. The acceptor's side is `accepting.py`.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from .resumption import Line, SessionResumption
 
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
-# Seconds for the first word of whoever listens where a connection has broken. A worker says it at once, and as a whole.
+# Seconds for the first message of a listener after a connection broke. A worker sends it at once and whole.
 FIRST_WORD = 4.0
-# How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
+# The most bytes that the runtime adds to a body: for errors (calls/failures.py), and for each buffer's channel
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
-# What the system says of an address of this host at which nobody listens.
+# The system's errors for an address without a listener.
 _NOBODY_LISTENS = (ConnectionRefusedError, FileNotFoundError)
-# What it says where this process or this host has not what a socket takes, which says nothing of who is to be reached.
+# The system's errors if this process or host lacks resources for a socket; they say nothing about the other end.
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LACKING_EVERY = 60.0  # seconds between two warnings of that
 
 
-class ConnectionContext(callee.Home, MembershipContext, Protocol):
+class ConnectionContext(callee.ServiceContext, MembershipContext, Protocol):
     """What connecting and accepting need of the worker."""
 
     resumption: SessionResumption
@@ -74,7 +73,7 @@ def make_connection(engine: Engine, sock: socket.socket, label: str, *, opener: 
 
 
 def seals(engine: Engine, connection: Connection) -> bool:
-    """Whether what follows the handshake bears seals. With TLS they would do once more what that does."""
+    """Whether frames after the handshake bear seals. TLS makes them needless."""
     return engine.options.authenticate_frames and not connection.local and connection.tls is None
 
 
@@ -91,7 +90,7 @@ def objection_to(engine: Engine, connection: Connection, record: WorkerRecord) -
 
 
 def trust(engine: Engine, decoder: FrameDecoder) -> None:
-    """The worker at the other end has proved itself: from now on the limits of the options hold."""
+    """Apply the limits of the options: the worker at the other end has proved itself."""
     decoder.max_body = engine.options.max_frame_bytes + OWN_WORDS
     decoder.max_segment = engine.options.max_tensor_bytes
     decoder.max_frame = engine.options.max_incoming_bytes
@@ -111,9 +110,9 @@ class Connector:
         self._lacking_said = -LACKING_EVERY
 
     def connect(self, peer: Peer) -> None:
-        """Begin to find the worker of a peer and to connect to it; if that cannot be done, the peer is lost.
+        """Begin to find a peer's worker and to connect to it. If that fails, the peer is lost.
 
-        Nothing if that has begun already.
+        Idempotent.
         """
         if peer.state is PeerState.CONNECTING and peer not in self._finding:
             self._finding.add(peer)
@@ -124,9 +123,10 @@ class Connector:
         self._engine.tasks.spawn(self._open_pipe(link))
 
     async def settle(self) -> None:
-        """Before this worker leaves: wait for handshakes, as their other ends would take it for dead without a goodbye.
+        """Before this worker leaves: wait for handshakes, whose other ends would otherwise miss the goodbye and take it
+        for dead.
 
-        A goodbye can follow on a connection whose handshake is over, and on no other.
+        A goodbye can follow only after a handshake.
         """
         if self._opening:
             await asyncio.wait(self._opening, timeout=self._engine.bounds.opening)
@@ -159,10 +159,10 @@ class Connector:
         peer.ready(connection)
 
     async def _open_pipe(self, link: Link) -> None:
-        """Open it, or say why that cannot be.
+        """Open a link's second connection, or report why that fails.
 
-        Where the first one outlives its socket, what a network that is down has hindered is tried again: nothing is
-        lost by that, as what would go over the second one cannot go over the first one either.
+        If the first connection outlives its socket, network errors are retried: while the network is down, the first
+        connection carries nothing either.
         """
         session, patience, pause = link.connection.lasting, self._engine.bounds.pipe, FIRST_PAUSE
         limit = time.monotonic() + patience
@@ -173,7 +173,7 @@ class Connector:
                 return
             except (OSError, TimeoutError, RpcError) as error:
                 final = session is None or not isinstance(error, OSError) or isinstance(error, _NOBODY_LISTENS)
-                late = f"it was not open within {patience:g} s"  # the time for all of it has no text
+                late = f"it was not open within {patience:g} s"  # asyncio's TimeoutError has no text
                 reason = f"{type(error).__name__}: {error}" if str(error) else late
             now = time.monotonic()
             if session is not None and session.suspended:
@@ -194,15 +194,15 @@ class Connector:
     async def _open(self, record: WorkerRecord, peer: Peer) -> Connection:
         """Open a connection to a worker, ready for calls, trying again with ever longer pauses for a bounded time.
 
-        That is a short one on this host, where nothing but the worker itself refuses connections to it: its process may
-        go on without it. It has no bound where this worker has no descriptors left: nobody is lost by that, and calls
-        have their deadlines. Raises OSError and PeerRefused.
+        On this host the time for refused connections is short: only the worker itself can refuse them, and its process
+        may live on. While this process lacks descriptors there is no bound: no member is lost then, and calls have
+        their deadlines. Raises OSError and PeerRefused.
         """
         engine = self._engine
         limit = time.monotonic() + engine.bounds.connect
-        refused: float | None = None  # since when, at each try
+        refused: float | None = None  # since when every try was refused
         pause = FIRST_PAUSE
-        if record.host != engine.record.host:  # calls whose time is up before that of connecting say what is tried
+        if record.host != engine.record.host:  # for the errors of calls that time out meanwhile
             peer.trouble = f"no answer yet from {record.tcp_host}:{record.tcp_port}"
         while True:
             began, met = time.monotonic(), False
@@ -236,10 +236,10 @@ class Connector:
                 elif refused is None:
                     refused = now
                 ended = refused is not None and now > refused + engine.bounds.refused
-                if ended and record.host != engine.record.host:  # something between may refuse, for a while
+                if ended and record.host != engine.record.host:  # a device on the way may refuse for a while
                     ended, refused = await self._context.group.look_for_farewell(record), None
-                refuses_us = isinstance(error, PermissionError)  # however often we ask
-                # If this process was stopped in the midst of a handshake the other side has ended that.
+                refuses_us = isinstance(error, PermissionError)  # for good
+                # If this process was stopped during a handshake, the other side has ended that.
                 late = (began if met else now) > limit
                 if ended or refuses_us or late or provably_dead(record, engine.record.host):
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
@@ -253,10 +253,10 @@ class Connector:
             logger.warning(said, self._engine.name, record.describe(), error)
 
     async def _reach_in_time(self, record: WorkerRecord) -> socket.socket:
-        """A socket that leads to a worker. Raises OSError, which says why, and RpcError."""
+        """A socket that leads to a worker, in bounded time. Raises OSError and RpcError."""
         engine = self._engine
         try:
-            # The system tries for minutes where nobody answers.
+            # The system would try for minutes.
             async with asyncio.timeout(engine.bounds.connect):
                 return await _reach(engine, record, engine.options.transports)
         except TimeoutError as error:
@@ -276,10 +276,10 @@ class Connector:
         return await _reach(self._engine, record, ("tcp",))
 
     async def reopen(self, line: Line, sock: socket.socket) -> None:
-        """Have a connection that has broken go on over a socket that leads there, if this end has opened it.
+        """Resume a broken connection over a new socket, if this end opened it.
 
-        The acceptor asks instead whether its opener is there, by a handshake that ends before anything is proved. It
-        returns when that has answered, and when it was silent for a while: it may be busy. Raises OSError and RpcError.
+        The acceptor instead asks whether the opener is there, with a handshake that ends before any proof. It returns
+        after an answer, or after a silent while: the opener may be busy. Raises OSError and RpcError.
         """
         session, engine, record = line.connection.session, self._engine, line.record
         if line.opener:
@@ -291,24 +291,24 @@ class Connector:
         try:
             await opening.run(None)
             line.reached = time.monotonic()
-        except TimeoutError:  # its host was there, and said nothing any more
+        except TimeoutError:  # the host was there, and fell silent
             line.reached = max(line.reached, began)
             raise
         finally:
             timer.cancel()
-            if opening.answered:  # before it broke again
+            if opening.answered:  # even if it broke again
                 line.reached = line.answered = time.monotonic()
             if not line.opener:
                 opening.connection.abort()
 
     async def probe(self, record: WorkerRecord) -> None:
-        """Connect to a worker once, and let go. Raises OSError or RpcError if nobody takes connections there."""
+        """Connect to a worker once, and close. Raises OSError or RpcError if it takes no connections."""
         (await _reach(self._engine, record, self._engine.options.transports)).close()
 
     def _closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
-        """A connection that we had opened has ended."""
+        """A connection that this worker opened has ended."""
         self._engine.counters.add_connection(connection)
-        # What this end has refused to read is known here alone: that is told before others show signs of it.
+        # Only this end knows why it refused to read; report that before other signs of the end.
         if peer.link is not None and not isinstance(cause, ProtocolError):
             peer.link.when_drained(partial(self._link_ended, peer, cause))
         else:
@@ -320,15 +320,16 @@ class Connector:
             reason = f"the connection to it broke: {foreign.text_of(cause)}"
             if isinstance(cause, ProtocolError) or provably_dead(peer.record, self._engine.record.host):
                 self._on_lost(peer, peer.record, reason, None, cause)
-            else:  # it may be about to leave, and too busy to say so here in time
+            else:  # it may be about to leave, and its goodbye late
                 self._engine.tasks.spawn(self._lose(peer, peer.record, reason, None, cause))
 
     async def _lose(
         self, peer: Peer, record: WorkerRecord, reason: str, error: BaseException | None, cause: BaseException
     ) -> None:
-        """A worker cannot be reached any more: it is lost, if it has not left. error: what its loss is told by."""
+        """A worker cannot be reached any more: take it for lost, unless it has left. error: the cause of the
+        PeerLost."""
         if await self._context.group.look_for_farewell(record):
-            peer.fail(peer.parting or farewell(record))  # `_part` may wait for answers, which cannot come
+            peer.fail(peer.parting or farewell(record))  # `Group._part` may wait for answers, which cannot come
             return
         await self._context.group.await_end(record)
         if not self._engine.closed:
@@ -339,7 +340,7 @@ class Connector:
     ) -> None:
         reason = self._context.group.cause_of(record, reason)
         self._context.group.on_lost(record, reason, error)
-        # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
+        # The calls must end also if the group knew it (a connection to ourselves, a second peer of that worker).
         peer.fail(failure(record, reason, cause))
 
 
@@ -351,22 +352,22 @@ async def _reach(engine: Engine, record: WorkerRecord, transports: Sequence[str]
             return await sockets.connect_unix(record.unix_path)
         except FileNotFoundError as error:  # of another container, maybe
             missing = error
-        # Nothing else is tried over TCP: there it no longer listens, and whoever does is somebody else.
+        # No other error leads to TCP: there the worker no longer listens, and another process may.
     if "tcp" in transports and record.tcp_port:
         if record.tls != engine.record.tls:
             has = "has TLS, and this worker has none" if record.tls else "has no TLS, and this worker has"
             raise PeerRefused(f"{record.describe()} {has}; give all workers of the group tls=, or none")
         return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
-    # This is no OSError where nothing was tried: it would be tried again, and that would not help.
+    # No OSError if nothing was tried: an OSError would be retried in vain.
     raise missing or RpcError(f"{record.describe()} and this worker have no transport in common")
 
 
 class _Opening:
-    """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready.
+    """The opener's side of one handshake. on_closed: called at the end of the connection, once it was ready.
 
-    on_lasting: told of a connection that both sides want to outlive its socket. goes_on: the connection that gets the
-    socket of this one. asks: it ends as soon as the other side has said that it is the worker that is wanted. answered:
-    whether that has said so, by its certificate or in its HELLO; it has proved it only when the handshake is done.
+    on_lasting: called with a connection that both sides want to outlive its socket. goes_on: the connection that gets
+    this socket. asks: the handshake ends once the other side has named itself. answered: whether it has, by its
+    certificate or its HELLO; the proof comes only at the end of the handshake.
     """
 
     answered = False
@@ -402,16 +403,15 @@ class _Opening:
         )
         self._goes_on = goes_on
         self._asks = asks
-        self._secret = secret  # for a second connection, what the first one has left
+        self._secret = secret  # of the group; for a second connection the link's session
         self.done: asyncio.Future[None] = engine.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_lasting: Callable[[Connection], None] | None = None
         self._attach: Callable[[Connection], None] | None = None
 
     async def run(self, attach: Callable[[Connection], None] | None) -> Connection:
-        """Do the handshake. attach: called as soon as it is done, before any later frame is looked at.
-
-        None where another connection goes on: then that one is told.
+        """Do the handshake. attach: called at its end, before any later frame is read; None if another connection goes
+        on.
         """
         connection = self.connection
         self._attach = attach
@@ -422,15 +422,14 @@ class _Opening:
         if connection.tls is None:
             self._on_open()
         with on_error(connection.abort):
-            # Without a bound: the other side may be stopped, or hold its interpreter. Calls have their deadlines, and
-            # the end of the socket or of the process tells of death.
+            # Without a bound: the other side may be stopped or busy. Calls have deadlines, and death ends the socket.
             await self.done
         return connection
 
     def look(self) -> None:
-        """Some seconds after it has begun: whoever has said something that is no HELLO is no worker.
+        """Some seconds after the beginning: end the handshake if the other side has sent bytes, but no HELLO.
 
-        Raised is an OSError, as a HELLO may have lost its end on the way. Silence answers who asks.
+        With an OSError, because the rest of a HELLO may have been lost. With `asks`, silence is an answer.
         """
         if self.handshake.state not in (HandshakeState.START, HandshakeState.SENT) or self.done.done():
             return
@@ -440,7 +439,8 @@ class _Opening:
             self.done.set_result(None)
 
     def _on_open(self) -> None:
-        """The handshake may begin: at once, or when the other side has shown its certificate. Raises PeerRefused."""
+        """Begin the handshake: at once, or with TLS after the other side has shown its certificate. Raises
+        PeerRefused."""
         tls = self.connection.tls
         if tls is not None:
             objection = objection_to(self._engine, self.connection, self._record)
@@ -497,7 +497,7 @@ class _Opening:
     def _on_closed(self, cause: BaseException | None) -> None:
         if not self.done.done():
             if isinstance(cause, ProtocolError) and self.handshake.state is HandshakeState.PROVED:
-                # What comes instead of a sealed WELCOME is from somebody who has not our key: a refusal, as a rule.
+                # Instead of a sealed WELCOME the other side sent a refusal: it has not our key.
                 cause = PeerRefused(f"{handshake.WRONG_SECRET}: {cause}")
             self.done.set_exception(cause or ConnectionError("closed during the handshake"))
         elif self.on_closed is not None:

@@ -1,6 +1,6 @@
-"""How a worker leaves with its group: what it waits for, and what it does for the others as their leader.
+"""How a worker leaves with its group: what it waits for, and what it does as the leader.
 
-The table decides (`protocol/leaving.py`); what it says of leaving is done here.
+The table decides (`protocol/leaving.py`); its outputs about leaving are carried out here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .interface import MembershipContext
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 _read_activity = msgspec.msgpack.Decoder(tuple[bool, int]).decode
 
-#: What the table says of leaving.
+#: The table's outputs about leaving.
 LeavingOutput = (
     leaving.SendEnter
     | leaving.CloseDoor
@@ -43,8 +43,8 @@ LeavingOutput = (
 class Departure:
     """See the module. On the loop.
 
-    carry_out: does what the table says. on_left: a member has left in good order. verbs: the handlers that are called
-    on others. heard: the ids of those that have made themselves known.
+    carry_out: does the table's outputs. on_left: a member has left in good order. verbs: the handlers `enter` and
+    `poll`, called on others. heard: the ids of members that have made themselves known.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class Departure:
         self._enter, self._poll_verb = verbs
         self._entered: dict[int, asyncio.Future[None]] = {}  # the answers to the ENTERs that were received
         self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
-        # While this worker leaves: what its shutdown waits for, and what that takes.
+        # While this worker leaves: the end that its shutdown waits for, and the tasks that this takes.
         self._go: asyncio.Future[bool] | None = None
         self._variables = contextvars.Context()
         self._waits: set[asyncio.Task[None]] = set()
-        self._grace: asyncio.TimerHandle | None = None  # of what its program waits for
+        self._grace: asyncio.TimerHandle | None = None  # until the program's waits end
 
     @property
     def entered(self) -> list[int]:
-        """The ids of the members that this worker has heard of that they want to leave: a leader waits for the rest."""
+        """The ids of the members that have asked this leader to leave; it waits for the rest."""
         return list(self._entered)
 
     def forget(self, record: WorkerRecord) -> None:
-        """That member is gone."""
+        """A member is gone."""
         self._entered.pop(record.id, None)
 
     def do(self, output: LeavingOutput) -> None:
-        """What the table has decided."""
+        """Carry out an output of the table."""
         match output:
             case leaving.SendEnter(to):
                 self._spawn(self._enter_at(to))
@@ -119,7 +119,7 @@ class Departure:
         try:
             return await self._go
         finally:
-            self._table.give_up()  # if the waiting was cancelled, the table has not heard of it yet
+            self._table.give_up()  # for a cancelled wait; else it does nothing
             for timer in (bound, self._grace):
                 if timer is not None:
                     timer.cancel()
@@ -137,10 +137,9 @@ class Departure:
         self._grace = self._engine.loop.call_later(self._engine.bounds.grace, self._end_waits, alone)
 
     def _end_waits(self, alone: bool) -> None:
-        """What this worker's program still waits for ends, so that it keeps nobody.
+        """End the waits of this worker's program, which would delay the other members.
 
-        But for calls of functions that run at members that leave together with this one: they serve until these are
-        over, which is part of what they have accepted.
+        Unless it leaves alone, calls of functions at other members go on: these members serve until the calls end.
         """
         seconds = self._engine.bounds.grace
         ended = self._context.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=alone)
@@ -154,7 +153,7 @@ class Departure:
             )
 
     def _spawn(self, coroutine: Coro[None]) -> None:
-        """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
+        """Start a task that is cancelled when `leave` ends; in the context of the call of `leave`."""
         task = begin(coroutine, self._engine.loop, self._variables)
         self._waits.add(task)
         task.add_done_callback(self._waited)
@@ -162,10 +161,10 @@ class Departure:
     def _waited(self, task: asyncio.Task[None]) -> None:
         self._waits.discard(task)
         if task.cancelled() or task.exception() is not None:
-            self._give_up()  # whatever the reason was: nothing else would end the waiting
+            self._give_up()  # otherwise `leave` would wait without end
 
     async def _enter_at(self, leader: WorkerRecord) -> None:
-        # This worker goes on serving while that is awaited: everything else on the loop runs as before.
+        # This worker goes on serving meanwhile.
         try:
             if leader.id == self._engine.id:
                 await self.enter(leader.id)
@@ -177,7 +176,7 @@ class Departure:
             self._carry_out(self._table.enter_answered())
 
     async def _look_for_the_silent(self) -> None:
-        """As the leader that leaves: see in the store who has left before it could say goodbye to this worker."""
+        """As the leaving leader: ask the store for members that left before they could say goodbye to this worker."""
         while silent := [each for each in self._table.live() if each.id not in self.heard | {self._engine.id}]:
             await asyncio.sleep(self._engine.bounds.serving_pause)
             try:
@@ -191,18 +190,18 @@ class Departure:
                 self._on_left(record)
 
     def _patience(self) -> float:
-        """Seconds for calls that are under way, as far as nobody else has said so."""
+        """Seconds for calls under way that have no limit of their own."""
         return self._engine.options.rpc_timeout or 60.0
 
     async def _until_idle(self) -> None:
         pause = _FIRST_PAUSE
-        limit = float("inf")  # for answers: whoever does not read them for so long waits for them no more
+        limit = float("inf")  # for answers: a caller that does not read for so long is not waited for
         told = time.monotonic() + self._engine.bounds.told
         while not (idle := self._context.is_idle()) or (self._context.owes_answers() and time.monotonic() < limit):
             limit = min(limit, time.monotonic() + self._patience()) if idle else float("inf")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
-            if time.monotonic() >= told:  # once: whoever serves a stream without an end would wait for ever
+            if time.monotonic() >= told:  # once; a served stream may be endless
                 told = float("inf")
                 logger.warning(
                     "worker %s leaves once these have ended, which it has waited for since %g s: %s. "
@@ -216,7 +215,7 @@ class Departure:
     # --- as the leader ------------------------------------------------------------------------------------------------
 
     async def enter(self, member: int) -> None:
-        """On the leader: the program of that member is done. Returns when the member may leave."""
+        """On the leader: that member's program is done. Returns when the member may leave."""
         answer = self._entered.get(member)
         if answer is None:
             answer = self._entered[member] = asyncio.get_running_loop().create_future()
@@ -247,7 +246,7 @@ class Departure:
         return Activity(*_read_activity(said))
 
     def polled(self, leader: int) -> tuple[bool, int]:
-        """The leader says that all leave, and asks whether this worker is idle, and how many calls it has seen."""
+        """The leader announces that all leave, and asks whether this worker is idle and how many calls it has seen."""
         self._carry_out(self._table.all_entered(leader))
         return self._context.activity()
 

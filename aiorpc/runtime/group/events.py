@@ -1,4 +1,4 @@
-"""News of the group for the user: workers that joined, left or were lost. Whoever listens may do so on any loop."""
+"""Membership events for the user: workers that joined, left or were lost. Listeners may be on any loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...locks import Lock
 from ...logs import logger
 from ...protocol.identity import WorkerInfo
 
-# Events that wait for a listener to take them.
+# Events kept for a listener that does not take them.
 _MOST_EVENTS = 65_536
 
 
@@ -45,7 +45,7 @@ class WorkerLost:
 class WorkerReplaced:
     """In a fixed group a new process has taken the name and rank of a worker that was lost or has left.
 
-    Calls by name and rank go to it from now on. References to values of the old process raise `PeerLost` for ever.
+    Calls by name and rank go to it from now on. References to values of the old process raise `PeerLost`.
 
     worker: its name and id.
     """
@@ -83,8 +83,7 @@ class Events:
     def __init__(self) -> None:
         self._ended = False
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-        # Of a task that waits asyncio itself holds no more than a weak reference. What it waits for is held here: it
-        # leads to the task, so that a program need not keep the task for the news to come.
+        # asyncio holds waiting tasks weakly. Their listeners, which lead to the tasks, are held here for the program.
         self._awaited: set[Listener] = set()
         self._lock = Lock()
 
@@ -114,7 +113,7 @@ class Events:
                 listener._put(event)
 
     def end(self) -> None:
-        """There will be no more news: the iterations of all listeners end."""
+        """There are no more events: the iterations of all listeners end."""
         with self._lock:
             self._ended = True
             for listener in list(self._listeners):
@@ -129,11 +128,11 @@ class Listener(AsyncIterator[Event]):
     """
 
     def __init__(self, on_close: Callable[[Listener], None], awaited: set[Listener]) -> None:
-        """on_close: is called when it is to hear no more. awaited: it is in there while somebody waits for it."""
+        """on_close: called when it is closed. awaited: contains it while a task waits for it."""
         self._on_close = on_close
         self._awaited = awaited
         self._events: deque[Event | None] = deque(maxlen=_MOST_EVENTS)
-        self._dropped = 0  # since the last turn
+        self._dropped = 0  # since the last event taken
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def _put(self, event: Event | None) -> None:
@@ -142,20 +141,20 @@ class Listener(AsyncIterator[Event]):
             self._dropped += 1
             if self._dropped == 1:
                 logger.warning(
-                    "nobody takes the events of a listener to the group, of which %d wait: the oldest ones are dropped "
+                    "a listener to the group does not take its events, of which %d wait: the oldest ones are dropped "
                     "from now on. Iterate over what events() gives, or close it",
                     len(self._events),
                 )
         self._events.append(event)
         if self._waiting is not None:
             loop, arrived = self._waiting
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # that loop is closed, and its task gone
                 loop.call_soon_threadsafe(arrived.set)
 
     async def __anext__(self) -> Event:
         arrived = asyncio.Event()
-        self._waiting = asyncio.get_running_loop(), arrived  # before the look: what comes now wakes us
-        while not self._events:  # the thread that has put the last one may wake us only now that it was taken
+        self._waiting = asyncio.get_running_loop(), arrived  # before the look: an event that comes now wakes this task
+        while not self._events:  # a wake-up may come after its event was taken
             arrived.clear()
             self._awaited.add(self)
             try:
@@ -165,11 +164,11 @@ class Listener(AsyncIterator[Event]):
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             logger.warning(
-                "%d events of the group were dropped, the oldest first, as nobody took them in time", dropped
+                "%d events of the group were dropped, the oldest first, because they were not taken in time", dropped
             )
         event = self._events.popleft()
         if event is None:
-            self._events.appendleft(event)  # so is each turn from here on
+            self._events.appendleft(event)  # every later turn ends, too
             raise StopAsyncIteration
         return event
 
@@ -180,5 +179,5 @@ class Listener(AsyncIterator[Event]):
         self._put(None)
 
     def __reduce__(self) -> NoReturn:
-        """It hears what this worker hears."""
+        """A listener is bound to this worker."""
         raise RpcUsageError("what events() gives cannot be copied, pickled or sent; take the events, and send those")

@@ -1,8 +1,8 @@
-"""The part of a worker that speaks with its group: it carries out what the table of the group decides.
+"""A worker's part in its group: it carries out the decisions of the group's table.
 
-Who is a member, who leads, who was lost and how all leave together is decided by `protocol/leaving.py`. What is seen
-here of other members (calls that arrive, connections that end, processes that die, time that passes) goes into its
-table. What the table returns is done here: calls to other members, tasks that wait, timers, and news for the user.
+`protocol/leaving.py` decides who is a member, who leads, who was lost and how all leave together. Observations here
+(calls from members, ended connections, dead processes, passing time) go into its table. The table's outputs are carried
+out here: calls to members, tasks, timers, and events for the user.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .interface import MembershipContext
 from .joining import JoiningMembers, roster_to_wire
 from .versions import VersionNotes
 
-# Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
+# Seconds between the end of a process and the loss of its worker: sockets may still hold its last messages.
 _EXIT_GRACE = 0.05
-# Seconds that a process has to end which has broken a connection, and between two looks at it.
+# Seconds for a process that broke a connection to end, and between two looks at it.
 _DYING, _LOOK = 0.1, 0.002
-# Seconds between a goodbye and the end of the calls to that worker: replies may be on their way on another connection.
+# Seconds between a goodbye and the end of calls to that worker: replies may come over another connection.
 _GOODBYE_GRACE = 1.0
-# Characters of what a member says of another one's end.
+# Characters of a reported cause of a member's end.
 CAUSE_LIMIT = 1000
 
 
@@ -56,7 +56,7 @@ CAUSE_LIMIT = 1000
 class ShutdownReport:
     """How a shutdown went.
 
-    lost: the members that were lost. timed_out: whether the worker left although somebody's work was not over.
+    lost: the members that were lost. timed_out: whether the worker left although a member still had calls under way.
     references: the references that were still alive.
     """
 
@@ -66,7 +66,7 @@ class ShutdownReport:
 
 
 class GroupContext(MembershipContext, Protocol):
-    """What the group itself needs of the worker besides."""
+    """A running worker, as `Group` needs it."""
 
     gradients: Gradients
     references: References
@@ -100,9 +100,9 @@ class Group:
         )
         self.members: dict[int, WorkerRecord] = self._table.members
         self.lost: dict[int, WorkerInfo] = self._table.lost
-        self._failed: dict[int, str] = {}  # after which errors members leave, as they say, until that is carried out
+        self._failed: dict[int, str] = {}  # errors of leaving members, from their goodbyes, by id
         self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
-        self._ended: dict[str, str] = {}  # how processes of members have ended that are not lost yet, by incarnation
+        self._ended: dict[str, str] = {}  # how members' processes ended, until the loss; by incarnation
 
     @property
     def leader(self) -> int:
@@ -115,7 +115,7 @@ class Group:
         return self._table.leads
 
     def start(self) -> None:
-        """Make this worker known to the leader; in a free group, to everybody."""
+        """Make this worker known to the leader; in a free group, to all members."""
         self._carry_out(self._table.start())
 
     def is_gone(self, record: WorkerRecord) -> bool:
@@ -127,24 +127,24 @@ class Group:
         return member in self._table.gone
 
     def is_lost(self, record: WorkerRecord) -> bool:
-        """Whether that member was lost, or has been gone for so long that this is not known any more."""
+        """Whether that member was lost, or is gone for so long that the reason is forgotten."""
         return record.id in self.lost or (self.is_gone(record) and record.id not in self.members)
 
     def contradicts(self, record: WorkerRecord) -> bool:
-        """Whether a member says something else of itself than this worker knows of it; a free group has new members."""
+        """Whether a member's record differs from the known one. A free group admits unknown members."""
         known = self.members.get(record.id)
         return known != record and not (known is None and (self._table.free or self._table.expects(record)))
 
     def has_shown(self, record: WorkerRecord) -> bool:
-        """Whether a member that is connected said just that of itself in its handshake, where it was looked at.
+        """Whether a connected member showed this very record in its handshake, where it was checked.
 
-        What it says later must not differ: a certificate, for one, was compared with the role that it gave then.
+        A later record must not differ: for example, the role was compared with the certificate then.
         """
         return any(service.record == record for service in self._context.services)
 
     def may_not_know_this(self, record: WorkerRecord) -> bool:
-        """Whether that member may refuse this worker because it has not heard of it yet: of a joining member, but for
-        the leader, members hear one after the other."""
+        """Whether that member may refuse this joining worker because it does not know it yet: except for the leader,
+        members learn of it one after the other."""
         return self._table.returning is not Returning.MEMBER and record.id != self._table.leader
 
     def live(self) -> list[WorkerRecord]:
@@ -153,11 +153,11 @@ class Group:
 
     @property
     def parted(self) -> bool:
-        """Whether this worker has lost members, and knows nobody else who is there."""
+        """Whether this worker has lost members and knows no other living one."""
         return bool(self.lost) and all(record.id == self._engine.id for record in self.live())
 
     def close(self) -> None:
-        """Watch nobody any more, and remove the sockets that lost members have left on this host."""
+        """Stop watching processes, and remove lost members' unix sockets on this host."""
         self._watch.close()
         for member in self.lost:
             self._remove_socket(self.members.get(member))
@@ -167,13 +167,14 @@ class Group:
             sockets.remove_if_stale(Path(record.unix_path))
 
     def close_in_child(self) -> None:
-        """After a fork: let go of the descriptors, which are the parent's."""
+        """After a fork: release the descriptors, which are the parent's."""
         self._watch.close_in_child()
 
     async def leave(self, timeout: float) -> bool:
-        """As of `Departure.leave`. In a group of fixed size it is known by then who was lost before all left.
+        """As of `Departure.leave`. In a group of fixed size the losses before the common leave are known when it
+        returns.
 
-        The leader may have reported somebody just before it let all go, of whom this worker has to hear itself.
+        The leader may have reported a loss just before it let all go, and this worker still probes that member.
         """
         until = time.monotonic() + timeout if timeout else float("inf")
         complete = await self.departure.leave(timeout)
@@ -192,7 +193,7 @@ class Group:
             case leaving.Attend(to):
                 self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.Follow(to):
-                # A joining member may have given up, and its process live on.
+                # A joining member may have given up while its process lives.
                 if not self.watch(to) or to.id != to.rank:
                     self._tell(to, attend, pack(self._engine.record.to_wire()))
             case leaving.ReportLost(to, member, cause):
@@ -219,7 +220,7 @@ class Group:
 
     def _tell(self, record: WorkerRecord, function: Function, *args: object) -> None:
         try:
-            # Without a limit: a member that is stopped for long has to hear it when it goes on. Nobody says it twice.
+            # Without a limit: a stopped member has to hear it when it goes on, and it is sent once.
             call = self._context.peers.of(record).call(function, args, None, 0.0, system=True)
         except RpcError:
             return
@@ -228,13 +229,13 @@ class Group:
     # --- members come and go ------------------------------------------------------------------------------------------
 
     def watch(self, record: WorkerRecord) -> bool:
-        """Watch the process of a member, connected or not; False if that cannot be done from here."""
+        """Watch the process of a member, connected or not; False if it cannot be watched from here."""
         if not sees(self._engine.record.host, record.host):
             return False
         return record.pid == os.getpid() or self._watch.add(record)
 
     def on_joined(self, record: WorkerRecord) -> None:
-        """A member is there. It is news for the user only if it was not known."""
+        """A member is there. Publishes an event if it is new."""
         if self.is_gone(record):
             return  # the rendezvous may list it a little longer
         self.departure.heard.add(record.id)
@@ -245,8 +246,8 @@ class Group:
     def on_process_exit(self, record: WorkerRecord) -> None:
         """The process of a member has ended."""
         self._context.links.memory.collect()
-        self._ended[record.incarnation] = how_ended(record.pid)  # now: its parent may collect it
-        # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
+        self._ended[record.incarnation] = how_ended(record.pid)  # now: its parent may reap it
+        # The sockets may still hold its last messages; their end of file usually comes first.
         self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, self.cause_of(record, "its process ended"))
 
     def _on_exit(self, record: WorkerRecord, cause: str) -> None:
@@ -254,7 +255,7 @@ class Group:
         called = self._context.peers.of(record).link
         links += [] if called is None else [called]
         if links and all(link.connection.local for link in links):
-            self.on_lost(record, cause)  # else a goodbye would have come; over TCP the line may be down
+            self.on_lost(record, cause)  # local sockets would have brought a goodbye; TCP may be down
         else:
             self._lose_unless_left(record, cause)
 
@@ -270,7 +271,7 @@ class Group:
     def on_lost(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> None:
         """A member died or cannot be reached: everything that waits for it fails.
 
-        It may be called several times for one member, by whoever sees a sign of it; the table takes the first one.
+        It may be called several times for one member; the table takes the first call.
         """
         if not self._engine.closed:
             self._carry_out(self._table.lose(record, self.cause_of(record, cause), error))
@@ -279,18 +280,18 @@ class Group:
     async def await_end(self, record: WorkerRecord) -> None:
         """Wait a moment for the end of a process of this host that has broken a connection.
 
-        As a rule it is dying, which closes its sockets first. So its loss is told by what has happened to it.
+        A dying process closes its sockets first; a moment later the cause of its death is known.
         """
         if record.pid == os.getpid() or not sees(self._engine.record.host, record.host):
             return
         until = time.monotonic() + _DYING
-        while (  # noqa: ASYNC110  # a zombie signals nobody where there is no pidfd
+        while (  # noqa: ASYNC110  # without a pidfd no event tells of a zombie
             time.monotonic() < until and not (is_gone(record.pid) or self.is_gone(record) or self._engine.closed)
         ):
             await asyncio.sleep(_LOOK)
 
     def cause_of(self, record: WorkerRecord, cause: str) -> str:
-        """Why that worker is lost: its process, if that is on this host and has ended, and not what it has broken."""
+        """Why that worker is lost: the end of its process, if that is known, else `cause`."""
         ended = self._ended.get(record.incarnation, "")
         if not ended and sees(self._engine.record.host, record.host):
             ended = how_ended(record.pid)
@@ -307,7 +308,7 @@ class Group:
         context.events.publish(WorkerLost(record.info, cause))
 
     def on_goodbye(self, record: WorkerRecord, sure: bool = True, failed: str = "") -> None:
-        """A member leaves in good order. sure: it was it for sure that has said so. failed: as of `farewell`."""
+        """A member leaves in good order. sure: its connection is proved to be its own. failed: as of `farewell`."""
         left = partial(self._on_left, record, failed)
         if sure:
             left()
@@ -322,9 +323,9 @@ class Group:
             self.joining.look()  # this worker may lead now
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
-        """Whether a member that cannot be reached has left: no goodbye can come where there is no connection.
+        """Whether an unreachable member has left: it wrote so into the store, which is asked for a bounded time.
 
-        The store is asked, which it has told, for a bounded time. If it has, it has left here, too.
+        If so, the member has left for this worker, too.
         """
         if not self.is_gone(record) and not self._engine.closed:
             asked = self._engine.tasks.spawn(self._ask_store(record))
@@ -338,22 +339,22 @@ class Group:
         except RendezvousError as error:
             logger.debug("worker %s cannot see whether %s has left: %s", self._engine.name, record.describe(), error)
 
-    # --- what is said of a member by somebody who may not be it -------------------------------------------------------
+    # --- unproved signs of a member's end -----------------------------------------------------------------------------
 
     def on_broken(self, service: Service, cause: str) -> None:
-        """A connection that a member has opened, or somebody in its name, has broken."""
+        """A connection opened by a member, or by a stranger in its name, has broken."""
         if service.sure and provably_dead(service.record, self._engine.record.host):
             self.on_lost(service.record, cause)
-        elif service.sure:  # it may be about to leave, and too busy to say so here in time
+        elif service.sure:  # it may be about to leave, and its goodbye late
             self._lose_unless_left(service.record, cause)
         else:
             believed = partial(self.on_lost, service.record, cause)
             self._indirect_probe.look_into(service.record, self._engine.record, believed, "has broken a connection")
 
     def on_report(self, reporter: int, record: WorkerRecord, cause: str) -> None:
-        """A member says that it has lost another one.
+        """A member reports the loss of another one.
 
-        The other one may say the same of it. Then the one that leads before the other stays, so that all lose the same.
+        The two may report each other. Then the member with the lower id stays, and all lose the same.
         """
         told, known = self.members.get(reporter), self.members.get(record.id)
         if told is not None and known == record:
@@ -362,11 +363,11 @@ class Group:
             self._indirect_probe.look_into(record, other, believed, f"was lost, says {told.describe()}", told)
 
     def vouches(self, member: int) -> bool:
-        """Whether this worker stays for now, and has not parted with that member."""
+        """Whether this worker is not leaving, and has not parted with that member."""
         leaves = self._engine.closed or self._table.leaving is Leaving.LEFT
         return not leaves and member not in self._table.gone
 
-    # --- what becomes of a member that is gone ------------------------------------------------------------------------
+    # --- after a member is gone ---------------------------------------------------------------------------------------
 
     def _part(self, record: WorkerRecord) -> None:
         peer = self._context.peers.of(record)
@@ -406,7 +407,7 @@ class Group:
 
 
 def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
-    """The error that everything gets which waits for a lost worker."""
+    """The error for everything that waits for a lost worker."""
     if isinstance(error, PeerRefused):
         failure: RpcError = PeerRefused(f"{record.describe()}: {error}")
     else:
@@ -418,13 +419,13 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
 
 
 class _NodeForHandlers(Protocol):
-    """A running worker, whose group this is."""
+    """A running worker, as the handlers need it."""
 
     group: Group
 
 
 def _current() -> tuple[Group, int]:
-    """In a handler: the group of this worker, and the id of the caller."""
+    """In a handler: this worker's group, and the caller's id."""
     call = current_call.get()
     assert call is not None, "these functions are handlers"
     return cast(_NodeForHandlers, call.node).group, call.caller_id
@@ -444,12 +445,13 @@ def _check_own(group: Group, member: WorkerRecord, caller_id: int) -> None:
     if (member.id, member.info) != (caller_id, caller):
         raise RpcUsageError(f"worker {caller.name!r} speaks for itself alone, and not for {member.name!r}")
     if not group.has_shown(member):
-        raise RpcUsageError(f"worker {caller.name!r} says something else of itself than it said as it connected")
+        raise RpcUsageError(f"worker {caller.name!r} has sent another record of itself than when it connected")
 
 
 @system
 async def arrive(record: RecordFields) -> bytes:
-    """Handler, on the leader: a joining member is there. It is answered when all members know it, with who they are."""
+    """Handler, on the leader: a joining member is there. The answer comes when all members know it, with the
+    members."""
     group, caller_id = _current()
     joiner = WorkerRecord.from_wire(record)
     _check_own(group, joiner, caller_id)
@@ -458,18 +460,19 @@ async def arrive(record: RecordFields) -> bytes:
 
 @system
 async def introduce(record: RecordFields) -> None:
-    """Handler: the leader says that a joining member has the place of a lost one. It is answered when that is known."""
+    """Handler: the leader introduces a joining member in a lost one's place. The answer comes when this worker knows
+    it."""
     group, caller_id = _current()
     await group.joining.introduce(caller_id, WorkerRecord.from_wire(record))
 
 
 @system
 async def report_lost(record: RecordFields, cause: str) -> None:
-    """Handler: the leader has seen a member die, and tells it."""
+    """Handler: a member reports the loss of another one."""
     group, caller_id = _current()
     lost = WorkerRecord.from_wire(record)
-    await group.joining.until_heard_of(lost)  # else the report would be of somebody unknown, and be dropped
-    group.on_report(caller_id, lost, legible(str(cause)[:CAUSE_LIMIT]))  # its own words, and they go to the log
+    await group.joining.until_heard_of(lost)  # a report of an unknown member would be dropped
+    group.on_report(caller_id, lost, legible(str(cause)[:CAUSE_LIMIT]))  # a member's words, for the log
 
 
 @system
@@ -486,7 +489,7 @@ async def present() -> None:
 
 @system
 async def enter() -> None:
-    """Handler, on the leader: the program of a member is done. It is answered when all may leave."""
+    """Handler, on the leader: a member's program is done. The answer comes when all may leave."""
     group, caller_id = _current()
     await group.departure.enter(caller_id)
 

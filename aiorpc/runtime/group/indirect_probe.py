@@ -1,4 +1,4 @@
-"""What is said of a member by somebody who may not be it: it is asked itself before that is believed."""
+"""Indirect probes: a member is asked itself before an unproved sign of its end is believed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...protocol.identity import WorkerRecord
 from ..engine.host import provably_dead
 from .interface import MembershipContext
 
-# Seconds before each time that a member is asked whether it is there, when somebody says that it is not.
+# Seconds before each probe of a member.
 _PAUSES = (0.0, 0.05, 0.5)
-# Whoever has asked for so many times as long as it asks at most was stopped meanwhile.
+# If a probe took so many times its limit, this process was stopped meanwhile.
 _STOOD_STILL = 1.5
-# So often it asks then at most.
+# Probes at most in that case.
 _TRIES = 3
 
 
 class IndirectProbe:
     """See the module. On the loop.
 
-    is_gone: whether a member has left or was lost. vouch: the handler that is called on others.
+    is_gone: whether a member has left or was lost. vouch: the handler that is called on the probed member.
     """
 
     def __init__(self, context: MembershipContext, is_gone: Callable[[WorkerRecord], bool], vouch: Function) -> None:
@@ -32,7 +32,7 @@ class IndirectProbe:
         self._engine = context.engine
         self._is_gone = is_gone
         self._vouch = vouch
-        self._asked: dict[int, asyncio.Task[None]] = {}  # of whom something is looked into
+        self._asked: dict[int, asyncio.Task[None]] = {}  # the running probes, by the member's id
 
     def look_into(
         self,
@@ -42,22 +42,22 @@ class IndirectProbe:
         what: str,
         told: WorkerRecord | None = None,
     ) -> None:
-        """Ask a member whether `other` and it have parted, before that is believed. told: by whom, if not by itself.
+        """Ask a member whether it and `other` have parted; call `believed` if so. told: the reporter, if it was another
+        member.
 
-        Only a proof of who has connected would make that unnecessary: over unix sockets the kernel's word, over TCP a
-        certificate. Whoever is gone does not answer.
+        Signs over proved connections need no probe (unix sockets, certificates). A lost member does not answer.
         """
         if self._engine.closed or self._is_gone(record) or record.id in self._asked:
             return
         if record.id == self._engine.id:
-            return  # we know that better
+            return  # this worker itself
         if provably_dead(record, self._engine.record.host):
             believed()
             return
         self._asked[record.id] = self._engine.tasks.spawn(self._ask(record, other, believed, what, told))
 
     async def settle(self, limit: float) -> None:
-        """Wait until all that is looked into now is known, for so many seconds at most."""
+        """Wait for the end of the running probes, for so many seconds at most."""
         if self._asked:
             await asyncio.wait(list(self._asked.values()), timeout=limit)
 
@@ -70,7 +70,7 @@ class IndirectProbe:
         told: WorkerRecord | None,
     ) -> None:
         try:
-            for pause in _PAUSES:  # it may come to see only now what the other one has seen
+            for pause in _PAUSES:  # it may learn only now what the other one knows
                 await asyncio.sleep(pause)
                 if self._is_gone(record):
                     return
@@ -89,17 +89,17 @@ class IndirectProbe:
         )
 
     async def is_together(self, record: WorkerRecord, other: WorkerRecord) -> bool:
-        """Whether a member says of itself that it is there, and has not parted with the other one."""
+        """Whether a member answers that it is there and has not parted with the other one."""
         patience = self._engine.bounds.vouch
         for _ in range(_TRIES):
             began = time.monotonic()
             try:
                 async with asyncio.timeout(patience):
-                    await self._context.probe(record)  # to call alone would try for longer where nobody listens
+                    await self._context.probe(record)  # fails at once without a listener, unlike the call
                     peer = self._context.peers.of(record)
                     together: bool = await peer.call(self._vouch, (other.id,), None, patience, system=True)
                     return together
             except (OSError, RpcError):
                 if time.monotonic() - began < _STOOD_STILL * patience:
-                    break  # else it is this process that was stopped, and the other one's silence says nothing
+                    break  # a slower failure means that this process was stopped
         return False

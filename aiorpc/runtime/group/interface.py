@@ -1,4 +1,4 @@
-"""What the parts of this package need of the worker that they belong to."""
+"""The worker, as this package needs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MembershipContext(Protocol):
         """Whether no call of users is under way, in either direction."""
 
     def owes_answers(self) -> bool:
-        """Whether answers wait until their callers read them, or until a connection goes on."""
+        """Whether answers wait for their callers to read, or for a suspended connection."""
 
     def activity(self) -> tuple[bool, int]:
         """Whether it is idle, and how many calls of users it has seen."""
@@ -40,11 +40,11 @@ class MembershipContext(Protocol):
         """The calls of users that are under way, as text for a log message; empty if there are none."""
 
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
-        """End what this worker's program waits for; returns what, for people. why: the error, for each. calls: also
-        calls of users' functions, and not streams and what waits at others alone."""
+        """End the waits of this worker's program; returns their descriptions. why: makes the error of each. calls: also
+        end calls of users' functions, and not only streams and waits at other workers' objects."""
 
     async def look_for_farewell(self, record: WorkerRecord) -> bool:
-        """Whether a worker that cannot be reached has left, as it has told the store."""
+        """Whether an unreachable worker has left, according to the store."""
 
     async def reach(self, record: WorkerRecord) -> socket.socket:
         """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""

@@ -1,7 +1,6 @@
-"""New processes in vacant places: what the leader, the others and the joining member itself do. On the loop.
+"""New processes in vacant places: the parts of the leader, the other members and the joining member. On the loop.
 
-What is decided, and the order of it all, is in `protocol/leaving.py`; what goes through the store in
-`meeting/returning.py`.
+The decisions and their order are in `protocol/leaving.py`, the store's part in `meeting/returning.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from .interface import MembershipContext
 
 JoiningOutput = leaving.Admit | leaving.Refuse | leaving.Announce | leaving.Welcome
 
-# Seconds between two looks at whether this worker knows by now what the leader knows already.
+# Seconds between two looks whether this worker knows the new leader.
 _PAUSE = 0.01
 
 
 class JoiningMembers:
     """The joining members of one worker's group.
 
-    carry_out: does what the table says. lose: takes a member for lost, for a cause. is_together: asks a member whether
-    it is there, and has not parted with another one. verbs: the handlers that are called on others.
+    carry_out: does the table's outputs. lose: takes a member for lost, with a cause. is_together: asks a member whether
+    it is there and has not parted with another one. verbs: the handlers `arrive` and `introduce`, called on others.
     """
 
     def __init__(
@@ -57,18 +56,18 @@ class JoiningMembers:
         self._is_together = is_together
         self._has_left = has_left
         self._arrive, self._introduce = verbs
-        self._answered: set[str] = set()  # the incarnations of those to whom this worker has replied in the store
+        self._answered: set[str] = set()  # incarnations of joining members with a reply in the store
         self._arriving: dict[int, asyncio.Future[Roster]] = {}
-        self._doubted: dict[int, asyncio.Task[None]] = {}  # by the ids of those who may lead, as they say themselves
-        self._hearing: dict[str, asyncio.Event] = {}  # of whom the leader is just telling this worker, by incarnation
+        self._doubted: dict[int, asyncio.Task[None]] = {}  # waits for members that claim to lead, by id
+        self._hearing: dict[str, asyncio.Event] = {}  # running introductions, by incarnation
         self._looking = False
-        self._blind = False  # the store has gone, or is not reached
-        self._trouble = ""  # what was wrong with what stands there at the last look, and was said
+        self._blind = False  # the store has gone or is unreachable
+        self._trouble = ""  # the last logged problem with the store's content
 
     # --- as the leader ------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look at the store for joining members, as long as this worker leads and a place is vacant."""
+        """Begin to look for joining members in the store, while this worker leads and a place is vacant."""
         if not self._looking and self._table.admits and (not self._blind or self._context.rendezvous.is_client):
             self._looking = True
             self._engine.tasks.spawn(self._look())
@@ -85,12 +84,12 @@ class JoiningMembers:
                     self._blind, self._trouble = False, ""
                 except StoreGone as error:
                     if not self._blind:
-                        logger.info("worker %s can let nobody in: %s", self._engine.name, error)
+                        logger.info("worker %s cannot admit joining members: %s", self._engine.name, error)
                     self._blind = True
-                    if not self._context.rendezvous.is_client:  # for good, and torch logs every look at it
+                    if not self._context.rendezvous.is_client:  # the store has gone for good
                         return
                 except RendezvousError as error:
-                    if str(error) != self._trouble:  # it looks several times a second, for as long as a place is vacant
+                    if str(error) != self._trouble:  # it looks several times a second
                         self._trouble = str(error)
                         logger.warning("worker %s cannot see who wants to come: %s", self._engine.name, error)
                 await asyncio.sleep(bounds.foreign_pause if self._blind else bounds.serving_pause)
@@ -98,7 +97,7 @@ class JoiningMembers:
             self._looking = False
 
     def do(self, output: JoiningOutput) -> None:
-        """What the table has decided."""
+        """Carry out an output of the table."""
         match output:
             case leaving.Admit(joiner, roster):
                 logger.info("worker %s lets %s in", self._engine.name, joiner.describe())
@@ -139,18 +138,19 @@ class JoiningMembers:
 
     async def _tell(self, to: WorkerRecord, joiner: WorkerRecord) -> None:
         try:
-            # Without a limit: a member that is stopped has to know before anybody can call it.
+            # Without a limit: a stopped member has to know it before the joining member calls it.
             await self._context.peers.of(to).call(self._introduce, (pack(joiner.to_wire()),), None, 0.0, system=True)
         except RpcUsageError as error:
             self._lose(joiner, f"{to.describe()} does not take it for a member: {error}")
         except RpcError:
-            return  # it is lost, or this worker leaves
+            return  # the member is lost, or this worker leaves
         self._carry_out(self._table.introduced(to.id, joiner.id))
 
     # --- as another member --------------------------------------------------------------------------------------------
 
     async def introduce(self, leader: int, joiner: WorkerRecord) -> None:
-        """A member says that there is a joining member. RpcUsageError if that is not for it to say, or cannot be."""
+        """A member introduces a joining member. RpcUsageError if it does not lead, or the joining member does not
+        fit."""
         over = asyncio.Event()
         first = self._hearing.setdefault(joiner.incarnation, over) is over
         try:
@@ -161,7 +161,7 @@ class JoiningMembers:
                 over.set()
 
     async def until_heard_of(self, joiner: WorkerRecord) -> None:
-        """Wait while a member is telling of that joining member: whatever is said of it behind that comes after it."""
+        """Wait for the end of a running introduction of that joining member; later messages about it follow it."""
         over = self._hearing.get(joiner.incarnation)
         if over is not None:
             await over.wait()
@@ -182,7 +182,8 @@ class JoiningMembers:
             self._carry_out(self._table.introduce(joiner))
 
     async def _until_it_leads(self, leader: int) -> None:
-        """It may know earlier than this worker that those before it are lost. However much it says, one task looks."""
+        """Wait until that member leads: it may know earlier than this worker that the leaders before it are lost. One
+        task waits for each member, for however many calls."""
         if self._table.leader != leader:
             looking = self._doubted.get(leader)
             if looking is None:
@@ -195,7 +196,7 @@ class JoiningMembers:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._engine.bounds.vouch):
-                    while self._table.leader != leader:  # noqa: ASYNC110  # as others are lost, which signals nobody
+                    while self._table.leader != leader:  # noqa: ASYNC110  # losses set no event
                         await asyncio.sleep(_PAUSE)
         finally:
             self._doubted.pop(leader, None)
@@ -204,7 +205,7 @@ class JoiningMembers:
     # ----------------------------------------------------------------------------------------------
 
     async def come(self, seconds: float) -> None:
-        """Become a member, within so many seconds; 0 for no limit. RendezvousError if that cannot be."""
+        """Become a member, within so many seconds; 0 for no limit. RendezvousError if that fails."""
         returned = self._context.rendezvous.returned
         assert returned is not None, "it is a joining member"
         try:
@@ -231,23 +232,23 @@ class JoiningMembers:
         self._carry_out(self._table.welcomed(roster_from_wire(answer)))
 
 
-#: Members, those that were lost with the causes, and those that have left.
+#: Members; lost members with the causes; members that have left.
 _read_roster = msgspec.msgpack.Decoder(
     tuple[list[RecordFields], list[tuple[RecordFields, str]], list[RecordFields]]
 ).decode
 
 
 def roster_to_wire(roster: Roster) -> bytes:
-    """As it travels."""
+    """A roster for the wire."""
     lost = [[record.to_wire(), cause] for record, cause in roster.lost]
     return pack([[each.to_wire() for each in roster.members], lost, [each.to_wire() for each in roster.left]])
 
 
 def roster_from_wire(packed: bytes) -> Roster:
-    """What `roster_to_wire` has made. ProtocolError for anything else."""
+    """The inverse of `roster_to_wire`. ProtocolError for other bytes."""
     try:
         members, lost, left = _read_roster(packed)
-    except msgspec.MsgspecError as error:  # it names types and places, and no values
+    except msgspec.MsgspecError as error:  # its text has no values
         raise ProtocolError(f"a list of the members of a group that is none: {error}") from None
     return Roster(
         tuple(WorkerRecord.from_wire(each) for each in members),

@@ -23,9 +23,9 @@ class Listeners:
     ) -> None:
         """Open the listeners that the options ask for.
 
-        directory: for the unix socket. address: the one that reaches the rendezvous. confined: all members are on this
-        host, so there is no listener for TCP beside a unix socket. RendezvousError when no address or port of the
-        options can be had, or no socket made in the directory.
+        directory: for the unix socket. address: of the interface that reaches the rendezvous. confined: all members are
+        on this host, so a unix socket needs no TCP listener beside it. RendezvousError if no address or port of the
+        options is free, or the directory takes no socket.
         """
         self.unix_path: str = ""
         self.port: int = 0
@@ -45,7 +45,7 @@ class Listeners:
                 raise RendezvousError(f"worker {name!r} cannot be reached by others: {error}") from error
             self._sockets.append((sock, ""))
             self.port = sock.getsockname()[1]
-        # A worker may listen on all interfaces, but the wildcard is no address that others could use.
+        # Others cannot connect to the wildcard address.
         self.host: str = address if sockets.is_wildcard(host) else host
 
     def sockets(self) -> list[socket.socket]:
@@ -55,7 +55,7 @@ class Listeners:
     def close_tcp(self) -> None:
         """Close the listener for TCP if there is a unix socket, because all members are on this host.
 
-        It has to be called before anybody takes connections.
+        Call it before `Acceptor.start`.
         """
         if any(path for _, path in self._sockets):
             for sock, path in self._sockets:
@@ -77,7 +77,7 @@ class Listeners:
                     os.unlink(path)
 
     def close_in_child(self) -> None:
-        """After a fork: let go of the descriptors, which are the parent's."""
+        """After a fork: release the descriptors, which are the parent's."""
         for sock, _ in self._sockets:
             if sock.fileno() >= 0:
                 os.close(sock.detach())

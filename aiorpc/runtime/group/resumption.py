@@ -1,23 +1,20 @@
-"""Connections between hosts that have broken: they are made again, or given up (`transport.lasting`).
+"""Session resumption: broken connections between hosts are made again, or given up (`transport.lasting`).
 
-The opener of a connection connects again; the acceptor waits for it, and only asks whether the opener's process is
-still there. Both give up when `reconnect_grace` is over, of which the time does not count in which they stand still
-themselves; only later if a process at the other's address takes connections and says nothing, or answers as that
-worker, as its loop may be blocked: its host takes connections for it. Another program that has got the port of a dead
-worker is no such sign, unless it is silent, too: whoever closes the connection has not been reached. They give up at
-once when the process is proved dead: on this host by its pid; elsewhere when its listener refuses connections again and
-again, as a worker listens for as long as it lives; and when something else answers in its place, be it another
-incarnation, a worker that has given this one up, or no worker at all. As a goodbye may not have arrived, the store is
-asked whether the worker has left before its loss is told.
+The opener of a connection connects again. The acceptor waits for it, and only probes whether the opener's process is
+there. Both give up after `reconnect_grace`, in which time spent stopped or blocked themselves does not count. They wait
+longer (`BUSY`) while a process at the other's address takes connections and is silent, or answers as that worker: its
+loop may be blocked. A process that closes the connection is no such sign. They give up at once if the process is proved
+dead: on this host by its pid; elsewhere if its listener refuses connections again and again, because a worker listens
+while it lives; or if something other answers there: another incarnation, a worker that has given this one up, or no
+worker. Before a loss is reported, the store is asked whether the worker has left: its goodbye may not have arrived.
 
-The last word of a handshake may be lost with its socket: then the opener knows nothing of a connection for which the
-acceptor waits, and opens another one. Whoever has a connection says something over it at once; so one over which
-nothing has ever come, and whose opener answers and does not have it go on, is no sign of a loss when it is given up. It
-is not waited for where the other one has taken its place (`replace`).
+The last message of a handshake may be lost with its socket. Then the opener does not know the connection for which the
+acceptor waits, and opens another one. An opener sends something over each new connection at once. So a connection over
+which nothing came, and whose opener answers but does not resume it, is given up without a loss, and at once if another
+connection takes its place (`replace`).
 
-A connection may go on again and again and be of no use, as where the network loses all that is large: a tunnel does
-that if packets are too large for it, and a handshake is small. So a connection is given up, too, if the same frame does
-not get through it for the time of the grace, however often it goes on (`STUCK`).
+A network that loses large packets, such as a tunnel with too small an MTU, lets handshakes pass and no more. So a
+connection is also given up if it resumes repeatedly (`STUCK`) and the same frame does not get through within the grace.
 """
 
 from __future__ import annotations
@@ -41,26 +38,26 @@ from ..engine.host import provably_dead
 from .events import WorkerResumed, WorkerSuspended
 from .interface import MembershipContext
 
-# Seconds between two tries: the first such pause, and the longest. Seconds that one try may take: a packet that is lost
-# while a connection is made is sent again after one second, and after three.
+# Seconds between two tries: the first pause, and the longest. Seconds for one try: the system sends a lost packet of a
+# new connection again after one second, and after three.
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 TRY = 4.0
-# A listener that refuses so often in a row, which takes most of a second, is gone.
+# A listener that refuses so often in a row is gone; that takes most of a second.
 REFUSALS = 5
-# While its host takes connections, a process that does not answer may be busy, and is waited for so many times as long.
+# A silent process whose host takes connections may be busy: the wait for it is so many times as long.
 BUSY = 6
-# So often a connection goes on again, the same frame being lacking at the other end, before that means anything.
+# Resumptions without the same frame getting through, before that counts.
 STUCK = 2
 TOO_LARGE = "what is large does not get there (is the MTU of a tunnel too large?)"
-# Of the grace, what is left at least when the host has been silent for long before.
+# The least share of the grace that is left when the host was silent for long before.
 LEAST_SHARE = 0.5
-# Seconds between two looks whether this process, or its loop, has stood still.
+# Seconds between two looks whether this process or its loop was blocked.
 TICK = 0.05
 
 
 @dataclass(eq=False)
 class Line:
-    """A connection that may be mended. opener: whether we have opened it. peer: whose calls go over it, if any do."""
+    """A connection that may be resumed. opener: whether this worker opened it. peer: whose calls go over it, if any."""
 
     connection: Connection
     record: WorkerRecord
@@ -70,23 +67,23 @@ class Line:
     peer: Peer | None = None
     #: How often it was suspended.
     times: int = field(default=0, init=False)
-    #: What tells the first frame of ours from others that the other end had not received as the connection went on last
-    #: (`Connection.lacking`); how often it has gone on since without that; and until when that is waited for.
+    #: The first frame that the other end lacked at the last resumption (`Connection.lacking`); how often the connection
+    #: has resumed since without it; and the time limit for it.
     lacking: tuple[int, bytes] | None = field(default=None, init=False)
     in_vain: int = field(default=0, init=False)
     limit: float = field(default=0.0, init=False)
-    #: When what listens there was last seen to be that worker, or to be silent as it may be; ``time.monotonic()``. Set
-    #: by whoever speaks with it (`Connector.reopen`): that it takes connections says nothing.
+    #: When the listener last answered as that worker, or was silent; ``time.monotonic()``. `Connector.reopen` sets it:
+    #: taking connections alone is no sign.
     reached: float = field(default=0.0, init=False)
-    #: When that worker has said something last (`_Opening.answered`); ``time.monotonic()``. Set as `reached`.
+    #: When that worker last answered (`_Opening.answered`); ``time.monotonic()``. Set as `reached`.
     answered: float = field(default=0.0, init=False)
 
 
 class SessionResumption:
     """See the module. On the loop.
 
-    reopen: has a line go on over a socket that leads to its worker, or asks at its acceptor whether that is there
-    (`Connector.reopen`); raises OSError and RpcError.
+    reopen: resumes a line over a socket to its worker, or probes the opener (`Connector.reopen`); raises OSError and
+    RpcError.
     """
 
     def __init__(self, context: MembershipContext, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
@@ -96,7 +93,7 @@ class SessionResumption:
         self._suspended: dict[str, set[Line]] = {}  # by incarnation
 
     def watch(self, line: Line) -> None:
-        """That connection is ready, and lasts: when it breaks it is mended."""
+        """Resume that connection when it breaks: it is ready, and both sides want it to last."""
         line.connection.on_suspended = partial(self._on_suspended, line)
         line.connection.on_resumed = partial(self._on_resumed, line)
 
@@ -121,7 +118,7 @@ class SessionResumption:
     def _on_resumed(self, line: Line) -> None:
         self._engine.counters.resumed += 1
         if line not in self._suspended.get(line.record.incarnation, set()):
-            self._engine.counters.suspended += 1  # the other end has noticed, and this one had not yet
+            self._engine.counters.suspended += 1  # only the other end had noticed the break
         if line.peer is not None:
             line.peer.on_line(PeerEvent.RESUMED)
         logger.info("worker %s: a connection with %s goes on", self._engine.name, line.record.describe())
@@ -130,9 +127,9 @@ class SessionResumption:
             self._context.events.publish(WorkerResumed(line.record.info))
 
     def replace(self, connection: Connection) -> None:
-        """End a connection that we have accepted: its opener knows nothing of it, and has another one in its place.
+        """End an accepted connection that its opener does not know, because the opener has made another one.
 
-        If it was suspended it is waited for no more, and that is no loss.
+        A suspended one is not waited for any more, and its end is no loss.
         """
         lines = [line for lines in self._suspended.values() for line in lines if line.connection is connection]
         connection.abort()
@@ -141,7 +138,7 @@ class SessionResumption:
                 self._context.events.publish(WorkerResumed(line.record.info))
 
     def _look_for_progress(self, line: Line) -> None:
-        """Give up a connection that goes on again and again although what it has to send does not get through."""
+        """Give up a connection that resumes repeatedly although its next frame does not get through."""
         engine, lacking, now = self._engine, line.connection.lacking, time.monotonic()
         if lacking is None or lacking != line.lacking:
             line.lacking, line.in_vain, line.limit = lacking, 0, now + engine.options.reconnect_grace
@@ -151,11 +148,11 @@ class SessionResumption:
         if line.in_vain == STUCK:
             logger.warning("worker %s: a connection with %s %s", engine.name, line.record.describe(), said)
         if line.in_vain >= STUCK and now >= line.limit:
-            # Whoever has it go on is not done with that.
+            # later: the resumption is still running
             engine.loop.call_soon(line.connection.abort, ConnectionError(f"it {said}"))
 
     def _forget(self, line: Line) -> bool:
-        """It is not suspended any more; whether it was the last one of that worker."""
+        """Mark it as not suspended; whether it was the last suspended one of that worker."""
         lines = self._suspended.get(line.record.incarnation, set())
         if line not in lines:
             return False
@@ -165,7 +162,7 @@ class SessionResumption:
         return not lines
 
     async def _mend(self, line: Line, cause: OSError, seconds: float) -> None:
-        """Try until it goes on, or is to be given up. seconds: for so long, with a host that cannot be reached."""
+        """Try until it resumes or is given up. seconds: the limit while its host cannot be reached."""
         connection, times, tries, pause = line.connection, line.times, _Tries(), FIRST_PAUSE
         patience = _Patience(self._engine.loop, seconds, BUSY * self._engine.options.reconnect_grace)
         with contextlib.closing(patience):
@@ -184,7 +181,7 @@ class SessionResumption:
                     self._context.events.publish(WorkerResumed(line.record.info))
 
     def _is_needless(self, line: Line) -> bool:
-        """Whether the opener of a connection seems to know nothing of it, and is there."""
+        """Whether the connection's opener is there and does not seem to know it."""
         lately = time.monotonic() - self._engine.options.reconnect_grace - TRY
         there = line.answered > lately and not provably_dead(line.record, self._engine.record.host)
         return there and not line.opener and not line.connection.received
@@ -200,33 +197,33 @@ class SessionResumption:
         )
 
     async def _try(self, line: Line, patience: _Patience, tries: _Tries) -> None:
-        """Once, and take down how it went."""
+        """Try once, and note the outcome in `tries`."""
         try:
             async with asyncio.timeout(patience.longest):
                 await self._reach(line, min(TRY, patience.left))
             tries.refused = 0
         except (PeerRefused, ProtocolError) as error:
-            # The acceptor has not been refused: what it has asked is somebody else than it served.
-            tries.refusal = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
+            # The acceptor only probed: something other than the worker answered.
+            tries.refusal = error if line.opener else ConnectionError(f"another process is at its address: {error}")
         except ConnectionRefusedError as error:
             tries.failed = foreign.text_of(error)
             tries.refused += 1
-        except Exception as error:  # whatever it is, a timeout as a rule: it is tried again, up to the limit
+        except Exception as error:  # a timeout as a rule: it is tried again, up to the limit
             tries.failed = foreign.text_of(error) or f"what listens at {_place(line.record)} says nothing"
             tries.refused = 0
             logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
 
     async def _reach(self, line: Line, seconds: float) -> None:
-        """Reach the other process, and have the line go on if this end has opened it."""
+        """Reach the other process, and resume the line if this end opened it."""
         try:
             async with asyncio.timeout(seconds):
                 sock = await self._context.reach(line.record)
         except TimeoutError as error:
             raise TimeoutError(foreign.text_of(error) or f"no answer from {_place(line.record)}") from error
-        await self._reopen(line, sock)  # a process that is busy takes its time
+        await self._reopen(line, sock)  # outside of the limit: a busy process may be slow
 
     def _loss(self, line: Line, cause: OSError, tries: _Tries) -> OSError:
-        """Why a connection is given up: what has broken it, and why it was not made again."""
+        """Why a connection is given up: why it broke, and why it was not resumed."""
         text, record = foreign.text_of(cause), line.record
         if provably_dead(record, self._engine.record.host):
             return ConnectionError(f"{text}, and its process is gone")
@@ -237,7 +234,8 @@ class SessionResumption:
 
 @dataclass
 class _Tries:
-    """How it went. failed: why the last one did. refused: how many in a row, by the listener. refusal: for good."""
+    """The outcomes. failed: why the last try failed. refused: refusals by the listener in a row. refusal: a final
+    one."""
 
     failed: str = ""
     refused: int = 0
@@ -245,12 +243,11 @@ class _Tries:
 
 
 class _Patience:
-    """For how long a line is waited for.
+    """How long a line is waited for.
 
-    The time does not count in which this process was stopped, or its loop blocked: by how much something that runs
-    often was late.
+    Time in which this process was stopped or its loop blocked does not count; a frequent timer's lateness measures it.
 
-    seconds: with a host that cannot be reached; longest: with a process that is silent.
+    seconds: while the host cannot be reached; longest: while the process is silent.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, longest: float) -> None:
@@ -269,9 +266,9 @@ class _Patience:
         self._plan()
 
     def look(self, until: float) -> None:
-        """To be called before each try, else this would be over when a process goes on that was stopped.
+        """Add the time lost. Call it before each try: after a stop of this process the limits may have passed.
 
-        until: the line is waited for until then at least, as long as that is not too long.
+        until: the line is waited for until then at least, within the longest limit.
         """
         late, self._late = self._late, 0.0
         self._last += late
@@ -279,16 +276,16 @@ class _Patience:
 
     @property
     def left(self) -> float:
-        """Seconds that it may still take to reach the host, or 0."""
+        """Seconds left to reach the host, or 0."""
         return max(0.0, self._limit - time.monotonic())
 
     @property
     def longest(self) -> float:
-        """Seconds that its process may still take to answer; may be negative."""
+        """Seconds left for the process to answer; may be negative."""
         return self._last - time.monotonic()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         self._timer.cancel()
 
 

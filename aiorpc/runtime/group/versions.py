@@ -1,4 +1,4 @@
-"""What is told of members that run other versions of Python, torch or aiorpc than this worker does."""
+"""Warnings about members with other versions of Python, torch or aiorpc than this worker's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _SHOWN = 5  # members in one line
 
 
 class VersionNotes:
-    """Logs other versions once, whichever members run them. On the loop."""
+    """Logs each other combination of versions once. On the loop."""
 
     def __init__(self, own: WorkerRecord) -> None:
         self._own = own
         self._told = {_compared(own)}
 
     def tell(self, members: Iterable[WorkerRecord]) -> None:
-        """These are members from now on, or were before."""
+        """Look at the versions of these members."""
         others: dict[tuple[str, ...], list[WorkerRecord]] = {}
         for record in members:
             if record.incarnation != self._own.incarnation:
@@ -54,5 +54,5 @@ _ADVICE = (
 
 
 def _compared(record: WorkerRecord) -> tuple[str, ...]:
-    """What matters of its versions: a build of torch (+cpu) and a patch of Python make no difference to others."""
+    """The versions that matter: builds of torch (+cpu) and patch levels of Python do not."""
     return record.minor, record.torch.partition("+")[0], record.aiorpc

@@ -1,8 +1,8 @@
 """Agreeing on the secret of a group through its store, where the members have no AIORPC_SECRET. Blocking.
 
-Members on one host derive it from the key of their user (`secret.user_key`), and compare fingerprints. It goes through
-the store only to members on other hosts, and only if all have said ``require_secret=False``. Keys, G being the number
-of the generation:
+Members on one host derive it from the key of their user (`secret.user_key`), and compare fingerprints. The secret goes
+through the store only for members on other hosts, and only if all members have ``require_secret=False``. Keys, G being
+the number of the generation:
 
     G/secret              the fingerprint of the group's secret
     G/secret/value        the secret itself, if there are members on other hosts
@@ -30,7 +30,8 @@ _SETTLING = 2.0
 
 
 def check_alike(members: Sequence[Member]) -> None:
-    """RendezvousError if members would refuse each other: else their first calls would end with a loss."""
+    """RendezvousError if members would refuse each other. Without this check their first calls would end with a
+    loss."""
     with_it, without = _parted(members, [member.own_secret for member in members])
     if with_it and without:
         raise RendezvousError(
@@ -50,10 +51,10 @@ def check_alike(members: Sequence[Member]) -> None:
 
 
 class Agreement:
-    """One member's part in it. Any thread.
+    """One member's part in the agreement. Any thread.
 
-    record: of this member. confined: all members have to be on this host. directory: the private one of this user.
-    value: the secret, once it is known.
+    record: of this member. confined: all members have to be on this host. directory: the private directory of this
+    user. value: the secret, once it is known.
     """
 
     value: Secret
@@ -90,7 +91,7 @@ class Agreement:
         raise RendezvousError(
             f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, {container}. "
             f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. Or give "
-            "require_secret=False to all: then their secret goes through the store, and whoever reaches "
+            "require_secret=False to all: then their secret goes through the store, and everyone who reaches "
             f"{place} is trusted to run code on all of them"
         )
 
@@ -114,15 +115,15 @@ class Agreement:
     ) -> Secret:
         """The secret of the group that has that key and salt in its store.
 
-        members: oldest first, or by rank; this one is among them. forms: whether the first of them has made the secret,
-        as the group just forms. RendezvousError if they have another secret.
+        members: oldest first, or by rank, with this member. forms: whether the group just forms, and so its first
+        member has made the secret. RendezvousError if they have another secret.
         """
         self._user_key = user_key(self._directory)
         own = derived(self._user_key, salt)
         first = members[0].record if members else self._record  # a stranger may have emptied the list
         beside = first.host == self._record.host
         if len(members) <= 1:
-            kv.put(key, fingerprint(own))  # of those who were here before nobody is left
+            kv.put(key, fingerprint(own))  # no earlier member is left
         elif beside:
             kv.swap(key, "", fingerprint(own))
         may_take = self._may_publish(members) and not (beside and forms)
@@ -142,11 +143,11 @@ class Agreement:
         raise RendezvousError(
             f"the store at {self._place} says that {first.describe()} has another secret than the one that this worker "
             f"has from {self._directory}. Either a worker has another TMPDIR or user: give all the same, or set "
-            f"AIORPC_SECRET. Or somebody who is no member has written into the store, {ADVICE}"
+            f"AIORPC_SECRET. Or a stranger has written into the store, {ADVICE}"
         )
 
     def serve(self, kv: KeyValueClient, key: str, members: Sequence[Member]) -> None:
-        """Have those who come find the secret: by the user's file, or in the store if it may stand there. OSError."""
+        """Let joining members find the secret, in the user's file, or in the store if that is allowed. OSError."""
         keep_user_key(self._directory, self._user_key)
         self._publish(kv, key, members)
 

@@ -1,9 +1,9 @@
 """The contact with a store over TCP: a client of torch, and another one in its place when its connection has broken.
 
-A connection may break, or die without a word (a NAT that has forgotten it, a network that is away), while the store
-lives. The kernel looks for that (`watch.ServerWatch`), and no answer is waited for without limit. Then a new client is
-made, and goes on if it is the same store that it finds: one that has ended has lost all that stood in it, and whoever
-takes its place bears another mark. Blocking; any thread.
+A connection may break or die silently (a NAT has forgotten it, the network is down) while the store lives. The kernel
+watches for that (`watch.ServerWatch`), and every wait for an answer has a limit. Then a new client is made. It goes on
+if it reaches the same store, which it knows by the store's mark; a store that has ended has lost its content, and its
+successor has another mark. Blocking; any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...locks import Lock
 from .watch import ServerWatch
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.5
-_TRY = 5.0  # seconds for one try: torch's server looks up the name of whoever comes, which may take long
+_TRY = 5.0  # seconds for one try: torch's server looks up the client's name, which may take long
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Reached:
     mark: str
 
 
-#: Makes a client within so many seconds, by one try. OSError or RuntimeError if nobody answers, RendezvousError if what
-#: does is no store.
+#: Makes a client within so many seconds, by one try. OSError or RuntimeError without an answer, RendezvousError if what
+#: answers is no store.
 Reach = Callable[[float], Reached]
 
 
 class Contact:
-    """See the module. place: for errors. grace: seconds for which a store is tried that cannot be reached, counted from
-    the beginning of what has failed; once they are over, each use of it is one try. stop: ends the trying.
+    """See the module. place: for errors. grace: seconds for which an unreachable store is tried, from the beginning of
+    the operation that failed; after them each use is one try. stop: ends the trying.
     """
 
     def __init__(self, place: str, client: Reached, reach: Reach, grace: float, stop: threading.Event) -> None:
@@ -52,10 +52,10 @@ class Contact:
         self._stop = stop
         self._lock = Lock()
         self._closed = ""
-        self._over = threading.Event()  # set by `close`, which is not to wait for a try
-        self._away = 0.0  # since when; ``time.monotonic()``, 0 while it is not
-        self._broken = ""  # what has broken the connection
-        self._failed = ""  # what the last try has ended with
+        self._over = threading.Event()  # set by `close`, which does not wait for a try
+        self._away = 0.0  # since when, ``time.monotonic()``; 0 while the store is reached
+        self._broken = ""  # why the connection broke
+        self._failed = ""  # why the last try failed
         self._tries = 0
 
     def store(self) -> Store:
@@ -66,7 +66,7 @@ class Contact:
             if not reason:
                 return client.store
             self.failed(client.store, reason, time.monotonic())
-        del client  # whoever keeps an error keeps this frame
+        del client  # a kept error keeps this frame
         with self._lock:
             if self._closed:
                 raise StoreGone(self._closed)
@@ -77,7 +77,7 @@ class Contact:
             return self._client.store
 
     def failed(self, store: Store, reason: str, began: float) -> None:
-        """What this client was asked at that time has failed: it is not used any more."""
+        """An operation of this client, begun at that time, has failed: the client is not used again."""
         with self._lock:
             if self._client is not None and self._client.store is store:
                 self._client.watch.close()
@@ -86,15 +86,15 @@ class Contact:
                 self._away = self._away or began
 
     def has_time(self) -> bool:
-        """Whether it has not been away for longer than the grace."""
+        """Whether the grace has not run out."""
         return not self._away or time.monotonic() < self._away + self._grace
 
     def worked(self) -> None:
-        """It has answered."""
+        """The store has answered."""
         self._away = 0.0
 
     def close(self, reason: str) -> None:
-        """Let go of it. What comes later gets that reason."""
+        """Let go of the store. Later operations fail for that reason."""
         self._closed = self._closed or reason
         self._over.set()
         with self._lock:
@@ -127,7 +127,7 @@ class Contact:
                     return client
                 client.watch.close()
                 del client
-                break  # another store: who began it waits for nobody
+                break  # another store: no use to wait for the old one
             left = self._away + self._grace - time.monotonic()
             if left <= 0 or self._stop.is_set() or self._over.wait(min(pause, left)):
                 away = time.monotonic() - self._away

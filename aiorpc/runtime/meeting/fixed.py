@@ -11,7 +11,7 @@ the whole group; the store may outlive many):
     G/left/RANK           its holder leaves in good order; of joining members the id, as in `returning.py`
     G/verdict             set once: complete, or why this generation failed
     G/done                how many ranks have learnt the verdict
-    G/refused             who came without a world size last, for those who wait in vain
+    G/refused             the last worker that came without a world size, for the errors of those that wait
 
 Every rank obeys the verdict, so no rank can believe in a group that another has given up.
 """
@@ -35,7 +35,7 @@ from .key_value import KeyValueClient
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
-CLOSED = "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
+CLOSED = "The group runs, and is closed: a group of fixed size takes no further worker while its members live. "
 _SHOWN = 500  # characters of what others have written there
 _COMPLETE = "complete"
 _TIMEOUT = "timeout"
@@ -45,7 +45,7 @@ _VOID = "void"
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How a generation ended its gathering: what, why, when (Unix time), and which process said so."""
+    """How a generation ended its gathering: what, why, when (Unix time), and by which process."""
 
     kind: str
     text: str
@@ -63,7 +63,7 @@ class _Verdict:
 
 
 def _world_from_json(value: Any) -> tuple[int, str]:
-    """World size, and who said so."""
+    """World size, and the worker that set it."""
     size, who = value
     if type(size) is not int or not 0 < size < 1 << 31:
         raise ValueError("no world size")
@@ -92,9 +92,9 @@ def check_unique_names(records: Sequence[WorkerRecord]) -> None:
 
 
 def check_unmixed(kv: KeyValueClient, here: str, patience: Patience, knocks: Callable[[], str]) -> None:
-    """RendezvousError if a group of fixed size lives at this store: nobody can join it.
+    """RendezvousError if a group of fixed size lives at this store, which no further worker can join.
 
-    knocks: describes the worker that wants to. Those who wait for the rest of their group are told of it.
+    knocks: describes the worker that wants to join. The store keeps that for the errors of workers that still wait.
     """
     generation = kv.number("generation")
     key = f"{generation}/world"
@@ -126,15 +126,15 @@ class FixedWorld:
         self._proof = proof
         self._hosts_store = hosts_store
         self._here = host_identity()
-        self._entry = ""  # what we wrote into our slot
+        self._entry = ""  # what this worker wrote into its slot
         self._members: list[Member] = []
         self._doubt = ""  # why an earlier generation had failed, if that may have been this very try
 
     def join(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
         """Take this rank's place and wait for the others; all members, by rank.
 
-        RendezvousError, on every rank that is there: a second holder of a rank, two members of one name, different
-        world sizes, or a member that waited long enough and gave up. DeviceMapError, on all: claims that do not fit.
+        RendezvousError, on every rank that has come: a second holder of a rank, two members of one name, different
+        world sizes, or a member whose time was up. DeviceMapError, on all: claims that do not fit.
         """
         while True:
             late = self._take_slot(record, claims, patience)
@@ -147,19 +147,20 @@ class FixedWorld:
             return self._obey(verdict)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Give up the record's place, so that its rank can be taken in the next generation."""
+        """Give up the record's place, which frees its rank in the next generation."""
         self.kv.put(self._key(f"end/{record.id}"), record.incarnation)
 
     def say_farewell(self, record: WorkerRecord) -> None:
-        """Say that this member leaves in good order; its place is not free before `leave`."""
+        """Write that this member leaves in good order; its place is not free before `leave`."""
         self.kv.put(self._key(f"left/{record.id}"), record.incarnation)
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether it has said that. An end alone is also that of a joining member that gives up, or of a lost one."""
+        """Whether it left in good order. `end` alone also stands for lost members and for joining members that gave
+        up."""
         return self.kv.get(self._key(f"left/{record.id}")) == record.incarnation
 
     def has_ended(self, record: WorkerRecord) -> bool:
-        """Whether a member has left, whichever way, or is proved dead."""
+        """Whether a member has left in any way, or is proved dead."""
         return self._has_ended(self.generation, record)
 
     def enter(self, generation: int, members: list[Member]) -> None:
@@ -177,7 +178,8 @@ class FixedWorld:
         return self._members
 
     def wait_until_known(self, ranks: int, seconds: float, counter: str = "done") -> None:
-        """What the store's host does before it goes: let so many ranks learn the verdict, within so many seconds."""
+        """Wait until so many ranks have read the verdict, at most so many seconds: the store's host does so before it
+        goes."""
         for _ in Patience(seconds).tries():
             if self.kv.number(self._key(counter)) >= ranks:
                 return
@@ -186,7 +188,7 @@ class FixedWorld:
         return f"{self.generation}/{name}"
 
     def _holder(self, generation: int, rank: int) -> WorkerRecord | None:
-        """Whose that rank is in that generation, as the store says."""
+        """The holder of that rank in that generation, from the store."""
         key = f"{generation}/slot/{rank}"
         entry = self.kv.get(key)
         return self.kv.load(key, entry, Member.from_json).record if entry is not None else None
@@ -214,7 +216,7 @@ class FixedWorld:
             holder = self.kv.load(key, held, Member.from_json).record
             if not self._has_ended(self.generation, holder):
                 self._refuse_second(record, holder, self.generation)
-            # Somebody may be waiting for the one that is gone: let them come along to the next generation.
+            # Other ranks may wait for the dead holder: the verdict moves them to the next generation.
             self._settle(_VOID, f"{holder.describe()} is gone")
             self._advance(patience)
         self._check_world(record)
@@ -222,7 +224,7 @@ class FixedWorld:
         return late
 
     def _check_previous(self, record: WorkerRecord) -> None:
-        """A rank whose last holder is still in an older generation has two processes now."""
+        """Refuse this worker if the rank's last holder still lives in an older generation."""
         last = self.kv.number(f"last/{self.rank}")
         holder = self._holder(last, self.rank) if 0 < last < self.generation else None
         if holder is not None and not self._has_ended(last, holder):
@@ -233,7 +235,7 @@ class FixedWorld:
         return ended or provably_dead(holder, self._here)
 
     def _closed(self, generation: int) -> str:
-        """For errors: that the group of that generation runs, if it does."""
+        """For errors: says that the group of that generation runs, or nothing."""
         text = self.kv.get(f"{generation}/verdict")
         if text is None or self._verdict(text).kind != _COMPLETE:
             return ""
@@ -265,7 +267,7 @@ class FixedWorld:
             self._fail(problem, self.world_size)
 
     def _settle(self, kind: str, text: str = "") -> _Verdict:
-        """Propose a verdict; return the one that holds, which is the first that was proposed."""
+        """Propose a verdict; return the verdict that holds, the first proposed."""
         verdict = _Verdict(kind, text, time.time(), self._here, os.getpid())
         return self._verdict(self.kv.swap(self._key("verdict"), "", json.dumps(astuple(verdict))))
 
@@ -282,25 +284,25 @@ class FixedWorld:
             members = self._read(slots)
             if members:
                 dead = [each.record.describe() for each in members if self._has_ended(self.generation, each.record)]
-                if dead:  # they may be started again: they are met in the next generation
+                if dead:  # they may be started again, and then join the next generation
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
                 if self._all_agree() or self._are_wrong(members):
                     return self._settle(_COMPLETE)
-        held = self.kv.get(self._key("verdict"))  # its store goes with whose time was up before, if that hosts it
+        held = self.kv.get(self._key("verdict"))  # a host whose time is up takes the store away
         return self._verdict(held) if held is not None else self._settle(_TIMEOUT, self._missing(record, patience))
 
     def _are_wrong(self, members: list[Member]) -> bool:
-        """Whether one is there that nobody has to wait for, as `_check_members` refuses it."""
+        """Whether there is a member that `_check_members` refuses, so waiting is in vain."""
         known = (member.is_known(self._proof.key, self.generation) for member in members)
         return not all(known) or [member.record.id for member in members] != [*range(self.world_size)]
 
     def _all_agree(self) -> bool:
-        """Whether all holders agree to the world size: one that does not is about to say so, and is no member."""
+        """Whether all holders agree to the world size. A holder that does not is about to refuse the group."""
         lasts = [f"last/{rank}" for rank in range(self.world_size)]
         return {*(self.kv.find_all(lasts) or ())} == {str(self.generation)}
 
     def _read(self, slots: list[str]) -> list[Member]:
-        """Who has these slots; nobody while one is free."""
+        """The holders of these slots; empty while one is free."""
         entries = self.kv.find_all(slots)
         return [] if entries is None else self._load(slots, entries)
 
@@ -320,15 +322,14 @@ class FixedWorld:
         return f"{waited}. {self._doubt}" if self._doubt else waited
 
     def _is_stale(self, verdict: _Verdict, patience: Patience) -> bool:
-        """True if a verdict found on arrival says nothing about the group that now gathers."""
+        """Whether a verdict found on arrival belongs to an earlier group, not to the gathering one."""
         old = abs(time.time() - verdict.time) > (patience.seconds or 60.0)
         return verdict.kind != _ABORT or old or (sees(self._here, verdict.host) and is_gone(verdict.pid))
 
     def _note_doubt(self, verdict: _Verdict) -> None:
-        """A failure that this rank passes over as a stale one, by the clocks of two hosts, which may differ.
-
-        Nothing in the store says whether it was that of the group that now gathers. Who comes shows it: members of a
-        new try do. If nobody comes, as all others have failed, what they were told is told here, too.
+        """Keep the reason of a failure that this rank passes over as stale, by clocks of two hosts, which may differ.
+        The store does not tell whether it was the group that now gathers. Members of a new try come; if none does, the
+        failure was this try's, and the error of this rank repeats the reason.
         """
         if verdict.kind == _ABORT and not sees(self._here, verdict.host):
             ago = time.time() - verdict.time
@@ -359,7 +360,7 @@ class FixedWorld:
         if entry != self._entry:
             raise RendezvousError(
                 f"the store holds another record of rank {self.rank} than the one that this worker wrote there: "
-                "somebody who is no member has written into the store. Find out who, and set AIORPC_SECRET for all"
+                "a stranger has written into the store. Find out who, and set AIORPC_SECRET for all"
             )
 
     def _check_members(self) -> None:
@@ -367,17 +368,17 @@ class FixedWorld:
             member.check(self._proof.key, self.generation)
             if member.record.id != rank:
                 raise RendezvousError(
-                    f"the store has {member.record.describe()} in the place of rank {rank}: somebody who is no member "
+                    f"the store has {member.record.describe()} in the place of rank {rank}: a stranger "
                     "has written into the store"
                 )
 
     def _fail(self, text: str, ranks: int | None) -> None:
-        with contextlib.suppress(StoreGone):  # its host may have failed before, for the same reason
+        with contextlib.suppress(StoreGone):  # the store's host may have failed before, for the same reason
             self._give_up(ranks)
         raise RendezvousError(text)
 
     def _give_up(self, ranks: int | None) -> None:
-        """Let go of the slot; the store's host lets so many ranks, or all that are here, hear why before it goes."""
+        """Let go of the slot. The store's host first lets so many ranks, or all that have come, read why."""
         self._end()
         self.kv.count(self._key("done"), at_most=True)
         if self._hosts_store:

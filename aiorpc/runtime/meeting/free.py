@@ -1,7 +1,7 @@
 """Agreeing on who is in a group that workers join and leave at any time, on top of a key-value store.
 
-Blocking; every wait polls within a `Patience`. The keys are those of the first generation: ``1/roster`` is the list of
-the members, and ``1/ids`` counts those to whom an id was given.
+Blocking; every wait polls within a `Patience`. The keys are those of generation 1: ``1/roster`` is the list of the
+members, ``1/ids`` counts the ids given out.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .key_value import KeyValueClient
 from .membership import Member, Proof, same_process
 from .patience import Patience
 
-# So many workers may join in the time between two looks at the list, and more.
+# More than the workers that can join between two looks at the list.
 _LEAP = 1024
 MakeRecord = Callable[[int], WorkerRecord]
 
 
 class _Roster(NamedTuple):
-    """The list, as it stands in the store. used: the ids of those who left while others stayed.
+    """The content of the list. used: the ids of members that left while others stayed.
 
-    left: the incarnations of the last ones who have struck themselves off.
+    left: the incarnations of the last members that left in good order.
     """
 
     version: int = 0
@@ -47,7 +47,7 @@ class _Roster(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> _Roster:
-        """The list; ValueError, TypeError or LookupError if something else stands there."""
+        """The list; ValueError, TypeError or LookupError if `value` is none."""
         version, members, left = value["version"], value["members"], value["left"]
         if type(version) is not int or type(members) is not list or type(left) is not list:
             raise ValueError("no roster")
@@ -62,8 +62,8 @@ def _ids(members: Sequence[Member]) -> IdSet:
 class FreeWorld:
     """A group that workers join and leave at any time.
 
-    All who are in it stand in one list under one key, oldest first, changed by compare and set: names and ids are
-    unique because each change sees the whole list. A member that died on this host is dropped by the next to join.
+    One list under one key has all members, oldest first. It is changed by compare and set: names and ids are unique
+    because each change sees the whole list. A member that died on this host is dropped by the next to join.
     """
 
     generation = 1
@@ -75,11 +75,11 @@ class FreeWorld:
         self.proof = proof
         self._here = host_identity()
         self._lock = Lock()  # several threads look at the list
-        self.newest: _Roster = _Roster()  # that was seen of the list
-        self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
-        self._own: Member | None = None  # this worker, as it stood in the list last, and with whom
+        self.newest: _Roster = _Roster()  # version of the list that was read
+        self.struck: set[str] = set()  # incarnations of members that are gone, also where the store lacks that
+        self._own: Member | None = None  # this worker's last entry in the list
         self._beside = _Roster()
-        self._off_since: float | None = None  # when it was first seen that others have struck it off
+        self._off_since: float | None = None  # when this worker first saw that others had struck it off
         self._leaves = self._replaced = False
 
     def join(
@@ -87,7 +87,7 @@ class FreeWorld:
     ) -> list[Member]:
         """Enter the list under a free id; the members there are now.
 
-        made: what was made before, when the store was not reached any more: it may have entered the list by that.
+        made: the record of an earlier try, which the connection's end interrupted: it may be in the list already.
         RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
         do not fit with those of the others.
         """
@@ -98,7 +98,7 @@ class FreeWorld:
             record = make_record(self._free_id() if self.rank is None else self.rank)
 
         def enter(members: list[Member], used: IdSet) -> list[Member]:
-            # Its own is there already where it has not heard so, as the connection to the store broke.
+            # This worker is in the list already if the connection broke before the store's answer came.
             alive = [member for member in self.alive(members) if member.record != record]
             if alive and record.id in used:
                 raise RendezvousError(
@@ -122,15 +122,15 @@ class FreeWorld:
         return self._change(enter, patience)
 
     def founded(self) -> bool:
-        """Whether anybody has ever been in this list."""
+        """Whether the list has ever had a member."""
         return self.kv.has(self._ROSTER)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Take a record off the list; nothing happens if it is not there."""
+        """Take a record off the list, if it is there."""
         self._strike_off(record)
 
     def say_farewell(self, record: WorkerRecord) -> None:
-        """This worker, whose record that is, leaves in good order."""
+        """Take this worker, which has that record, off the list: it leaves in good order."""
         self._leaves = True
         self._strike_off(record, leaver=record.incarnation)
 
@@ -142,12 +142,12 @@ class FreeWorld:
             self._change(strike, Patience(10.0), leaver=leaver)
 
     def stay(self, record: WorkerRecord, seconds: float, *, parted: bool) -> None:
-        """Enter the list again if others have struck this worker, whose record that is, off it for so many seconds.
+        """Enter the list again if other members have kept this worker off it for so many seconds. record: this
+        worker's.
 
-        Whoever cannot reach a member strikes it off. The others may reach it, but no joining member would find it any
-        more.
-        parted: it has lost all whom it knew. Then those who stand in the list go on without it. Of somebody who has its
-        name or its id meanwhile it is told once.
+        A member that cannot reach another one strikes it off. The rest may reach it, but joining members would not find
+        it. parted: this worker has lost all members; then it stays off the list, whose members go on without it. A
+        warning is logged once if another worker has taken its name or id.
         """
         roster, now = self.newest, time.monotonic()
         own = next((member for member in roster.members if member.record.incarnation == record.incarnation), None)
@@ -177,17 +177,17 @@ class FreeWorld:
             logger.warning(said, record.name, "it lives, and has entered that again, so that joining members find it")
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether it has taken itself off the list, as one of the last who did."""
+        """Whether it is among the last members that took themselves off the list."""
         return record.incarnation in self._read().left
 
     def resume(
         self, before: FreeWorld, record: WorkerRecord, patience: Patience, written: Mapping[str, str] | None = None
     ) -> bool:
-        """Enter the list of the store that was there before into this one, or this worker into the list that is here.
+        """Write the list of the previous store into this store, or, if this store has a list, add this worker to it.
 
-        before: this worker's view of that store. written: what this worker had set under other keys there, which comes
-        first, so that whoever finds this worker finds that as well. False if others have begun a group of their own
-        here. RendezvousError if somebody has joined here under this worker's name.
+        before: this worker's view of the previous store. written: what this worker had set there under other keys. It
+        is written first: a worker that finds this one finds these keys, too. False if others have begun a group of
+        their own here. RendezvousError if another worker has joined here under this worker's name.
         """
         _, old, used, _ = before.newest
         self._own, self._beside = before._own, before._beside
@@ -195,7 +195,7 @@ class FreeWorld:
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]
         taken = used.union(_ids(old))
-        # This worker may not have seen the last ones who came: the next id is one that none of them can have.
+        # This worker may not have seen the last members that joined: the next id leaps over theirs.
         self.kv.swap("1/ids", "", str((max(taken, default=-1) // _LEAP + 2) * _LEAP))
         here = self._read().members
         if here and not any(member.record.incarnation in known for member in here):
@@ -203,7 +203,7 @@ class FreeWorld:
         self._check_name(here, record)
         for key, value in (written or {}).items():
             if self.kv.swap(f"{self.generation}/{key}", "", value) != value:
-                logger.warning("worker %s: somebody else has set %s at the store that is here now", record.name, key)
+                logger.warning("worker %s: another worker has set %s at the store that is here now", record.name, key)
 
         def enter(members: list[Member], _: IdSet) -> list[Member]:
             self._check_name(members, record)
@@ -217,7 +217,7 @@ class FreeWorld:
     def _check_name(self, members: Sequence[Member], record: WorkerRecord) -> None:
         """RendezvousError if another member that may live has this worker's name.
 
-        It came before this one was heard of here: whoever entered the list may not have known of this one yet.
+        It joined before this worker came to this store, and so could not know of it.
         """
         for other in (member.record for member in self.alive(members)):
             if other.name == record.name and other.incarnation != record.incarnation:
@@ -226,14 +226,14 @@ class FreeWorld:
                     "there: a name leads to one worker. End one of the two, or give it another name"
                 )
 
-    abandon = say_farewell  # it is in the list as soon as it has joined, and others may have found it there
+    abandon = say_farewell  # a joined worker is in the list, and others may have found it there
 
     def members(self) -> list[Member]:
-        """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
+        """The members in the list now, oldest first. RendezvousError if one lacks the seal of AIORPC_SECRET."""
         members = self._read().members
         for member in self.alive(members):
             member.check(self.proof.key, self.generation)
-        # Of the dead some may be left of another group.
+        # Dead members of another group may still be in the list.
         return [member for member in members if member.is_known(self.proof.key, self.generation)]
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
@@ -241,7 +241,7 @@ class FreeWorld:
         return [member for member in members if not provably_dead(member.record, self._here)]
 
     def _free_id(self) -> int:
-        """A number no member has or had; the counter never goes back."""
+        """An id that no member has or had; the counter never goes back."""
         _, members, used, _ = self._read()
         taken = used.union(_ids(members))
         while (candidate := self.kv.count("1/ids") - 1) in taken:
@@ -257,18 +257,18 @@ class FreeWorld:
         self,
         change: Callable[[list[Member], IdSet], list[Member]],
         patience: Patience,
-        remember: IdSet = IdSet(),  # noqa: B008  # nobody adds to it
+        remember: IdSet = IdSet(),  # noqa: B008  # immutable
         leaver: str = "",
     ) -> list[Member]:
-        """Replace the list by what `change` makes of it and of the ids that left; the new list.
+        """Replace the list by the result of `change`, which gets the list and the used ids; the new list.
 
-        remember: ids that were used in the list of an earlier store. leaver: the incarnation of who leaves by this.
+        remember: ids used in an earlier store. leaver: the incarnation of a member that leaves in good order.
         """
         before = self.kv.get(self._ROSTER) or ""
         for _ in patience.tries():
             version, old, used, gone = self._parse(before)
             members = change([*old], used)
-            # Those who were there remember the ids of those who left. With nobody left, all may be used again.
+            # Members that stay remember the ids of members that left. If none stays, all ids are free again.
             stay = {member.record.id for member in members}
             left = IdSet(member.record.id for member in old if member.record.id not in stay)
             used = (used.union(left) if self._any_stay(old, members) else IdSet()).union(remember)
@@ -289,16 +289,16 @@ class FreeWorld:
         return any(member.record.incarnation in before for member in new)
 
     def _read(self) -> _Roster:
-        """The list as it stands in the store."""
+        """The list in the store."""
         roster = self._parse(self.kv.get(self._ROSTER) or "")
         self._keep(roster)
         return roster
 
     def _keep(self, roster: _Roster) -> None:
-        with self._lock:  # a thread that has read before may come later
+        with self._lock:  # a thread may come here later with an older version
             if roster.version >= self.newest.version:
                 self.newest = roster
-                # Who is gone and not in the list any more needs not be kept out of it.
+                # Members that are off the list need not be kept out of it.
                 self.struck.intersection_update({member.record.incarnation for member in roster.members})
 
     def _parse(self, text: str) -> _Roster:

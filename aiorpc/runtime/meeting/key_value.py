@@ -1,4 +1,4 @@
-"""What stands in a store, under keys, and bounded access to it.
+"""A key-value store of torch, with errors of our own and without unbounded waits.
 
 Everything here blocks: call it in a helper thread, never on a loop.
 """
@@ -18,14 +18,14 @@ from ...protocol.identity import WorkerRecord, legible
 from .contact import Contact
 from .watch import Watch
 
-_CLOSING = "closing"  # the mark of who is about to end the store: it bears its maker, and ends with it
-_SHOWN = 200  # characters of what stands there
-_TRIES = 3  # of an operation, of which each has broken its connection: the server may not like what it was asked
-_ABSENT = "\0"  # what no worker writes
+_CLOSING = "closing"  # holds the maker of the mark: the host that is about to end the store
+_SHOWN = 200  # characters of a value in an error
+_TRIES = 3  # of an operation that breaks its connection each time: the server may choke on it
+_ABSENT = "\0"  # a value that no worker writes
 _DIGITS = 18
 _CAN_WRITE = (
-    "Whoever reaches that store can write there, and so keep a group from forming, but not join it: another program "
-    "that uses the store, or somebody who is no member. Meet at another port or in a file where only you can write"
+    "Everyone who reaches that store can write there, and so keep a group from forming, but not join it: another "
+    "program that uses the store, or a stranger. Meet at another port or in a file where only you can write"
 )
 T = TypeVar("T")
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 class KeyValueClient:
     """A torch store, its keys under one prefix, whose every failure is a RendezvousError.
 
-    Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None. watch: looked at
-    before each operation; where the store has gone, torch would block or fill the log. contact: in place of store and
-    watch, of a store whose connection is made again. Then an operation that breaks with its connection is done once
-    more, so each of them is such that to do it twice is to do it once, but for `count`.
+    Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None. watch: asked before
+    each operation; without the store, torch would block or fill the log. contact: in place of store and watch, for a
+    store that is reconnected to. An operation whose connection breaks is then repeated, so every operation is
+    idempotent but for `count`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KeyValueClient:
         self._end = f"the rendezvous at {place} was closed by this worker"
 
     def _call(self, function: Callable[[Store], T], again: Callable[[Store], T] | None = None) -> T:
-        """again: what is done in its place when the connection has broken in the midst of it."""
+        """again: repeated in place of `function` after the connection broke in the midst of it."""
         tries = 0
         while True:
             store, began = self._take(), time.monotonic()
@@ -57,12 +57,12 @@ class KeyValueClient:
                 result = function(store)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                # Whoever keeps the error keeps the frames that it came through; they are not to keep the connection.
+                # A kept error keeps its traceback's frames; these must not keep the connection.
                 cause = error.with_traceback(None)
                 tries += 1
                 if self._contact is not None:
                     self._contact.failed(store, reason, began)
-                elif self._looked_at() is None:  # it went while it was asked
+                elif self._looked_at() is None:  # it went during the operation
                     raise StoreGone(self._end) from cause
                 if self._contact is None or tries == _TRIES or (tries > 1 and not self._contact.has_time()):
                     raise StoreGone(f"the store at {self._place} no longer answers: {reason}") from cause
@@ -91,7 +91,7 @@ class KeyValueClient:
         return store
 
     def rubbish(self, key: str, what: str) -> RendezvousError:
-        """The error for what no worker has written, with who can have done it."""
+        """The error for a value that no worker has written; it says who may have written it."""
         return RendezvousError(
             f"the rendezvous store at {self._place} holds {what} under aiorpc/{key}, which no worker has written "
             f"there. {_CAN_WRITE}"
@@ -104,8 +104,8 @@ class KeyValueClient:
     def get(self, key: str) -> str | None:
         """The value of a key, None if there is none."""
         if self._contact is not None:
-            # Of a key that is not there TCP stores return what was expected. To check and to get would be three turns
-            # to the server and back, as torch waits before it gets.
+            # TCP stores return the expected value for a missing key. Check and get would be three round trips, because
+            # torch waits before it gets.
             value = self._call(lambda store: store.compare_set(key, _ABSENT, _ABSENT))
             return None if value == _ABSENT.encode() else self._text(key, value)
         # A bare get would wait for the key, and block every other operation of this client meanwhile.
@@ -116,13 +116,14 @@ class KeyValueClient:
         return self.read_number(key, self.get(key) or "0")
 
     def read_number(self, key: str, text: str) -> int:
-        """What stands under such a key."""
+        """The number in the text of such a key."""
         if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
             raise self.rubbish(key, "no number")
         return int(text)
 
     def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
-        """What `shape` makes of the JSON that stands under a key; it may raise what reading something else raises."""
+        """What `shape` makes of the JSON under a key. For other content it may raise what reading a wrong shape
+        raises."""
         try:
             return shape(json.loads(text))
         except PeerRefused as error:
@@ -147,7 +148,7 @@ class KeyValueClient:
 
     def find_all(self, keys: list[str]) -> list[str] | None:
         """The values of all these keys, None if one does not exist."""
-        if not self.has(*keys):  # to read one that is missing would wait for it
+        if not self.has(*keys):  # reading a missing key would wait for it
             return None
 
         def read(store: Store) -> list[bytes]:
@@ -162,7 +163,7 @@ class KeyValueClient:
         def write(store: Store) -> None:
             store.set(key, value)
             if self._contact is not None:
-                store.check([key])  # that it has arrived: setting has no answer
+                store.check([key])  # waits for the server: `set` has no answer
 
         self._call(write)
 
@@ -173,8 +174,7 @@ class KeyValueClient:
     def count(self, key: str, *, at_most: bool = False) -> int:
         """Add one to a counter and return its new value.
 
-        Where the connection breaks in the midst it adds two at times, so that no number is given twice; or none, if
-        `at_most` one is to be added.
+        If the connection breaks in the midst, it may add two, so no number is given twice; with `at_most`, none.
         """
 
         def add(store: Store, more: int) -> int:
@@ -186,33 +186,33 @@ class KeyValueClient:
             raise self.rubbish(key, "no number") from None
 
     def check_open(self) -> None:
-        """StoreGone if the process that hosts the store has said that it is about to end it."""
+        """StoreGone if the process that hosts the store has announced its end."""
         by = self.closing()
         if by:
             raise StoreGone(f"the store at {self._place} is being closed by {by}")
 
     def closing(self) -> str:
-        """Who has said that it is about to end the store, for people; "" if nobody has."""
+        """The worker that has announced the end of the store, for people; "" without an announcement."""
         _, _, who = (self.get(_CLOSING) or "").partition(" ")
         return legible(who[:_SHOWN])
 
     def announce_end(self, maker: WorkerRecord) -> None:
-        """Say that this worker is about to end the store. If that lives on, `take_back_end` has to follow."""
+        """Announce that this worker is about to end the store. If the store lives on, call `take_back_end`."""
         self.put(_CLOSING, _mark_of(maker))
 
     def take_back_end(self, maker: WorkerRecord) -> None:
-        """Take back what that worker has announced, and no other one."""
+        """Take back the announcement of that worker only."""
         self.swap(_CLOSING, _mark_of(maker), "")
 
     def reopen(self) -> None:
-        """Take back what anybody has announced: this worker hosts the store now."""
+        """Take back any announcement: this worker hosts the store now."""
         if self.has(_CLOSING):
             self.put(_CLOSING, "")
 
     def close(self, reason: str = "") -> None:
-        """Let go of the store; a server that this was the last user of ends. Idempotent.
+        """Let go of the store; a server without other users ends. Idempotent.
 
-        reason: what operations that come later say, in place of that this worker has closed it.
+        reason: for the errors of later operations; empty if this worker has closed the store.
         """
         self._store = None
         self._end = reason or self._end
@@ -223,7 +223,7 @@ class KeyValueClient:
 
 
 def from_hex(text: str) -> bytes:
-    """The bytes of a text; none if it is no such text."""
+    """The bytes of a hexadecimal text; empty if it is none."""
     try:
         return bytes.fromhex(text)
     except ValueError:

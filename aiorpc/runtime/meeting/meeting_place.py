@@ -1,6 +1,6 @@
-"""Where the workers meet: what `init_method` says, and which host that is as seen from here.
+"""The meeting place that `init_method` names, and how this host sees its address.
 
-What looks up names blocks: call it in a helper thread, never on a loop.
+Functions that look up names block: call them in a helper thread, never on a loop.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from ...errors import RendezvousError, RpcUsageError
 from .patience import Patience
 
-# Addresses that nobody has (RFC 5737, RFC 3849): they stand for the rest of the world where a route is asked for.
+# Addresses for documentation (RFC 5737, RFC 3849), to ask the kernel for the route to the rest of the world.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where the workers meet. path is for files; host, port and agent (torchrun owns the store) for TCP."""
+    """A meeting place. path is for files; host, port and agent (torchrun owns the store) for TCP."""
 
     rank: int | None
     world_size: int | None
@@ -64,7 +64,7 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
         raise RpcUsageError(f"init_method names no {'path' if url.scheme == 'file' else 'host'}: {init_method!r}")
     where = "MASTER_ADDR" if url.scheme == "env" else "init_method"
     try:
-        place.host.encode("idna")  # as looking it up does, which lets this error through
+        place.host.encode("idna")  # looking it up would raise this error, too
     except UnicodeError as error:
         raise RpcUsageError(f"{where} names no host: {place.host[:80]!r} can be no name of one ({error})") from None
     if _is_of_one_link(place.host):
@@ -77,7 +77,7 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
 
 
 def _is_of_one_link(host: str) -> bool:
-    """Whether it is an address of IPv6 that says nothing without an interface. Those of IPv4 do."""
+    """Whether it is an IPv6 address that means nothing without an interface. IPv4 addresses need none."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name
@@ -86,7 +86,7 @@ def _is_of_one_link(host: str) -> bool:
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> None:
-    """RpcUsageError if the two are no numbers or cannot belong together, whatever the others say."""
+    """RpcUsageError if the two are no numbers or do not fit together."""
     for name, number in (("rank", rank), ("world_size", world_size)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise RpcUsageError(f"{name} must be an integer, not {number!r}")
@@ -146,7 +146,7 @@ def is_local(place: MeetingPlace, patience: Patience | None = None) -> bool:
 
 def is_loopback(place: MeetingPlace) -> bool:
     """Whether the place has a name or an address that can be reached from this host alone."""
-    # Not by what a name stands for: to its own host that of a host may stand for 127.0.1.1.
+    # A name is not looked up: a host may resolve its own name to 127.0.1.1.
     try:
         return ipaddress.ip_address(place.host).is_loopback
     except ValueError:
@@ -156,8 +156,8 @@ def is_loopback(place: MeetingPlace) -> bool:
 def local_address(place: MeetingPlace) -> str:
     """Address of the interface that reaches the place; a loopback one where there is no network in between.
 
-    Where the name of this host stands for a loopback address here, as with Debian, others are led to that of the
-    interface towards the rest of the world.
+    Where this host's own name stands for a loopback address, as on Debian, it is the address of the interface to the
+    rest of the world.
     """
     addresses = addresses_of(place) if place.host else []
     if place.host and not is_loopback(place):
@@ -185,9 +185,9 @@ def _own_address(address: str, port: int) -> str | None:
 
 
 def addresses_of(place: MeetingPlace, patience: Patience | None = None) -> list[str]:
-    """The addresses that the place's host stands for; none if it cannot be resolved, which may take long to find out.
+    """The addresses of the place's host; none if it cannot be resolved, which may take long.
 
-    patience: is told of that, and of its beginning.
+    patience: its `trouble` says so, also while the look-up runs.
     """
     before = patience.trouble if patience is not None else ""
     if patience is not None:
@@ -204,5 +204,5 @@ def addresses_of(place: MeetingPlace, patience: Patience | None = None) -> list[
 
 
 def unresolved(place: MeetingPlace, error: OSError) -> str:
-    """What to say of a name that stands for no address."""
+    """For errors: that a name stands for no address."""
     return f"the name {place.host!r} cannot be resolved ({error})"

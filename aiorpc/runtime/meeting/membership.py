@@ -1,4 +1,4 @@
-"""A member of a group as it stands in the store, and the proof by which the others know it for one."""
+"""A member's entry in the store, and the proof of membership."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NO_WORKER = "something that is no worker"
 
 @dataclass(frozen=True)
 class Proof:
-    """By what a worker lets itself be known as a member, and by what it knows the others.
+    """How a worker proves its membership, and checks that of the others.
 
-    key: made of AIORPC_SECRET; None without. require_secret: the option. certificates: without AIORPC_SECRET they will
-    do, as every connection shows one that bears the name of its worker. safe: whether it reads no pickles (option
-    `serialization`): members of both kinds refuse each other.
+    key: made of AIORPC_SECRET; None without. require_secret: the option. certificates: they replace AIORPC_SECRET,
+    because every connection shows a certificate with the worker's name. safe: whether it reads no pickles (option
+    `serialization`); members of both kinds refuse each other.
     """
 
     key: bytes | None = field(default=None, repr=False)
@@ -34,11 +34,11 @@ class Proof:
 
     @property
     def lacks_secret(self) -> bool:
-        """Whether the worker cannot join, as it requires a secret and has none."""
+        """Whether the worker requires a secret and has none, and so cannot join."""
         return self.require_secret is True and self.key is None
 
     def member(self, record: WorkerRecord, claims: DeviceClaims, generation: int) -> Member:
-        """The worker of that record, as it enters that generation."""
+        """The entry of the worker with that record in that generation."""
         own = self.key is not None
         member = Member(record, own, claims, "", self.require_secret, self.certificates, self.safe)
         return member.sealed(self.key, generation)
@@ -46,12 +46,12 @@ class Proof:
 
 @dataclass(frozen=True)
 class Member:
-    """A member as it stands in the store: its record, and what the others need only to join.
+    """A member's entry in the store: its record, and what the others need only to join.
 
-    own_secret: the worker brought AIORPC_SECRET. claims: what it says of its devices; not in the record, which goes
-    over each connection. require_secret: its option of that name. certificates: it takes them for the proof of
-    membership, where there is no AIORPC_SECRET. safe: it reads no pickles. seal: a message authentication code of all
-    that, made with AIORPC_SECRET; "" without.
+    own_secret: the worker brought AIORPC_SECRET. claims: about its devices; not in the record, which goes over each
+    connection. require_secret: its option of that name. certificates: they prove membership where there is no
+    AIORPC_SECRET. safe: it reads no pickles. seal: a message authentication code of these fields, made with
+    AIORPC_SECRET; "" without.
     """
 
     record: WorkerRecord
@@ -63,19 +63,19 @@ class Member:
     safe: bool = False
 
     def sealed(self, key: bytes | None, generation: int) -> Member:
-        """As a member that has AIORPC_SECRET enters it into that generation; as it is without one."""
+        """With the seal for that generation; unchanged without AIORPC_SECRET."""
         return self if key is None else replace(self, seal=self._seal(key, generation))
 
     def check(self, key: bytes | None, generation: int) -> None:
-        """RendezvousError if it is not known to be a member."""
+        """RendezvousError if the seal is wrong."""
         if not self.is_known(key, generation):
             raise RendezvousError(
                 f"what the rendezvous store says of {self.record.describe()} was not written by a worker with our "
-                "AIORPC_SECRET: either that differs between the workers, or somebody else has written into the store"
+                "AIORPC_SECRET: either that differs between the workers, or a stranger has written into the store"
             )
 
     def is_known(self, key: bytes | None, generation: int) -> bool:
-        """Whether it bears the seal that it ought to. One that says it has no key is: `Rendezvous` refuses mixtures."""
+        """Whether its seal is right. True of a member that has no key: `Agreement` refuses mixtures."""
         if key is None or not self.own_secret:
             return True
         return hmac.compare_digest(self._seal(key, generation).encode(), self.seal.encode())
@@ -92,8 +92,8 @@ class Member:
 
     @classmethod
     def from_json(cls, value: object) -> Member:
-        """The member; RendezvousError if something else stands there, PeerRefused if it is of another version."""
-        # The version stands at the end for ever; what is before it may differ.
+        """The member; RendezvousError if `value` is none, PeerRefused if it is of another version."""
+        # Every version of the format has its number at the end.
         if isinstance(value, list) and value and type(value[-1]) is int and value[-1] != VERSION:
             raise PeerRefused(
                 f"a worker has come that speaks version {value[-1]} of the protocol, we speak {VERSION}; use one "
@@ -111,7 +111,7 @@ class Member:
 
 
 def same_process(holder: WorkerRecord, record: WorkerRecord) -> str:
-    """For errors: what to do if a process has joined twice, as one whose cell was run again."""
+    """For errors: advice if one process has joined twice, as when a cell is run again."""
     if (holder.host, holder.pid) != (record.host, record.pid):
         return ""
     return (

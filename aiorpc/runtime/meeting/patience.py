@@ -1,4 +1,4 @@
-"""How long something at the store is waited for and tried again."""
+"""How long waits at the store last."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Patience:
     """A deadline, and an event that ends all waiting.
 
     seconds: how long from now; 0 means no limit. stop: waits end with RendezvousError once it is set. place, trouble:
-    what is waited for, and what has been in the way of that last, for whoever ends the waiting from outside; empty if
-    nothing is known. Any thread may read them.
+    what is waited for, and what last went wrong, for the error of a caller that ends the wait from outside; empty if
+    unknown. Any thread may read them.
     """
 
     def __init__(self, seconds: float, stop: threading.Event | None = None) -> None:
@@ -31,7 +31,7 @@ class Patience:
         return max(0.0, self._deadline - time.monotonic())
 
     def attempt(self) -> float:
-        """Seconds one attempt of something that is tried again may take."""
+        """Seconds for one of several attempts."""
         return max(0.05, min(self.left(), LONGEST_ATTEMPT))
 
     def tries(self) -> Iterator[None]:

@@ -25,7 +25,6 @@ from ...errors import RendezvousError, StoreGone
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...undoing import on_error
-from ..engine.host import host_identity, main_identity
 from .agreeing import Agreement, check_alike
 from .fixed import FixedWorld
 from .free import FreeWorld
@@ -37,26 +36,23 @@ from .returning import JoiningInStore, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, fingerprint, given_secret, make_key
 from .stores import Hosting, bounded, listens, open_file, open_tcp, reach_tcp
 
-__all__ = ["Rendezvous", "host_identity", "main_identity"]
-
-
 T = TypeVar("T")
 
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
-_PROBE_TIME = 0.3  # seconds for the end of a store that is being closed, before it is asked whether it goes on
+_PROBE_TIME = 0.3  # seconds to wait for the announced end of a store before asking whether it was taken back
 _RETURN_TIME = 5.0
 
 
 @dataclass(frozen=True)
 class MeetingOptions:
-    """What a worker demands of its group, and for how long it waits.
+    """A worker's demands on its group, and how long it waits.
 
-    require_secret: whether nobody joins without AIORPC_SECRET; None: only where members or store are on another host.
-    secret_file: where the secret stands, in place of AIORPC_SECRET. certificates: without a secret they say who is a
-    member. safe: whether this worker reads no pickles. founding: seconds for which the first worker of a free group at
-    ``tcp://`` waits for members of an earlier store. grace: seconds for which a store is tried to which a connection
-    has broken, and that cannot be reached.
+    require_secret: whether joining needs AIORPC_SECRET; None: only if members or store are on another host.
+    secret_file: has the secret, in place of AIORPC_SECRET. certificates: they prove membership if there is no secret.
+    safe: whether this worker reads no pickles. founding: seconds for which the first worker of a free group at
+    ``tcp://`` waits for members of an earlier store. grace: seconds for which an unreachable store is tried again after
+    its connection broke.
     """
 
     require_secret: bool | None = None
@@ -70,10 +66,9 @@ class MeetingOptions:
 class Rendezvous:
     """One worker's view of the meeting place. Made by `open`; its methods may be called from any thread.
 
-    rank, world_size: as given or found in the environment; world_size is None for a group that is joined freely.
-    hosts_store: this process serves the store, so the group cannot be joined once it has gone.
-    claims: what the members said of their devices, by name, as found at `join`. returned: how this worker has come to
-    the place of a member that was lost; None if it has not.
+    rank, world_size: as given or found in the environment; world_size is None for a free group. hosts_store: this
+    process serves the store, and the group cannot be joined after its end. claims: the members' claims about their
+    devices at `join`, by name. returned: how this worker took the place of a lost member; None if it did not.
     """
 
     def __init__(
@@ -97,14 +92,14 @@ class Rendezvous:
         self._own_secret = own_secret
         certificates = options.certificates and own_secret is None
         self._proof = Proof(None, options.require_secret, certificates, options.safe)
-        self._salted = ""  # the salt of the store, if the secret was made with it
-        self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
+        self._salted = ""  # the salt in the store, once it was read
+        self._key: tuple[str, Secret] | None = None  # the salt, and the key made with it of our own secret
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
-        self._agreement: Agreement | None = None  # of members that have agreed on a secret themselves
+        self._agreement: Agreement | None = None  # if the members made a secret themselves
         self.returned: Return | None = None
         self._made: WorkerRecord | None = None
-        self._written: dict[str, str] = {}  # by `swap`, to be written again if the store is replaced
+        self._written: dict[str, str] = {}  # by `swap`; written again if the store is replaced
 
     @classmethod
     def open(
@@ -120,10 +115,9 @@ class Rendezvous:
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
-        timeout: seconds for this, `join` and `agree_secret` together, 0 means no limit; or what counts them and has its
-        own `stop`, which then says as well what is waited for.
-        RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
-        RpcUsageError: the arguments make no sense.
+        timeout: seconds for this, `join` and `agree_secret` together, 0 means no limit; or a `Patience`, with a `stop`
+        of its own. RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be
+        reached in time. RpcUsageError: the arguments make no sense.
         """
         patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
         own_secret = given_secret(options.secret_file)
@@ -136,7 +130,7 @@ class Rendezvous:
         patience.place = str(place)
         if (
             options.require_secret and own_secret is None and place.world_size is None
-        ):  # else those who wait are told as well
+        ):  # with a world size, `join` also tells the waiting members
             raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
         if store is not None:
             return make(place, KeyValueClient(store, str(place)), False)
@@ -154,7 +148,7 @@ class Rendezvous:
 
     @property
     def confined(self) -> bool:
-        """Whether all members have to be on this host: they meet at a loopback address, and know each other by it.
+        """Whether all members have to be on this host, because they meet at a loopback address and have no other proof.
 
         With AIORPC_SECRET or certificates the address may be the near end of a tunnel.
         """
@@ -166,18 +160,18 @@ class Rendezvous:
         return self._world.generation
 
     def local_address(self) -> str:
-        """IP address of the interface that reaches the rendezvous; a loopback one if that is on this host alone."""
+        """IP address of the interface that reaches the rendezvous; a loopback address if the place is on this host
+        alone."""
         return local_address(self._place)
 
     def join(
         self, make_record: Callable[[int], WorkerRecord], claims: DeviceClaims | None = None
     ) -> list[WorkerRecord]:
-        """Register this worker. Returns the records of the members: all of them by rank, or those that are there now.
+        """Register this worker. Returns the members' records: by rank, or in a free group those of now, oldest first.
 
         make_record is called with the worker's id (the rank, or a free number in a free group) and returns its record.
-        claims: what this worker says about its devices. RendezvousError, on all ranks where all are concerned: a name
-        or rank that is not unique, different world sizes, missing ranks. DeviceMapError: claims that do not fit
-        together.
+        claims: about this worker's devices. RendezvousError, on all ranks concerned: a name or rank is not unique,
+        world sizes differ, ranks are missing. DeviceMapError: claims that do not fit together.
         """
         mine = claims or DeviceClaims()
 
@@ -187,7 +181,7 @@ class Rendezvous:
 
         for _ in self._patience.tries():
             try:
-                self._check_open()
+                self._kv.check_open()
                 self._await_elders()
                 self._make_key()
                 if isinstance(self._world, FreeWorld):
@@ -205,7 +199,7 @@ class Rendezvous:
         raise RendezvousError(f"the store at {self._place} kept closing for {self._patience.seconds:g} s")
 
     def _come_back(self, world: FixedWorld, record: WorkerRecord, claims: DeviceClaims) -> list[Member]:
-        """Take the place of a lost member, if a group that has lost it runs here: the members, or nobody."""
+        """Take the place of a lost member, if a group that has lost it runs here: the members; else an empty list."""
         places = self._places(self._kv.number("generation"))
         returned = come_back(places, record, claims, self._patience)
         if returned is None:
@@ -226,13 +220,13 @@ class Rendezvous:
 
     @property
     def record(self) -> WorkerRecord:
-        """What this worker has said of itself, as `join` was called."""
+        """This worker's record, as registered at `join`."""
         assert self._made is not None, "it has joined"
         return self._made
 
     @property
     def joining(self) -> JoiningInStore:
-        """Who wants the places of lost members, as a member of a group of fixed size sees it."""
+        """The workers that want the places of lost members of this group of fixed size."""
         serve = self._serve_far if self._agreement is not None else None
         return JoiningInStore(self._places(self.generation), self.record, serve, self._check_there)
 
@@ -246,20 +240,19 @@ class Rendezvous:
             raise StoreGone(f"the store at {self._place} has gone")
 
     def members(self) -> list[WorkerRecord]:
-        """Records of the group: who is in it now if it is dynamic, else those found at `join`.
-
-        RendezvousError if somebody who does not know AIORPC_SECRET has written them.
+        """Records of the members: those of now in a free group, those found at `join` in a fixed one. RendezvousError
+        if they were written without AIORPC_SECRET.
         """
         members = self._world.members()
         if self._own_secret is not None:
-            members = [member for member in members if member.own_secret]  # whoever joins without it is told so
+            members = [member for member in members if member.own_secret]  # others are told so as they join
         return [member.record for member in members]
 
     def swap(self, key: str, expected: str, desired: str, *, lasting: bool = True) -> str:
         """Set a key of this group in the store to `desired` if it is `expected` ("" for missing); what it holds then.
 
-        What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`); neither
-        that nor what it had set before if not `lasting`. RendezvousError if the store cannot be asked.
+        The value also goes into the next store if this one is replaced (`meet_again`). If not `lasting`, neither it nor
+        an earlier value of the key does. RendezvousError if the store does not answer.
         """
         held = self._kv.swap(f"{self.generation}/{key}", expected, desired)
         if not lasting:
@@ -269,7 +262,7 @@ class Rendezvous:
         return held
 
     def look_up(self, key: str) -> str | None:
-        """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
+        """The value of a key of this group, None if there is none. RendezvousError as of `swap`."""
         return self._kv.get(f"{self.generation}/{key}")
 
     def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
@@ -290,31 +283,31 @@ class Rendezvous:
         return next((record for record in members if record.name == name), None)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Take a record out of the group (one's own, or a lost peer's); as far as the store is there, now or later."""
+        """Take a record (this worker's or a lost peer's) out of the group, if the store can be reached."""
         if isinstance(self._world, FreeWorld):
             self._world.struck.add(record.incarnation)
         self._tell(self._world.leave, record)
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether a member has said here that it leaves. RendezvousError if the store cannot say that."""
+        """Whether a member has written that it leaves. RendezvousError if the store does not answer."""
         self._check_there()
         return self._world.has_left(record)
 
     def say_farewell(self, record: WorkerRecord) -> None:
-        """Say that this worker leaves in good order, as far as the store is there; `leave` follows at the end."""
+        """Write that this worker leaves in good order, if the store can be reached; `leave` follows at the end."""
         self._tell(self._world.say_farewell, record)
 
     def abandon(self) -> None:
-        """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member.
+        """`join` was given up: give back the rank and the name.
 
-        Of a joining member that was let in just then the claim is taken back: else nobody could have the place while
-        its process lives.
+        If this worker was just admitted to a lost member's place, take its claim back. Otherwise the place would be
+        taken for as long as the process lives.
         """
         if self._made is not None:
             self._tell(self._world.abandon if self.returned is None else self._world.leave, self._made)
 
     def _tell(self, step: Callable[[WorkerRecord], None], record: WorkerRecord) -> None:
-        # torch logs every failed operation: do not ask a server that is not there.
+        # torch logs every failed operation: do not ask a missing server.
         if self.is_client and not listens(self._place):
             return
         with contextlib.suppress(StoreGone):
@@ -331,7 +324,7 @@ class Rendezvous:
                     self._await_ranks()
                 if self._ends_store and self._made is not None:
                     self._announce_end(self._made)
-        finally:  # also where a stranger has written into the store what nobody can read
+        finally:  # also if a stranger has written garbage into the store
             self._kv.close()
             if self._ends_store and self._made is not None and listens(self._place):
                 self._take_back_end(self._made)
@@ -342,7 +335,7 @@ class Rendezvous:
             self._world.wait_until_known(self._world.world_size, 2.0, read)
 
     def _take_back_end(self, maker: WorkerRecord) -> None:
-        """The store lives on: torch uses it as well, for a process group that was made later."""
+        """The store lives on because a process group of torch uses it, too: take back the announced end."""
         with contextlib.suppress(RendezvousError):
             kv = reach_tcp(self._place, Patience(_RETURN_TIME), 0.0)
             try:
@@ -352,20 +345,19 @@ class Rendezvous:
 
     def _announce_end(self, maker: WorkerRecord) -> None:
         self._kv.announce_end(maker)
-        # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
+        # Ranks of the next group may be here already: give them time to leave, lest torch logs broken connections.
         time.sleep(_TURN_AWAY)
         if self._kv.number("generation") > self.generation:
             time.sleep(3 * LAST_PAUSE)
 
     def agree_secret(self, record: WorkerRecord, directory: str | Path) -> bytes:
-        """The 32 bytes by which the group's members know each other.
+        """The 32 bytes with which the group's members prove their membership.
 
-        Made of AIORPC_SECRET if it is set (on all, or RendezvousError). Else, where certificates say who is a member,
-        they are the same everywhere, and no secret. Else they are derived from the key of this user in `directory`,
-        which is private to this user. If there are members on other hosts that is a RendezvousError, unless
-        `require_secret` is False: then they get the secret through the store, and whoever reaches that may join.
-        RendezvousError, too, where members have different keys, and where they differ in what they must agree on
-        (`check_alike`).
+        If AIORPC_SECRET is set (on all, or RendezvousError), they are made of it. If certificates prove membership,
+        they are a constant and no secret. Otherwise they are derived from the key of this user in `directory`, which is
+        private to this user. With members on other hosts the latter is a RendezvousError, unless `require_secret` is
+        False: then the secret goes through the store, and everyone with access to the store may join. RendezvousError,
+        too, if members have different keys or differ in what they must agree on (`check_alike`).
         """
         members = self._world.members()
         alive = self._world.alive(members) if isinstance(self._world, FreeWorld) else members
@@ -387,22 +379,20 @@ class Rendezvous:
 
     @property
     def is_client(self) -> bool:
-        """Whether another process serves the store, at an address: it may not be reached for a while."""
+        """Whether another process serves the store over TCP; it may be unreachable for a while."""
         return bool(self._place.host) and not self.hosts_store
 
     @property
     def may_return(self) -> bool:
-        """Whether `meet_again` may find another store where the one that has gone was."""
+        """Whether `meet_again` may find a new store in place of a lost one."""
         return self.dynamic and self.is_client
 
     def meet_again(self, record: WorkerRecord) -> bool:
-        """After StoreGone, in a free group: meet joining members at the store that is there now; False if there is
-        none.
+        """After StoreGone, in a free group: move to the store that is at the place now; False if there is none.
 
-        It may be the same as before, which was not reached for a while: then what stands there stays as it is.
+        If it is the same store, which was unreachable for a while, its content stays.
 
-        It waits a few seconds at most. RendezvousError if that cannot be, as others have begun a group of their own
-        there, for example.
+        It waits a few seconds at most. RendezvousError if others have begun a group of their own there.
         """
         before = self._world
         if not listens(self._place) or not isinstance(before, FreeWorld):
@@ -418,23 +408,23 @@ class Rendezvous:
             if not ours or not world.resume(before, record, patience, self._written):
                 raise RendezvousError(
                     f"others have begun a group of their own at {self._place}, while {record.describe()} was not heard "
-                    "of there: whoever joins that finds neither this worker nor those that it knows. Start it again to "
-                    "bring it into the new group, or end the new one"
+                    "of there: workers that join it find neither this worker nor those that it knows. Start it again "
+                    "to bring it into the new group, or end the new one"
                 )
         self._kv.close()
         self._kv, self._world = kv, world
         return True
 
     def serve_joining(self, absence: float = 0.0, *, parted: bool = False) -> None:
-        """See who is there, and have joining members find the secret. It does not wait.
+        """Read the list of members, and let joining members find the secret. It does not wait.
 
-        A member of a free group calls this now and then. Where others have struck this worker off the list for
-        `absence` seconds, it enters that again, see `FreeWorld.stay`. StoreGone if the store has gone. OSError if the
-        key of this user has gone, and cannot be written.
+        A member of a free group calls this regularly. If others have kept this worker off the list for `absence`
+        seconds, it enters the list again, see `FreeWorld.stay`. StoreGone if the store has gone. OSError if the key of
+        this user has gone and cannot be written again.
         """
         world = self._world
         if isinstance(world, FreeWorld):
-            members = world.members()  # also where there is nothing to hand out: see `meet_again`
+            members = world.members()  # also if there is nothing to hand out: see `meet_again`
             world.stay(self.record, absence, parted=parted)
             if self._agreement is not None:
                 self._agreement.serve(self._kv, f"{self.generation}/secret", world.alive(members))
@@ -458,7 +448,7 @@ class Rendezvous:
         return salt
 
     def _make_key(self) -> None:
-        """Make the key of our own secret, if we have one, with the salt of the store, and the world anew with it."""
+        """Make the key of our own secret, if there is one, with the store's salt, and the world anew with it."""
         if self._own_secret is None:
             return
         salt = self._salt()
@@ -466,24 +456,21 @@ class Rendezvous:
             self._key = salt, make_key(self._own_secret, from_hex(salt))
             self._world = self._make_world()
 
-    def _check_open(self) -> None:
-        """StoreGone if the previous group's host is about to end the store, or has ended it."""
-        self._kv.check_open()
-
     def _await_elders(self) -> None:
-        """Wait for members of a group that has lost its store: they come back to whatever store is at the place."""
+        """Wait for members of a group that has lost its store: they come to the new store at the place."""
         if isinstance(self._world, FreeWorld) and self._place.host and self._founding:
             patience = Patience(min(self._founding, self._patience.attempt()), self._patience.stop)
             for _ in patience.tries():
                 if self._world.founded():
                     return
-            logger.info("nobody is at %s, nor came back within %g s: a new group", self._place, patience.seconds)
+            logger.info("no member was at %s or came back within %g s: a new group", self._place, patience.seconds)
 
     def _reconnect(self) -> None:
-        """The store is being closed. It is gone soon, unless torch uses it as well: then that is taken back."""
+        """Wait for the end of a store that is being closed, or for its host to take that back, and reach a store
+        again."""
         self._kv.close()
         limit = time.monotonic() + min(_CLOSING_TIME, self._patience.attempt())
-        # Its end closes this connection; a look at the port alone would take the next store for this one.
+        # The store's end closes this connection; the port alone does not tell this store from the next.
         with contextlib.suppress(OSError), socket.create_connection((self._place.host, self._place.port), 1.0) as probe:
             probe.settimeout(_PROBE_TIME)
             while time.monotonic() < limit and not self._patience.stop.is_set():
@@ -496,7 +483,7 @@ class Rendezvous:
                         self._use(hosting)
                         return
                 hosting.kv.close()
-        # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
+        # The next group's host may have come to the earlier group's ending store; it hosts a store here.
         self._use(open_tcp(self._place, self._patience, self._grace))
 
     def _use(self, hosting: Hosting) -> None:
@@ -508,5 +495,5 @@ class Rendezvous:
         """There is a store."""
         self._patience.trouble = ""
         self._ends_store = hosting.ends
-        if self.hosts_store:  # shared with a process group of torch it may say that an earlier worker was leaving
+        if self.hosts_store:  # a store shared with torch may hold an earlier worker's announcement
             self._kv.reopen()

@@ -1,14 +1,14 @@
-"""Taking the place of a member that is gone, as far as it goes through the store. Blocking; see `protocol/leaving.py`.
+"""The store's part in taking the place of a lost member. Blocking; see `protocol/leaving.py`.
 
 Keys beside those of `fixed.py`, G being the number of the generation, all of one group that has formed:
 
-    G/slot/RANK/LIFE      who claims the place of that rank after so many others; taken once, by compare and set
-    G/ids                 counts the joining members: each has an id that nobody has had
-    G/answer/ID           what the leader says to the joining member of that id: that it is admitted, or why not
+    G/slot/RANK/LIFE      holder number LIFE of the place of that rank; taken once, by compare and set
+    G/ids                 counts the joining members: each has a new id
+    G/answer/ID           the leader's answer to the joining member of that id: it is admitted, or why not
     G/there/ID            the joining member of that id has become a member
 
-A claim stands until its process gives up (G/end/ID) or is proved dead. Where nobody of the group lives, nobody answers:
-all who come are joining members then, or all others have ended, and they form the next generation.
+A claim stands until its process gives up (G/end/ID) or is proved dead. If no member of the group lives, no claim is
+answered, and the joining members form the next generation.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .key_value import KeyValueClient
 from .membership import SET_IT, Member, Proof, same_process
 from .patience import Patience
 
-# Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
+# Seconds to wait for the leader while the member whose place is claimed looks alive from here.
 _LIVING_PATIENCE = 2.0
-# Seconds between two looks at who else is there, also for the first word of what listens, and for an address to answer.
+# Seconds between two looks at the members, also for the first byte of a listener; and for an address to answer.
 _LOOK_PAUSE, _ANSWER = 0.25, 1.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the leader says to a joining member: why it is refused, or where to go. by: the incarnation of that leader.
+    """The leader's answer to a joining member: an admission or a refusal. by: the incarnation of the leader.
 
-    members: the ids of the members that live. lost: those of the lost, with the causes. left: of those who have left.
-    seal: as that of a `Member`.
+    members: the ids of the living members. lost: those of lost members, with the causes. left: those of members that
+    left. seal: as of `Member`.
     """
 
     by: str
@@ -56,11 +56,11 @@ class Answer:
     seal: str = ""
 
     def sealed(self, key: bytes | None, generation: int, joiner: str) -> Answer:
-        """As a leader that has AIORPC_SECRET writes it for the joining member of that incarnation."""
+        """With the seal for the joining member of that incarnation; unchanged without AIORPC_SECRET."""
         return self if key is None else replace(self, seal=self._seal(key, generation, joiner))
 
     def is_genuine(self, key: bytes | None, generation: int, joiner: str) -> bool:
-        """Whether it bears the seal that it ought to."""
+        """Whether its seal is right."""
         return key is None or hmac.compare_digest(self._seal(key, generation, joiner).encode(), self.seal.encode())
 
     def _seal(self, key: bytes, generation: int, joiner: str) -> str:
@@ -74,7 +74,7 @@ class Answer:
 
     @classmethod
     def from_json(cls, value: Any) -> Answer:
-        """The answer; ValueError, TypeError or LookupError if something else stands there."""
+        """The answer; ValueError, TypeError or LookupError if `value` is none."""
         by, refused, members, lost, left, seal = value
         ids = (*members, *(member for member, _ in lost), *left)
         if not all(type(each) is int for each in ids) or not seal.isascii():
@@ -85,7 +85,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Admission:
-    """That a joining member may come: who says so, and who is in the group."""
+    """The admission of a joining member: the leader that admits it, and the group's members."""
 
     by: WorkerRecord
     members: tuple[Member, ...]
@@ -94,12 +94,12 @@ class Admission:
 
     @property
     def roster(self) -> Roster:
-        """Who is in the group, as the leader has said."""
+        """The group, as the leader sees it."""
         return Roster(tuple(member.record for member in self.members), self.lost, self.left)
 
 
 def _listens_as_workers_do(host: str, port: int) -> bool:
-    """Whether somebody takes connections there, and waits for the first word: else it is another program's port now."""
+    """Whether a listener there waits for the first byte, as workers do. If not, another program has the port now."""
     try:
         with socket.create_connection((host, port), _ANSWER) as connection:
             connection.settimeout(_LOOK_PAUSE)
@@ -113,7 +113,7 @@ def _listens_as_workers_do(host: str, port: int) -> bool:
 
 
 class PlacesInStore:
-    """The places of one generation, as they stand in the store. proof: of this worker, for its own claim."""
+    """The places of one generation in the store. proof: of this worker, for its own claim."""
 
     def __init__(self, kv: KeyValueClient, generation: int, world_size: int, proof: Proof) -> None:
         self.kv = kv
@@ -127,7 +127,7 @@ class PlacesInStore:
         return f"{self.generation}/{name}"
 
     def lives(self, rank: int) -> list[Member]:
-        """All who have claimed that place, in order; those without the seal that they ought to bear are nobody."""
+        """All holders and claimants of that place, in order; entries with a wrong seal are left out."""
         found: list[Member] = []
         for life in itertools.count():
             key = self._key(f"slot/{rank}/{life}" if life else f"slot/{rank}")
@@ -147,13 +147,13 @@ class PlacesInStore:
         return self.kv.load(key, entry, Member.from_json)
 
     def holder(self, rank: int) -> Member | None:
-        """The latest who has the place as a member, or had it; None if nobody ever had."""
+        """The latest member in that place, which may have ended; None if there was none."""
         lives = self.lives(rank)
         there = [each for each in lives if each.record.id == rank or self._is_there(each.record)]
         return there[-1] if there else None
 
     def claimant(self, rank: int) -> Member | None:
-        """The joining member that claims the place, and still may come; None if there is none."""
+        """The joining member that claims the place and may still become a member; None if there is none."""
         lives = self.lives(rank)
         last = lives[-1] if lives else None
         if last is None or last.record.id == rank or self._is_there(last.record) or self.has_ended(last.record):
@@ -164,7 +164,7 @@ class PlacesInStore:
         return self.kv.get(self._key(f"there/{record.id}")) == record.incarnation
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether it has said here that it has left, or whoever came next has said that it is gone."""
+        """Whether the store says that it has ended: it left, or its successor wrote so."""
         return self.kv.get(self._key(f"end/{record.id}")) == record.incarnation
 
     def has_ended(self, record: WorkerRecord) -> bool:
@@ -172,11 +172,11 @@ class PlacesInStore:
         return self.has_left(record) or provably_dead(record, self._here)
 
     def end(self, record: WorkerRecord) -> None:
-        """Say that it has ended."""
+        """Write that it has ended."""
         self.kv.put(self._key(f"end/{record.id}"), record.incarnation)
 
     def settle_in(self, record: WorkerRecord, before: WorkerRecord) -> None:
-        """A joining member has become a member: the one before it has the place no more."""
+        """A joining member has become a member: write so, and that the one before it has ended."""
         self.kv.put(self._key(f"there/{record.id}"), record.incarnation)
         self.end(before)
 
@@ -184,9 +184,9 @@ class PlacesInStore:
     # -------------------------------------------------------------------------------------------------
 
     def claim(self, record: WorkerRecord, claims: DeviceClaims) -> Member:
-        """Claim the place of the record's rank, under an id that nobody has had; what stands in the store then.
+        """Claim the place of the record's rank under a new id; the entry in the store.
 
-        RendezvousError if somebody who lives claims it already.
+        RendezvousError if another living worker claims it already.
         """
         number = self.world_size - 1 + self.kv.count(self._key("ids"))
         record = replace(record, id=number)
@@ -198,7 +198,7 @@ class PlacesInStore:
             over = self._is_there(other.record) or self.has_ended(other.record)
             if self._is_genuine(other, record.rank) and not over:
                 if other.record.incarnation == record.incarnation:
-                    return other  # it stands there from before the store was not reached any more
+                    return other  # written before the connection to the store broke
                 raise RendezvousError(
                     f"rank {record.rank} was taken twice: {other.record.describe()} is about to take the place of the "
                     f"member that is gone, and so wants {record.describe()}"
@@ -207,7 +207,7 @@ class PlacesInStore:
         return member
 
     def answer(self, joiner: WorkerRecord) -> Answer | None:
-        """What the leader has said to a joining member, if it has."""
+        """The leader's answer to a joining member, if there is one."""
         key = self._key(f"answer/{joiner.id}")
         text = self.kv.get(key)
         answer = None if text is None else self.kv.load(key, text, Answer.from_json)
@@ -215,7 +215,7 @@ class PlacesInStore:
         return answer if genuine else None
 
     def admission(self, answer: Answer) -> Admission:
-        """What an answer that admits somebody says, with the records of all that it names."""
+        """The admission in an answer, with the records of the members that it names."""
         known = {each.record.id: each for rank in range(self.world_size) for each in self.lives(rank)}
         try:
             by = next(each.record for each in known.values() if each.record.incarnation == answer.by)
@@ -223,7 +223,7 @@ class PlacesInStore:
             lost = tuple((known[member].record, cause) for member, cause in answer.lost)
             left = tuple(known[member].record for member in answer.left)
         except (StopIteration, KeyError):
-            raise self.kv.rubbish(self._key("answer"), "an answer with the number of nobody") from None
+            raise self.kv.rubbish(self._key("answer"), "an answer with an unknown id") from None
         return Admission(by, members, lost, left)
 
     def named(self, incarnation: str) -> str:
@@ -232,8 +232,8 @@ class PlacesInStore:
         return next((each.describe() for each in lives if each.incarnation == incarnation), "a member")
 
     def is_over(self, joiner: WorkerRecord) -> bool:
-        """Whether nobody of the group is left for that joining member: each has ended, or a joining member wants its
-        place, and nothing shows that it lives."""
+        """Whether no other member of the group is left: each has ended, or shows no sign of life while a joining member
+        claims its place."""
         for rank in range(self.world_size):
             holder = None if rank == joiner.rank else self.holder(rank)
             if holder is None or self.has_ended(holder.record):
@@ -244,12 +244,13 @@ class PlacesInStore:
         return True
 
     def sign_of_life(self, record: WorkerRecord, joiner: WorkerRecord) -> str:
-        """What shows from here that a worker lives, to the joining member that wants its place; "" if nothing does."""
+        """The evidence from here that a worker lives, for the joining member that wants its place; "" if there is
+        none."""
         if sees(self._here, record.host):
             alive = not provably_dead(record, self._here)
             return f"process {record.pid} of this host runs" if alive else ""
         if (record.tcp_host, record.tcp_port) == (joiner.tcp_host, joiner.tcp_port):
-            return ""  # the joining member itself listens there, as behind a reboot with the same ports
+            return ""  # the joining member itself listens there, as after a reboot with the same ports
         if record.tcp_port and _listens_as_workers_do(record.tcp_host, record.tcp_port):
             return f"it takes connections at {record.tcp_host}:{record.tcp_port}"
         return ""
@@ -257,21 +258,21 @@ class PlacesInStore:
     # --- the members --------------------------------------------------------------------------------------------------
 
     def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
-        """Who claims the places of these ranks, and still may come."""
+        """The workers that claim the places of these ranks and may still become members."""
         found = [self.claimant(rank) for rank in ranks]
         return [each.record for each in found if each is not None]
 
     def reply(self, joiner: WorkerRecord, answer: Answer) -> None:
-        """Say that to a joining member."""
+        """Write the answer to a joining member."""
         sealed = answer.sealed(self.key, self.generation, joiner.incarnation)
         self.kv.put(self._key(f"answer/{joiner.id}"), json.dumps(sealed.to_json()))
 
 
 class JoiningInStore:
-    """Who wants vacant places, as one member of the group sees and answers them in the store.
+    """The workers that want vacant places, as one member of the group sees and answers them in the store.
 
-    record: of this member. serve: has a joining member find the secret that the members have agreed on; None if it has
-    its own. check_there: raises StoreGone if the store is not there any more.
+    record: of this member. serve: lets a joining member find the secret that the members made; None if it was given
+    one. check_there: raises StoreGone if the store has gone.
     """
 
     def __init__(
@@ -287,12 +288,12 @@ class JoiningInStore:
         self._check_there = check_there
 
     def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
-        """The joining members that claim the places of these ranks. StoreGone if the store is not there any more."""
+        """The joining members that claim the places of these ranks. StoreGone if the store has gone."""
         self._check_there()
         return self._places.applicants(ranks)
 
     def admit(self, joiner: WorkerRecord, roster: Roster) -> None:
-        """As the leader, let a joining member know that it may come and who is in the group, and give it the secret."""
+        """As the leader, admit a joining member: write who is in the group, and give it the secret."""
         if self._serve is not None:
             if joiner.host != self._record.host and self._places.proof.require_secret is not False:
                 self.turn_away(
@@ -308,20 +309,20 @@ class JoiningInStore:
         self._places.reply(joiner, Answer(self._record.incarnation, "", members, lost, left))
 
     def turn_away(self, joiner: WorkerRecord, reason: str) -> None:
-        """As the leader, let a joining member know that it cannot come, and why."""
+        """As the leader, refuse a joining member, with the reason."""
         self._places.reply(joiner, Answer(self._record.incarnation, refused=reason))
 
 
 class Return:
-    """One joining member's way into a group that has formed: its claim, and the wait for the leader's word.
+    """One joining member's way into a group that has formed: its claim, and the wait for the leader's answer.
 
-    member: the joining member. admission: what the leader has said, once it has.
+    member: the joining member. admission: of the leader, once it has answered.
     """
 
     admission: Admission
 
     def __init__(self, places: PlacesInStore, member: Member, before: WorkerRecord, left: bool) -> None:
-        """left: whether the one before has left in good order: then the others may be about to, too."""
+        """left: whether the member before has left in good order; the others may be about to leave, too."""
         self._places = places
         self._left = left
         self._before = before
@@ -334,7 +335,7 @@ class Return:
         return self._places.generation
 
     def wait(self, patience: Patience) -> bool:
-        """For the leader's word; False if the group is over, and the next one forms. RendezvousError: it is refused."""
+        """Wait for admission; False if the group is over, and the next one forms. RendezvousError: it is refused."""
         places, began, looked = self._places, time.monotonic(), 0.0
         for _ in patience.tries():
             answer = places.answer(self.record)
@@ -349,7 +350,7 @@ class Return:
             sign = "" if self._left else places.sign_of_life(self._before, self.record)
             over = places.kv.number("generation") > places.generation or places.is_over(self.record)
             if over and not sign:
-                places.end(self._before)  # whoever comes in its place is the proof of that
+                places.end(self._before)  # its successor is the proof
                 return False
             if sign and time.monotonic() - began > _LIVING_PATIENCE:
                 raise self._refused(
@@ -369,7 +370,7 @@ class Return:
         return RendezvousError(f"rank {self.record.rank} was taken twice: {both}, {why}")
 
     def settle_in(self) -> None:
-        """All members know this worker."""
+        """Call it when all members know this worker."""
         self._places.settle_in(self.record, self._before)
 
     def give_up(self) -> None:
@@ -379,18 +380,19 @@ class Return:
 
 
 def come_back(places: PlacesInStore, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> Return | None:
-    """Take the place of that record's rank in a group that has formed; None if the rank has nothing to look for there.
+    """Take the place of that record's rank in a group that has formed; None if no such group runs or it has no such
+    place.
 
-    RendezvousError, saying who has the place, if it is not to be had.
+    RendezvousError, which says who has the place, if it cannot be had.
     """
     formed = places.generation and has_formed(places.kv, places.generation, places.world_size)
-    if not formed or places.proof.lacks_secret:  # whoever lacks the secret is told so where all meet
+    if not formed or places.proof.lacks_secret:  # `FixedWorld.join` raises for a worker without the secret
         return None
     before = places.holder(record.rank)
     if before is None or before.record.incarnation == record.incarnation:
         return None
     left = places.has_left(before.record)
-    if left and places.is_over(record):  # as all have left together; the next generation forms
+    if left and places.is_over(record):  # all have left together; the next generation forms
         return None
     member = places.claim(record, claims)
     made = Return(places, member, before.record, left)

@@ -1,16 +1,15 @@
-"""By what members of a group know each other: a secret that people give them, or else the key of their user.
+"""The secret that proves membership in a group: given by people, or made of the key of the user.
 
 The user's key is a random file in the private directory of a user on one host. Members without AIORPC_SECRET derive the
-secret of their group from it; to read it is to be that user. Over unix sockets the kernel says as much
-(SO_PEERCRED); over TCP on one host only such a secret does.
+secret of their group from it: only that user can read it. Over unix sockets the kernel names the user (SO_PEERCRED);
+over TCP on one host only such a secret does.
 
-What people choose can be guessed, and a stranger who has heard a handshake or read a record in the store can try
-guesses by himself (`protocol/handshake.py`). So the key of AIORPC_SECRET is made by scrypt (RFC 7914), which takes
-memory as well as time, with its parameters N = 2^15, r = 8, p = 1: 32 MiB, and about a tenth of a second, for each
-guess as for each worker that joins. The salt is random. The first worker leaves it in the store, so that it is one for
-the group: guesses for one group are worth nothing for another, and records from another store are not believed in this
-one. A stranger who writes another salt there makes keys that do not fit, and so keeps workers from joining. That is all
-that he gets: also with a salt of his own he still has to guess.
+A chosen secret can be guessed, and a stranger who has seen a handshake or a record in the store can try guesses offline
+(`protocol/handshake.py`). So the key of AIORPC_SECRET is made by scrypt (RFC 7914), which takes memory as well as time.
+With N = 2^15, r = 8, p = 1 each guess, and each worker that joins, needs 32 MiB and about a tenth of a second. The salt
+is random, and the first worker leaves it in the store for the group: guesses for one group are worth nothing for
+another, and records from another store are not believed in this one. A stranger who writes another salt there makes
+keys that do not fit, and so keeps workers from joining, but still has to guess.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ...private import exposure
 #: Bytes. A random text of that length cannot be guessed: 128 bits, as RFC 9257 (section 6) asks for.
 MIN_SIZE = 16
 SALT_SIZE = 16
-# Bytes of a file that are looked at.
+# Bytes of a file that are read.
 _MAX_SIZE = 64 * 1024
 #: The name of the file with the user's key, and its bytes.
 USER_KEY, USER_KEY_SIZE = "user.key", 32
@@ -38,7 +37,7 @@ _ADVICE = "give all workers the same random text, for example from: openssl rand
 
 
 class Secret(bytes):
-    """Bytes that are never shown by accident, and do not travel."""
+    """Bytes that are never shown by accident and cannot be pickled."""
 
     def __repr__(self) -> str:
         return "<a secret>"
@@ -52,12 +51,12 @@ class Secret(bytes):
         raise SerializationError("the secret of a group is not sent to anybody")
 
 
-#: What stands in place of the key where certificates say who is a member. It is no secret: it proves nothing.
+#: In place of the key where certificates prove membership. It is no secret, and proves nothing.
 CERTIFIED = Secret(hashlib.sha256(b"aiorpc: members are known by their certificates").digest())
 
 
 def given_secret(path: str | os.PathLike[str] | None = None) -> Secret | None:
-    """What stands in that file, or that of AIORPC_SECRET_FILE, or what AIORPC_SECRET says; None if nothing is set.
+    """The secret in that file, in the file of AIORPC_SECRET_FILE, or in AIORPC_SECRET; None if nothing is set.
 
     RendezvousError if it is empty or too short, in a file that others may read, or given twice.
     """
@@ -79,14 +78,14 @@ def _checked(text: bytes, name: str, instead: str) -> Secret:
         raise RendezvousError(f"{name} is set, and empty: {instead}, or {_ADVICE}")
     if len(text) < MIN_SIZE:
         raise RendezvousError(
-            f"{name} has {len(text)} bytes, and whoever guesses it can run code on all workers. It needs at least "
+            f"{name} has {len(text)} bytes, and everyone who guesses it can run code on all workers. It needs at least "
             f"{MIN_SIZE}: {_ADVICE}"
         )
     return Secret(text)
 
 
 def _in_file(path: str | os.PathLike[str]) -> bytes:
-    """What stands in a file that is for this process alone (`private`), without the space around it."""
+    """The content of a file that is private to this user (`private`), without surrounding space."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -104,7 +103,7 @@ def _in_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def make_key(secret: Secret, salt: bytes) -> Secret:
-    """The key of the group that has that salt. It takes its time, without the interpreter lock."""
+    """The key of the group that has that salt. Takes about 0.1 s, without the interpreter lock."""
     return Secret(hashlib.scrypt(secret, salt=b"aiorpc\0" + salt, n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32))
 
 
@@ -114,7 +113,7 @@ def derived(user_key: bytes, salt: bytes) -> Secret:
 
 
 def fingerprint(secret: bytes) -> str:
-    """What may stand in the store: it tells two secrets apart, and says nothing of either."""
+    """Tells two secrets apart and reveals nothing of either: it may stand in the store."""
     return hmac.digest(secret, b"aiorpc fingerprint", "sha256")[:8].hex()
 
 
@@ -142,7 +141,8 @@ def user_key(directory: Path) -> bytes:
 
 
 def keep_user_key(directory: Path, key: bytes) -> None:
-    """Write the user's key if it is not there, and mark it as used: programs that tidy up remove old files. OSError."""
+    """Write the user's key if it is missing, and touch its file, because clean-up programs remove old files.
+    OSError."""
     path = directory / USER_KEY
     with contextlib.suppress(FileNotFoundError):
         os.utime(path, follow_symlinks=False)

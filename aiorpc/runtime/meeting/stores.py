@@ -29,11 +29,11 @@ from .meeting_place import MeetingPlace, addresses_of, is_local, unresolved
 from .patience import LONGEST_ATTEMPT, Patience
 from .watch import FileWatch, ServerWatch, connection_beside, connection_of, other_language, stranger
 
-_OPENING = timedelta(seconds=5)  # torch opens a file anew each time it asks, and would try for minutes one that is gone
-_LISTENING = 2.5  # seconds for it to be seen: a packet that is lost as a connection is made is sent again after one
-_WRITING = 1.0  # seconds that an entry of a file may take to be written
-_LENGTH = struct.Struct("=I")  # of a string in a file of torch's
-_MARK = "mark"  # under this key stands what nobody else's store has
+_OPENING = timedelta(seconds=5)  # torch opens the file for each operation, and would try for minutes if it is gone
+_LISTENING = 2.5  # seconds to connect: a lost packet is sent again after one
+_WRITING = 1.0  # seconds for writing an entry of a file
+_LENGTH = struct.Struct("=I")  # of a string in torch's file
+_MARK = "mark"  # this key has a random text, which identifies the store
 T = TypeVar("T")
 
 
@@ -57,7 +57,7 @@ def open_file(place: MeetingPlace) -> KeyValueClient:
     if problem:
         raise RendezvousError(f"cannot open the rendezvous file {place.path}: {problem}")
     try:
-        # Without a worker count the file outlives its users, so that they can meet there again.
+        # Without a worker count the file outlives its users, who can meet there again.
         store = FileStore(place.path, -1)
         store.set_timeout(_OPENING)
     except RuntimeError as error:  # it writes into it
@@ -70,14 +70,14 @@ def open_file(place: MeetingPlace) -> KeyValueClient:
 
 
 def _is_whole(path: str) -> bool:
-    """Whether torch can read the file to its end. Over one that it cannot it waits for what is missing there, for ever
-    and with the interpreter lock, so that nothing of this process runs any more.
+    """Whether torch can read the file to its end. If the last entry is cut off, torch waits for the rest without limit
+    and with the interpreter lock, which stops this process.
 
-    No lock is taken: torch waits for it with the interpreter lock, without which nobody here could give it back. So an
-    entry may be seen as it is written, and only what stays as it is for a while counts.
+    No file lock is taken: torch waits for it with the interpreter lock, and then this process could not release it. So
+    a half-written entry may be read; only a file that stays cut off for a while counts.
     """
     size, since = -1, 0.0
-    with contextlib.suppress(OSError):  # what cannot be read torch tells
+    with contextlib.suppress(OSError):  # torch reports a file that cannot be read
         while not _ends_with_a_pair(path):
             before, size = size, os.stat(path).st_size
             if size != before:
@@ -89,7 +89,7 @@ def _is_whole(path: str) -> bool:
 
 
 def _ends_with_a_pair(path: str) -> bool:
-    """Whether there are strings alone, each behind its length, keys and values in turn. True of no regular file."""
+    """Whether the file has strings alone, each after its length, keys and values in turn. True of irregular files."""
     with open(path, "rb") as file:
         status, at, strings = os.fstat(file.fileno()), 0, 0
         if not stat.S_ISREG(status.st_mode):
@@ -104,8 +104,8 @@ def _ends_with_a_pair(path: str) -> bool:
 
 
 class Hosting(NamedTuple):
-    """A store over TCP, as this worker has it. hosted: whether this process serves it. ends: whether it ends with this
-    worker; not if torch served it in this process before, for a process group.
+    """A store over TCP. hosted: whether this process serves it. ends: whether it ends with this worker; not if torch
+    had served it in this process before, for a process group.
     """
 
     kv: KeyValueClient
@@ -116,9 +116,9 @@ class Hosting(NamedTuple):
 def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Hosting:
     """The TCP store at the place.
 
-    Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
-    turns out to have the port, it is taken for the host for as long as it has it: the store of a job that is just
-    ending goes away. RendezvousError if the time passes without a store.
+    Rank 0 hosts it. In a free group the first worker at the place hosts it, if the address is its own. A process that
+    has the port is taken for the host while it has it: the ending store of an earlier job goes away. RendezvousError if
+    the time passes without a store.
     """
     if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place, patience)):
         return Hosting(reach_tcp(place, patience, grace))
@@ -126,7 +126,7 @@ def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Hosting:
     for _ in patience.tries():
         if place.world_size or not listens(place):
             try:
-                before = _is_taken(place.port)  # and hosted here all the same: this process has it
+                before = _is_taken(place.port)  # if torch hosts below all the same, this process had it
                 return Hosting(KeyValueClient(_host_tcp(place, patience), str(place)), True, not before)
             except TimeoutError:
                 patience.trouble = "no answer"
@@ -142,7 +142,7 @@ def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Hosting:
 def serve(host: str, port: int) -> tuple[Store, int]:
     """The server of a store at a local address, and its port; RendezvousError if that cannot be had.
 
-    It ends when nobody refers to what is returned any more.
+    It ends with the last reference to the returned store.
     """
     if not 0 <= port < 1 << 16:
         raise RendezvousError(f"cannot listen at {host!r}, port {port}: ports are from 0 to 65535")
@@ -163,15 +163,15 @@ def _tcp_store(
 ) -> TCPStore:
     """torch's store, served without libuv where torch was built without that, as Debian's is.
 
-    serves: whether this process serves it. shared: with others that it serves on the port. listener: the descriptor of
-    the socket for that, None for one that torch makes.
+    serves: whether this process serves it. shared: with other stores of this process on the port. listener: the
+    descriptor of the socket to serve on; None if torch makes it.
 
-    The class asks for libuv unless it is told not to. USE_LIBUV, of which its error speaks, is read elsewhere in torch.
+    The class uses libuv by default; USE_LIBUV, which its error names, is read elsewhere in torch.
     """
     make = partial(TCPStore, host, port, None, serves, limit, False, shared, master_listen_fd=listener)
     try:
         return make()
-    except RuntimeError as error:  # before anything else, so a descriptor was not taken yet
+    except RuntimeError as error:  # raised at first, so the descriptor was not taken yet
         if "without libuv" not in str(error):
             raise
         return make(use_libuv=False)
@@ -206,7 +206,7 @@ def _listener(place: MeetingPlace, addresses: list[str], local: bool) -> socket.
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
             return socket.create_server(("", place.port), family=family, backlog=512, dualstack_ipv6=dual)
-        # torch listens on all interfaces, which a group that lives on one host has no need of.
+        # torch listens on all interfaces, which a group on one host does not need.
         named = place.host == "localhost" or place.host == addresses[0]
         if len(addresses) == 1 and named and ipaddress.ip_address(addresses[0]).is_loopback:
             family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
@@ -215,10 +215,10 @@ def _listener(place: MeetingPlace, addresses: list[str], local: bool) -> socket.
 
 
 def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
-    """RuntimeError if nobody answers at the place, where this host listens under an address not its own.
+    """RuntimeError if nothing answers at the place, whose address is not this host's, although this host listens.
 
-    Behind a translated address (a container's, a service's) that may still be right. torch connects to its own store
-    with no way to end that, so a wrong address would leave a thread and an open port behind.
+    Behind a translated address (a container's, a service's) that may still be right. torch's connecting to its own
+    store cannot be ended, so a wrong address would leave a thread and an open port behind.
     """
     try:
         socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)).close()
@@ -231,9 +231,9 @@ def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
 def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> KeyValueClient:
     """A client of the store at the place, tried until it answers or the time is up (RendezvousError).
 
-    What answers and is no torch store is told at once.
+    RendezvousError at once if what answers is no torch store.
     """
-    patience.trouble = patience.trouble or f"nobody has been reached yet; {place.host!r} may be long to look up"
+    patience.trouble = patience.trouble or f"nothing has answered yet; {place.host!r} may be long to look up"
     visitor = _Visitor(place, patience, grace)
     for _ in patience.tries():
         kv = visitor.visit()
@@ -255,8 +255,8 @@ def _reach(place: MeetingPlace, seconds: float) -> Reached:
     def make() -> Reached:
         store = _tcp_store(address, place.port, timedelta(seconds=max(1.0, limit.attempt())))
         prefixed = PrefixStore("aiorpc", store)
-        if not listens(place):  # it is just ending, and torch logs whatever fails
-            raise ConnectionRefusedError(f"nobody listens at {place} any more")
+        if not listens(place):  # the store is just ending, and torch logs failures
+            raise ConnectionRefusedError(f"nothing listens at {place} any more")
         marks: list[bytes] = []
         fresh = secrets.token_hex(16)
         connection = connection_of(lambda: marks.append(prefixed.compare_set(_MARK, "", fresh)), place.port)
@@ -267,14 +267,14 @@ def _reach(place: MeetingPlace, seconds: float) -> Reached:
 
 
 class _Visitor:
-    """Goes to the store at a place, as often as it is told to. grace: as of `Contact`, for what it has reached."""
+    """Tries to reach the store at a place. grace: as of `Contact`, for the client."""
 
     def __init__(self, place: MeetingPlace, patience: Patience, grace: float) -> None:
         self._place, self._patience, self._grace = place, patience, grace
-        self._asked = False  # whether what listens there was asked for its language
+        self._asked = False  # whether `other_language` was tried
 
     def visit(self) -> KeyValueClient | None:
-        """A client of the store; None if nobody answers now, for a reason that then stands in the patience.
+        """A client of the store; None if there is no answer now, with the reason in the patience.
 
         RendezvousError if what answers is no torch store.
         """
@@ -323,7 +323,7 @@ def _append_outcome(results: list[T | BaseException], make: Callable[[], T]) -> 
     except Exception as error:
         results.append(error)
     finally:
-        del results  # the error has this frame: a store in a circle would live until there is garbage collection
+        del results  # the error has this frame: a store in a cycle would live until garbage collection
 
 
 def listens(place: MeetingPlace) -> bool:

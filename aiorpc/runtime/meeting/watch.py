@@ -1,4 +1,4 @@
-"""Whether a store is still there, seen without torch: its clients block, or fill the log, where it has gone."""
+"""Whether a store is still there, seen without torch, whose clients block or fill the log when it has gone."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Protocol
 from ...transport.sockets import tune_tcp
 from ...undoing import on_error
 
-# What torch's client says at first, and asks: VALIDATE with its magic number, then PING, which is answered by the same.
+# The first bytes of torch's client: VALIDATE with its magic number, then PING, which the server echoes.
 _VALIDATE, _PING, _NONCE_SIZE = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d", 4
-# What a server of another kind answers at once, and a torch store by hanging up.
+# A server of another kind answers this at once; a torch store hangs up.
 _OTHER_LANGUAGE = b"HEAD / HTTP/1.0\r\n\r\n"
-_ASK_OTHERWISE = 1.0  # seconds without an answer after which that is tried
-# Of the kernel's `sockaddr` the port, and of its `tcp_info` the bytes that have arrived.
+_ASK_OTHERWISE = 1.0  # seconds without an answer, after which it is tried
+# In the kernel's `sockaddr` the port, in its `tcp_info` the bytes received.
 _PEER_SIZE, _PORT = 128, slice(2, 4)
 _INFO_SIZE, _RECEIVED = 136, slice(128, 136)
-# After so many rounds it is not known which connection is a client's own. So many numbers of times there are to draw.
+# Rounds after which a client's own connection stays unknown, and how many different numbers of asks there are.
 _ROUNDS, _TIMES = 8, 8
-# Seconds for a store to answer: the server has one thread for all. And milliseconds for its host to acknowledge what
-# was sent; less than `Bounds.store`, so that who leaves can still say so over another connection.
+# Seconds for a store to answer, because the server has one thread for all. Milliseconds for its host to acknowledge
+# sent data; less than `Bounds.store`, which leaves time to say goodbye over another connection.
 ANSWER, UNHEARD = 20, 3000
 
 
@@ -34,14 +34,14 @@ class Watch(Protocol):
     """Looks at one store. Any thread."""
 
     def gone(self) -> str:
-        """What has become of the store; empty as long as it is there."""
+        """Why the store has gone; empty while it is there."""
 
     def close(self) -> None:
-        """Let go of what it takes to look. Idempotent."""
+        """Release its resources. Idempotent."""
 
 
 class FileWatch:
-    """Looks whether a file is where it was."""
+    """Looks whether a file is still at its path."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -65,9 +65,9 @@ class FileWatch:
 
 
 class ServerWatch:
-    """Looks at a connection to the server of a store. Its end is the end of the server, or it has broken.
+    """Looks at a connection to the server of a store, which ends with the server, or breaks.
 
-    connection: the one over which the store is asked, as `connection_of` has it; else one of `connection_beside`.
+    connection: the client's own (`connection_of`), or another one (`connection_beside`).
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -84,27 +84,25 @@ class ServerWatch:
             return str(error)
 
     def close(self) -> None:
-        """End the connection, and what is waited for over it."""
+        """End the connection, and operations that wait for it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def __del__(self) -> None:  # of a client that was made when nobody waited for it any more
+    def __del__(self) -> None:  # of a client that came too late for its `bounded` call
         self._socket.close()
 
 
 def connection_of(ask: Callable[[], object], port: int) -> socket.socket | None:
-    """The socket of a torch client, to be closed beside it; None if it is not known which one that is.
+    """A duplicate of a torch client's socket, which the caller closes; None if the socket cannot be identified.
 
-    ask: has the client ask its server, which listens at the port, and returns when the answer is there, which is always
-    as long. It is called once, and where others of this process had answers from there meanwhile in further rounds,
-    another number of times in each: the socket is the one where so many answers have arrived. What the client prints as
-    would tell it, too, but torch looks up the names of both ends for that, which takes many seconds where a name server
-    does not answer.
+    ask: makes one request of the client to its server, which listens at the port; the answers are of equal length. The
+    client's socket is the one whose received bytes grow with the number of requests. If other sockets to the port grow,
+    too, more rounds follow, each with another number of requests. The client's repr would tell the socket, too, but
+    torch looks up both ends' names for it, which takes many seconds if a name server does not answer.
 
-    Whoever is at its other end is noticed to have vanished: while nothing is said by keep-alive, else as nothing is
-    acknowledged, or no answer comes; then the client raises. torch would wait for as long as the system tries, which is
-    a quarter of an hour, or for ever.
+    The socket's options bound waits for a vanished server: keep-alive while idle, limits for acknowledgement and
+    answers otherwise; then the client raises. torch alone would wait a quarter of an hour, or without limit.
     """
     times, possible = 1, dict[tuple[int, int], float]()
     for turn in range(_ROUNDS):
@@ -123,7 +121,7 @@ def connection_of(ask: Callable[[], object], port: int) -> socket.socket | None:
     connection = socket.socket(fileno=os.dup(descriptor))
     with on_error(connection.close):
         connection.settimeout(None)
-        os.set_blocking(descriptor, blocking)  # torch's and this one are the same to the system
+        os.set_blocking(descriptor, blocking)  # both descriptors share one open file
         tune_tcp(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", ANSWER, 0))
         if sys.platform == "linux":
@@ -134,9 +132,9 @@ def connection_of(ask: Callable[[], object], port: int) -> socket.socket | None:
 def _received(port: int) -> dict[tuple[int, int], int]:
     """The bytes that have arrived on each connection of this process to that port, by its descriptor and inode.
 
-    Nothing where /proc does not say what there is, as in a container without it.
+    Empty without /proc, as in some containers.
     """
-    # A socket object would do, but where the program has a default timeout it changes what torch's own does.
+    # A socket object would do, but a default timeout of the program would change torch's descriptor, too.
     library, found = ctypes.CDLL(None), dict[tuple[int, int], int]()
     try:
         descriptors = list(map(int, os.listdir("/proc/self/fd")))
@@ -155,7 +153,7 @@ def _received(port: int) -> dict[tuple[int, int], int]:
 
 
 def connection_beside(address: str, port: int) -> socket.socket:
-    """Another connection to the same server, over which nothing is said."""
+    """Another, idle connection to the same server."""
     connection = socket.create_connection((address, port), 5.0)
     connection.setblocking(False)
     tune_tcp(connection)
@@ -163,9 +161,10 @@ def connection_beside(address: str, port: int) -> socket.socket:
 
 
 def stranger(connection: socket.socket, patience: float) -> str:
-    """What is at the other end of a fresh connection, if it is no torch store for certain; empty otherwise.
+    """A description of the server at the other end of a fresh connection, if it is certainly no torch store; else
+    empty.
 
-    patience: seconds. OSError if the connection breaks, TimeoutError if nothing is said. The connection is used up.
+    patience: seconds. OSError if the connection breaks, TimeoutError without an answer. The connection is used up.
     """
     limit = min(patience, _ASK_OTHERWISE)
     connection.settimeout(limit)
