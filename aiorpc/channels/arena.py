@@ -38,7 +38,6 @@ GROW_SIZE = 8 * MIB  # least to be made warm at a time
 TOGETHER_SIZE, PIECE = 8 * MIB, 2 * MIB  # from how many bytes on two threads copy, and how many each takes at a time
 SPARES, SPARE_SIZE = 32, 64 * MIB  # freed blocks of one size that are kept for reuse, and their bytes, at most
 PREPARED = 8  # a segment is made beforehand only if the limit is so many times the first segment
-PREPARED = 8  # times the first segment, that the limit has to be for it to be made beforehand
 RETRY = 1.0  # seconds between attempts to get memory once the system refused some
 
 _CLEAN, _IDLE, _USED = range(3)  # state of a stretch of a segment, as `trim` sees it
