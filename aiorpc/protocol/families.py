@@ -42,7 +42,7 @@ class Family(Generic[M]):
         word = fields[0] if type(fields) is list and fields else None
         declared = self.classes.get(word) if type(word) is str else None
         if declared is None:
-            raise ProtocolError(f"a message about {self.name} that is none: {kind_shown(word)} is none of its words")
+            raise ProtocolError(f"a message about {self.name} is malformed: {kind_shown(word)} is none of its words")
         try:
             return msgspec.convert(fields[1:], declared, builtin_types=_BUILTIN)
         except MALFORMED as error:

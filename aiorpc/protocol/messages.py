@@ -451,7 +451,7 @@ def read_channel(body: Buffer) -> ChannelMessage:
     """The ChannelMessage of a body; the channel compares its fields with its own declarations. Raises ProtocolError."""
     message = unpack(body)
     if len(message) != 2 or type(message[0]) is not int or type(message[1]) is not list:
-        raise ProtocolError("a message of a channel that is none")
+        raise ProtocolError("a message of a channel is malformed")
     return ChannelMessage(*message)
 
 

@@ -34,8 +34,8 @@ pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 def malformed(what: str, error: Exception) -> ProtocolError:
     """The error for invalid bytes. msgspec's text names types and places, and of the contents only tags."""
-    said = "".join(each if each.isprintable() else "?" for each in str(error)[:_SHOWN])
-    return ProtocolError(f"{what} that is none: {said or type(error).__name__}")
+    text = "".join(each if each.isprintable() else "?" for each in str(error)[:_SHOWN])
+    return ProtocolError(f"{what} is malformed: {text or type(error).__name__}")
 
 
 def is_text(text: str) -> bool:

@@ -227,7 +227,7 @@ def read(decoder: Decoder[M], answer: object) -> M:
     try:
         return decoder.decode(answer)  # type: ignore[arg-type]  # it raises TypeError for what has no bytes
     except (MsgspecError, TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"an answer about published values that is none: {error!s:.200}") from None
+        raise ProtocolError(f"an answer about published values is malformed: {error!s:.200}") from None
 
 
 def is_name(name: object) -> bool:

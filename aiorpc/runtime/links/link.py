@@ -315,7 +315,7 @@ class Link:
                     return self._reassembly.open(frame, parcel)
                 buffer = channel.receive_one(wire)
             except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
-                raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+                raise ProtocolError(f"{frame} is malformed: {type(error).__name__}: {error}") from None
             if buffer is not None:
                 return Frame(parcel.kind, frame.call_id, parcel.body, [buffer])
         return self._reassembly.open(frame, parcel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...channels import ChannelContext, ChannelLink
 from ...channels.accelerator import Event, Tensor
@@ -13,19 +13,9 @@ from ...channels.device.messages import MESSAGES, Message
 from ...channels.device.outbox import BoxEnd
 from ...channels.routes import Route
 from ...protocol.frames import Buffer
-from ..engine.engine import Engine
 from .accelerators import Accelerators
 from .channel_link import ChannelEnd
-
-
-class WorkerWithDevices(Protocol):
-    """A worker, with what the device channel needs of it."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def accelerators(self) -> Accelerators: ...
+from .links import Links
 
 
 class DeviceContext(ChannelContext):
@@ -36,7 +26,7 @@ class DeviceContext(ChannelContext):
     priority = 0
     on_devices = True
 
-    def __init__(self, worker: WorkerWithDevices) -> None:
+    def __init__(self, worker: Links) -> None:
         self._options = worker.engine.options
         self._accelerators = worker.accelerators
 

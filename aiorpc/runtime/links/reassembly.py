@@ -79,7 +79,7 @@ class Reassembly:
             else:
                 self._receive(frame, held)
         except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+            raise ProtocolError(f"{frame} is malformed: {type(error).__name__}: {error}") from None
         if held.state is MessageState.OPENED:
             held.enter(_first_event(held))
         if held.state is MessageState.HANDED_OVER:

@@ -5,27 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from ...channels import ChannelContext, ChannelLink
 from ...channels.shared import NAME, SharedMemory, descriptor, obstacle
-from ..engine.engine import Engine
 from .channel_link import ChannelEnd
+from .links import Links
 from .memory import Memory
 
 # Seconds that a thread waits until the other end has mapped memory into which a large buffer was copied; mapping takes
 # about one millisecond. After that the buffer goes another way.
 MAP_PATIENCE = 0.25
-
-
-class WorkerForSharing(Protocol):
-    """A worker, with what shared memory needs of it."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def memory(self) -> Memory: ...
 
 
 class SharingContext(ChannelContext):
@@ -34,7 +23,7 @@ class SharingContext(ChannelContext):
     name = NAME
     priority = 100
 
-    def __init__(self, worker: WorkerForSharing) -> None:
+    def __init__(self, worker: Links) -> None:
         self._engine = worker.engine
         self._memory = worker.memory
 
