@@ -23,7 +23,6 @@ Who owns a buffer
 3. Between the two ends the bytes belong to the channel. `withdraw` gives up what was sent and not received.
 4. What `receive` returns, at once or through `arrived`, belongs to the receiver alone: writable, and valid as long as
    it lives, even after the channel, the sender or its process has ended.
-   it lives, whatever becomes of the channel, the sender, or its process.
 5. An `arrived` is called once, with the buffer or with an error; after `close` none is called any more.
 """
 
@@ -163,7 +162,7 @@ class Channel:
         raise NotImplementedError
 
     def receive_one(self, wire: Wire, landing: Landing | None = None) -> Any:
-        """The buffer of a message with one buffer, if it can be had at once; otherwise None. landing: for a channel for
+        """The buffer of a message with one buffer, if it is here; otherwise None. landing: for a channel for
         devices, where the buffer arrives."""
         return None
 
@@ -181,7 +180,7 @@ class Channel:
         raise ProtocolError(f"a message for the channel {self.name}, which takes none")
 
     def on_buffer(self, fields: list[object], buffer: Buffer | Exception) -> None:
-        """A message with a buffer from the other end, or why that cannot be had. Raises ProtocolError as above."""
+        """A message with a buffer from the other end, or the reason why that is lost. Raises ProtocolError as above."""
         raise ProtocolError(f"a message with a buffer for the channel {self.name}, which takes none")
 
     def on_release(self, released: Sequence[Sequence[int]]) -> None:

@@ -50,7 +50,7 @@ _TLS_BEGINS = b"\x16\x03"
 class Kind(IntEnum):
     """What a frame means. Direction: > from the side that opened the connection, < from the other, = both."""
 
-    HELLO = 1  # = who I am, and a nonce (handshake.py)
+    HELLO = 1  # = the sender's identity and a nonce (handshake.py)
     PROOF = 2  # > proof of the shared secret
     REFUSED = 3  # < why this connection is not wanted
     CALL = 4  # > run a function
@@ -60,7 +60,7 @@ class Kind(IntEnum):
     ITEM = 8  # < one item of a stream
     CREDIT = 9  # > so many more items may come
     REFERENCE = 10  # > a message of reference counting (references.py)
-    GOODBYE = 11  # = I leave in good order
+    GOODBYE = 11  # = the sender leaves in good order
     WELCOME = 12  # < the proof was good, and here is mine; calls may come
     CHANNEL = 13  # = from a channel's one end to its other (channels/)
     PARCEL = 14  # = a message some of whose buffers go by channels (runtime/links/link.py)

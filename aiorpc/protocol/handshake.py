@@ -86,7 +86,7 @@ class Introduction(Fields):
     record: list[str | int]
     #: 32 random bytes, never used again.
     nonce: _Nonce
-    #: The worker that is wanted: the SHA-256 of its incarnation.
+    #: The wanted worker: the SHA-256 of its incarnation.
     whom: _Hash
     #: What the opener knows of it: the SHA-256 of its record, as msgpack.
     known: _Hash
@@ -259,7 +259,7 @@ class Handshake:
         if theirs.known != known:
             raise PeerRefused(
                 "the worker that is wanted is here, but it says something else of itself than the rendezvous store "
-                "says of it: somebody else has written into the store"
+                "says of it: another process has written into the store"
             )
         self._check_flags(peer, theirs.flags)
         if (self.pipe or self.resumes) and self._session_of is not None:

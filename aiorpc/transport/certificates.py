@@ -63,7 +63,7 @@ class Certificate(NamedTuple):
     def describe(self) -> str:
         """Which workers and roles it is for, for error messages."""
         said = [repr(name[:100]) for name in self.names[:5]] + [f"role {role[:100]!r}" for role in self.roles[:5]]
-        return ", ".join(said) if said else "nobody (it has no DNS name and no role)"
+        return ", ".join(said) if said else "no worker (it has no DNS name and no role)"
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -183,7 +183,7 @@ class Devices(Channel):
         self.choose(way, reason)
 
     def on_buffer(self, fields: list[object], buffer: Buffer | Exception) -> None:
-        """A piece from the other end, or why it cannot be had. Raises ProtocolError."""
+        """A piece from the other end, or the reason why it is lost. Raises ProtocolError."""
         if self._closed:
             return
         message = MESSAGES.read(fields)

@@ -39,7 +39,7 @@ class InstalledChannel(NamedTuple):
 
 
 def find_channels(worker: Any) -> list[InstalledChannel]:
-    """The installed channels, for a worker that starts. If one cannot be loaded, that is logged and it is left out."""
+    """The installed channels, for a worker that starts. A channel that cannot be loaded is logged and left out."""
     found = [InstalledChannel(number, entry.load()(worker)) for number, entry in OURS.items()]
     names = {each.context.name for each in found}
     for entry in sorted(entry_points(group=GROUP)):

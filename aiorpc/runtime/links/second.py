@@ -2,7 +2,7 @@
 
 Its messages are in `messages`: Pipe over the first connection, Attach over the second one. The opener of the link opens
 it, when the first chunk is to be sent or the acceptor asks for it. If that is impossible, chunks go between the frames
-of the first connection; but a network that is down for a while is waited for.
+of the first connection. If only the network is down for a while, the link waits for it.
 """
 
 from __future__ import annotations
