@@ -71,9 +71,6 @@ class Block(NamedTuple):
     generation: int
 
 
-_new_tuple = tuple.__new__  # what Block(...) does, without its call into Python
-
-
 class Arena:
     """Shared memory of this process, in blocks. Any thread.
 
@@ -359,7 +356,7 @@ class Arena:
     def _carve(self, size: int, place: Place) -> Block:
         self.used += place.room
         generation = self._generation = self._generation + 1
-        block = _new_tuple(Block, (place.segment, place.start, size, generation))
+        block = Block(place.segment, place.start, size, generation)
         self._live[generation] = (block, place)
         return block
 
