@@ -7,7 +7,7 @@ A message is a body and some buffers. Each buffer goes by the first channel that
     bulk           every worker          chunks on a connection of their own       the last chunk was written
     inline         every worker          behind the body, in the same frame        the frame was written
 
-Buffers that lie on a device go by a channel of their own (`device`), which carries nothing else.
+Buffers that lie on a device go by a channel of their own (`device`).
 
 Bulk and inline belong to each link. All others come from the registry (`runtime/links/channel_registry.py`), those of
 other packages by the entry point group `aiorpc.channels`: a `ChannelContext` says what a worker has of its channel and
@@ -17,12 +17,12 @@ A channel knows nothing of calls, tensors or sockets. It has two ends, one in ei
 they must by messages of their own (`on_message`).
 
 Who owns a buffer
-1. Until `send` the sender. From then until the time in the table its memory is borrowed: it is kept alive, and read.
-   The sender may drop it, and had better not change it.
-2. `send` that returns None for a buffer, or raises, has not borrowed it.
+1. Until `send` the sender. From then until the time in the table the channel borrows the memory: it keeps it alive and
+   reads it. The sender may drop it, and should not change it.
+2. A `send` that returns None for a buffer, or raises, has not borrowed it.
 3. Between the two ends the bytes belong to the channel. `withdraw` gives up what was sent and not received.
 4. What `receive` returns, at once or through `arrived`, belongs to the receiver alone: writable, and valid as long as
-   it lives, whatever becomes of the channel, the sender, or its process.
+   it lives, even after the channel, the sender or its process has ended.
 5. An `arrived` is called once, with the buffer or with an error; after `close` none is called any more.
 """
 
@@ -45,7 +45,7 @@ AnyBuffer = Buffer | DeviceBuffer
 
 # What the other end needs in order to receive one buffer: plain data, a part of the message.
 Wire = list[Any]
-# Is called with the number of the wire in the message, and with its buffer or the reason why there is none.
+# Called with the position of the wire in the message, and with its buffer or the reason why there is none.
 Arrived = Callable[[int, Buffer | Exception], None]
 
 
@@ -57,7 +57,7 @@ class Traffic:
     those that came through it. refused: how many it did not take, by the reason; another channel took these.
     """
 
-    # Counted without a lock, in steps that no other thread gets between: none has a call in it.
+    # Counted without a lock: no other thread gets between the bytecodes of a step, which contain no call.
     sent: int = 0
     bytes_sent: int = 0
     received: int = 0
@@ -80,42 +80,35 @@ class Traffic:
         self.bytes_sent += other.bytes_sent
         self.received += other.received
         self.bytes_received += other.bytes_received
-        self.refused.update(other.refused.copy())  # while that is looked through, other threads may refuse something
+        self.refused.update(other.refused.copy())  # other threads may count in the original meanwhile
 
 
 def count_refused(refused: Counter[str], reason: str) -> None:
     """One buffer was not taken, for that reason. Counted as `Traffic`."""
-    refused.setdefault(reason, 0)  # else a function of Python's would say that there was none so far
+    refused.setdefault(reason, 0)  # Counter.__missing__ would let other threads in between
     refused[reason] += 1
 
 
-def size_said(size: object) -> int:
-    """The size that a wire says. TypeError if that is no number of bytes: whoever sends may say anything."""
-    if type(size) is not int:
-        raise TypeError(f"a buffer of {size!r:.40} bytes")
-    return size
-
-
 class Channel:
-    """One end of a way to one other worker. See the module. A subclass has to have the methods that raise
-    NotImplementedError here; the others say that it has nothing of the kind.
+    """One end of a way to one other worker. See the module. A subclass must define the methods that raise
+    NotImplementedError here; the others are for channels that have nothing of the kind.
 
     `send`, `send_one`, `to_copy`, `withdraw`, `posted`, `give_up`, `is_here`, `on_release` and `flush` are called from
     any thread, `receive_one` from the loop or from a thread that has read the message, the rest on the loop.
 
-    traffic: what has gone this way. released: what `flush` gives back to the other end; each entry is one thing.
+    traffic: what has gone this way. released: what `flush` gives back to the other end, one entry per block or slot.
     """
 
     #: For statistics and logs.
     name: str = ""
-    #: Whether it carries buffers that lie on a device, and nothing else.
+    #: Whether it carries buffers on devices; such a channel carries no others.
     on_devices: bool = False
     #: Whether it reads the sender's memory after `send` has returned, and the receiver takes memory of its own for the
     #: bytes (`max_incoming_bytes`).
     borrows: bool = True
     #: Whether `posted` has something to do.
     tracks: bool = False
-    #: How those messages of the channel begin, as fields, that may be taken in any thread.
+    #: The first fields of those messages of the channel that may be taken in any thread.
     anywhere: Sequence[list[object]] = ()
     #: Which tensors on devices go to the other end with answers; set once the ends know of each other.
     route: Route | None = None
@@ -127,10 +120,10 @@ class Channel:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, buffers: Sequence[Any], riders: list[Buffer], copies: Any = None) -> list[Wire | None]:
-        """Begin to send buffers of one message. None: that one has to go another way.
+        """Begin to send the buffers of one message. None in the result: that buffer has to go another way.
 
-        riders: what travels in the frame of the message; a channel may add to it. copies: of buffers that other workers
-        get, too (`shm.Copies`).
+        riders: buffers that travel in the frame of the message; a channel may add to it. copies: of buffers that also
+        go to other workers (`shm.Copies`).
         """
         raise NotImplementedError
 
@@ -143,11 +136,11 @@ class Channel:
         return 0
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """These are wanted no more. named: the message that names them was sent, and may arrive."""
+        """These are not wanted any more. named: the message that names them was sent, and may arrive."""
         raise NotImplementedError
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
-        """The message that names these is on its way. call: the number of the call that it is of."""
+        """The message that names these was handed to the connection. call: the number of its call."""
 
     def give_up(self, call: int) -> None:
         """Nothing that was posted for that call is wanted any more."""
@@ -160,27 +153,22 @@ class Channel:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Any]:
-        """The buffers of one message; None for one that is not all here: `arrived` is called with it, maybe before
+        """The buffers of one message; None for each that is not complete: `arrived` is called with it, maybe before
         this returns.
 
         Raises ProtocolError for a wire that no `send` gave; TypeError, ValueError, IndexError and KeyError count as
-        that. Of a channel for devices the streams of the message are current meanwhile.
+        ProtocolError. For a channel for devices the streams of the message are current meanwhile.
         """
         raise NotImplementedError
 
     def receive_one(self, wire: Wire, landing: Landing | None = None) -> Any:
-        """The buffer of a message with one, if it can be had at once; else None. landing: of a channel for devices,
-        where the buffer arrives."""
+        """The buffer of a message with one buffer, if it is here; otherwise None. landing: for a channel for
+        devices, where the buffer arrives."""
         return None
 
     def is_here(self, wire: Wire) -> bool:
         """Whether `receive_one` has that buffer, in any thread."""
         return False
-
-    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
-        """How many bytes the buffer of that wire has, as the wire says. Any thread. TypeError, ValueError or IndexError
-        for a wire that no `send` gave."""
-        raise NotImplementedError
 
     # --- what the ends say to each other ------------------------------------------------------------------------------
 
@@ -188,11 +176,11 @@ class Channel:
         """The other end's descriptor has come; `ChannelContext.obstacle` has checked it."""
 
     def on_message(self, fields: list[object]) -> None:
-        """A message from the other end of the channel. Raises ProtocolError for one that it cannot have sent."""
+        """A message from the other end of the channel. Raises ProtocolError for an impossible message."""
         raise ProtocolError(f"a message for the channel {self.name}, which takes none")
 
     def on_buffer(self, fields: list[object], buffer: Buffer | Exception) -> None:
-        """A message with a buffer from the other end, or why that cannot be had. Raises ProtocolError as above."""
+        """A message with a buffer from the other end, or the reason why that is lost. Raises ProtocolError as above."""
         raise ProtocolError(f"a message with a buffer for the channel {self.name}, which takes none")
 
     def on_release(self, released: Sequence[Sequence[int]]) -> None:
@@ -219,7 +207,7 @@ class Channel:
 
 class ChannelLink(Protocol):
     """A link, as an end of a channel sees it. record: of the other worker. opener: whether this worker has opened it.
-    local: whether it is over a unix socket, so that both workers are on one host."""
+    local: whether it is over a unix socket, which means that both workers are on one host."""
 
     @property
     def record(self) -> WorkerRecord: ...
@@ -255,14 +243,14 @@ class ChannelLink(Protocol):
 class ChannelContext:
     """What one worker has of a channel. Made when the worker starts; all but `close` is called on its loop.
 
-    It has to say nothing of the worker that a stranger must not know: only members of the group get its descriptor.
+    The descriptor must not contain secrets: every member of the group gets it.
     """
 
-    #: By which both ends know the channel, in their descriptors, in logs and statistics.
+    #: Both ends know the channel by it, in descriptors, logs and statistics.
     name: str = ""
     #: Channels are asked in this order, the highest first. Bulk has 0, shared memory 100.
     priority: int = 50
-    #: As of the channels that it opens.
+    #: See `Channel.on_devices`.
     on_devices: bool = False
 
     @property
@@ -271,14 +259,14 @@ class ChannelContext:
         return (self.name,)
 
     def descriptor(self, link: ChannelLink) -> object:
-        """What the other end of that link has to know: plain data. None: the channel is not for that link."""
+        """What the other end of the link needs to know: plain data. None: the channel is not for that link."""
         raise NotImplementedError
 
     def obstacle(self, opener: Any, acceptor: Any) -> str:
         """Why the two ends of a link with these descriptors do not reach each other; empty if they do.
 
-        It compares the descriptors and looks at nothing else, so both ends come to the same answer. One of them comes
-        from another process: it checks types and ranges, and any exception ends the connection.
+        It depends on the descriptors alone, so both ends come to the same answer. One of them comes from another
+        process: check types and ranges; any exception ends the connection.
         """
         raise NotImplementedError
 

@@ -1,16 +1,15 @@
 """The arena: memory that processes of one host share, and the allocator that hands out blocks of it.
 
 One arena per process. Its memory comes in segments, each a sealed memory file that peers map; its blocks are lent to
-peers (shm.py). What a block holds is not known here.
+peers (shm.py). The arena does not know what a block holds.
 
 Invariants
 1. A range of bytes belongs to one live block, to one slab, or is free; never to two of them.
-2. A generation names one allocation for ever: a stale block is refused, also when its place is in use again.
+2. A generation names one allocation and is never reused: a stale block is refused even if its place is in use again.
 3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it.
-4. No mapping is taken away under somebody who uses it: mappings are dropped, and go with their last user.
-5. Free room is warm: its pages are there. What the system gives or gets back is cold, and no room until `grow` or
-   `allocate_cold` takes it: a page that is touched for the first time costs more than to send its bytes. It costs half
-   as much if it is not touched but written (`write_cold`).
+4. A mapping is never unmapped while it is used: mappings are dropped, and go with their last user.
+5. Free room is warm: the system has allocated its pages. Cold room becomes usable by `grow` or `allocate_cold`: the
+   first touch of a page costs more than sending its bytes. Writing to the file (`write_cold`) costs half of a touch.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ T = TypeVar("T")
 ALIGN = 64  # bytes; every block begins at a multiple of it
 SEGMENT_SIZE, MAX_SEGMENT_SIZE = 64 * MIB, GIB
 POISON = 0xDD
-GROW_SIZE = 8 * MIB  # least that is made warm at a time
+GROW_SIZE = 8 * MIB  # least to be made warm at a time
 TOGETHER_SIZE, PIECE = 8 * MIB, 2 * MIB  # from how many bytes on two threads copy, and how many each takes at a time
-SPARES, SPARE_SIZE = 32, 64 * MIB  # blocks of one size that are laid aside, and bytes of those before the last, at most
-PREPARED = 8  # times the first segment, that the limit has to be for it to be made beforehand
+SPARES, SPARE_SIZE = 32, 64 * MIB  # freed blocks of one size that are kept for reuse, and their bytes, at most
+PREPARED = 8  # a segment is made beforehand only if the limit is so many times the first segment
 RETRY = 1.0  # seconds between attempts to get memory once the system refused some
 
 _CLEAN, _IDLE, _USED = range(3)  # state of a stretch of a segment, as `trim` sees it
@@ -48,7 +47,7 @@ Span = tuple[int, int]  # where something begins, and how long it is, in bytes
 
 
 def lay_out(lengths: Iterable[int], start: int = 0) -> tuple[list[Span], int]:
-    """Where buffers of these lengths come to lie, one behind the other from `start` on, and where the last one ends.
+    """Where buffers of these lengths lie, one after the other from `start` on, and where the last one ends.
 
     Each begins at a multiple of `ALIGN`.
     """
@@ -68,23 +67,20 @@ class Block(NamedTuple):
     offset: int
     #: Its size in bytes.
     size: int
-    #: Which of the allocations in that place it is.
+    #: The number of the allocation; see invariant 2.
     generation: int
-
-
-_new_tuple = tuple.__new__  # what Block(...) does, without its call into Python
 
 
 class Arena:
     """Shared memory of this process, in blocks. Any thread.
 
     limit: bytes that all segments may take together. segment_size: of the first segment; each next one is twice as
-    large, up to 1 GiB. poison: overwrite what is freed, so that use after release shows. assist: has a function run in
+    large, up to 1 GiB. poison: overwrite what is freed, to make use after release visible. assist: runs a function in
     another thread, to help with large copies.
     last_refusal: why `allocate` gave None the last time, in a few words without numbers.
 
-    A signal handler may raise in the midst of a step in the main thread. What is free is not known then, and the arena
-    gives no more: it is torn. Messages go other ways.
+    If an exception interrupts a step the arena is torn: it does not know what is free, and gives no more blocks.
+    Messages go other ways.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class Arena:
     ) -> None:
         self.limit = limit
         self.poison = poison
-        self._torn = self._cold_torn = False  # whether a thread is at a step, or was interrupted in one
+        self._torn = self._cold_torn = False  # true during a step, and after an interrupted step
         self.last_refusal: str = ""
         self.used: int = 0  # bytes that live blocks take, with what rounding adds
         self._segment_size = segment_size
@@ -109,14 +105,14 @@ class Arena:
         self._spare_size = 0
         self._live: dict[int, tuple[Block, Place]] = {}
         self._fresh: set[int] = set()  # by generation, of a block whose memory was cold
-        self._shares: dict[int, int] = {}  # by generation, of a block that has several holders: how many but one
+        self._shares: dict[int, int] = {}  # by generation, of a block with several holders: their number minus one
         self._generation = 0
         self._aside = 0
         self._closed = False
         self._retry_at = 0.0
         self._failure = ""
         self._lock = Lock()
-        self._growth = Lock()  # taken before the other
+        self._growth = Lock()  # always taken before `_lock`
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -125,7 +121,7 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes of all segments; how much of it takes up memory is `resident`."""
+        """Bytes of all segments; `resident` is the part that takes up memory."""
         return sum(segment.size for segment in self._segments)
 
     @property
@@ -163,9 +159,9 @@ class Arena:
         return block
 
     def allocate_cold(self, size: int) -> Block | None:
-        """A block of cold memory, whose pages come with the first `write`; None when there is none to be had.
+        """A block of cold memory, whose pages come with the first `write`; None when there is none.
 
-        Not for a loop: it may ask the system for a segment.
+        Not on a loop: it may ask the system for a segment.
         """
         with self._growth:
             if self._cold_torn:
@@ -185,38 +181,38 @@ class Arena:
                 return block
 
     def grow(self, size: int) -> list[tuple[int, int, int]]:
-        """Have room for `size` bytes more, warm. Slow; for a thread.
+        """Make `size` more bytes warm. Slow; for a thread.
 
-        Returns the ranges (segment, start, bytes) that were made warm: none where there is no memory to be had.
+        Returns the ranges (segment, start, bytes) that were made warm: none if the system has no memory.
         """
         with self._growth:
             extent = self._take_cold(size, GROW_SIZE)
             if extent is not None:
                 ranges = [extent]
-            else:  # at the limit what is cold may join what is free, and be enough then
+            else:  # at the limit: the cold ranges next to free ones may suffice
                 ranges, self._cold = list(self._cold), Extents()
             segments = self._segments
         for index, start, room in ranges:
-            if self._closed:  # whoever closes does not wait for this
+            if self._closed:  # `close` does not wait for this loop
                 return []
             segments[index].mapping.touch(start, start + room, stop=lambda: self._closed)
             self._give_room((index, start, room))
         return ranges
 
     def prepare(self) -> None:
-        """Have a first segment, all of it cold: it takes no memory yet, but it counts. Whoever needs it first has it.
+        """Make a first segment, all of it cold: it takes no memory yet, but it counts against the limit.
 
-        Not where the system would hold memory for it, or where it is a large part of the limit. Slow; for a thread.
+        Not if the system would reserve memory for it, or if it is a large part of the limit. Slow; for a thread.
         """
         with self._growth:
             if not self._segments and not self._closed and PREPARED * self._segment_size + self._aside <= self.limit:
-                with contextlib.suppress(OSError):  # whoever needs memory asks again, and says why there is none
+                with contextlib.suppress(OSError):  # the next `allocate_cold` or `grow` tries again and has the reason
                     self._join(create_segment(0, self._segment_size, may_reserve=False))
 
     def set_aside(self, size: int) -> bool:
-        """Leave so many bytes of the limit to memory that is shared beside the arena; False if they are not left.
+        """Reserve bytes of the limit for shared memory beside the arena; False if they are not left.
 
-        What is set aside is given back with `take_back`.
+        `take_back` gives them back.
         """
         with self._growth:
             if self._closed or self.size + self._aside + size > self.limit:
@@ -225,15 +221,15 @@ class Arena:
             return True
 
     def take_back(self, size: int) -> None:
-        """So many bytes of what was set aside may be the arena's again."""
+        """The arena may use so many of the bytes again that were set aside."""
         with self._growth:
             self._aside -= size
 
     def write(self, block: Block, source: Buffer, at: int = 0) -> None:
         """Copy `source` into the block, `at` bytes from its start; other threads run meanwhile.
 
-        Raises ValueError when it is too long, or when the block is not in use (any more), and OSError when the system
-        has no memory for a cold one.
+        Raises ValueError when it is too long, or when the block is not in use, and OSError when the system has no
+        memory for a cold block.
         """
         segments, entry = self._segments, self._live.get(block.generation)
         if entry is None or entry[0] != block or not segments:
@@ -261,7 +257,7 @@ class Arena:
         segments, entry = self._segments, self._live.get(block.generation)
         if entry is None or entry[0] != block or not segments:
             raise ValueError(f"{block} is not in use")
-        # Over the mmap, not over an array: a view of a view would refer to that one.
+        # Over the mmap itself: a view of an array would keep that array.
         return numpy.frombuffer(segments[block.segment].mapping.memory, numpy.uint8, block.size, block.offset)
 
     def together(self, work: Callable[[T], None], pieces: Iterable[T]) -> None:
@@ -277,9 +273,9 @@ class Arena:
             self._shares[block.generation] = self._shares.get(block.generation, 0) + 1
 
     def free(self, block: Block) -> None:
-        """A holder is done with the block; after the last one it may be used again.
+        """A holder is done with the block; after the last one it may be reused.
 
-        Raises ValueError for one that is not in use. Nothing once it is closed.
+        Raises ValueError for a block that is not in use. Does nothing once the arena is closed.
         """
         with self._lock:
             if self._closed:
@@ -304,16 +300,17 @@ class Arena:
             self._give(block, place)
 
     def trim(self, floor: int = SEGMENT_SIZE) -> int:
-        """Give back memory that was not in use since the last call; returns how many bytes. For a thread, now and then.
+        """Give back memory that was not in use since the last call; returns how many bytes. Called in a thread, now and
+        then.
 
-        floor: bytes that stay, warm for what comes next.
+        floor: bytes that stay warm.
         """
-        with self._growth:  # nobody closes the descriptors meanwhile
+        with self._growth:  # keeps the descriptors open
             with self._lock:
                 idle = self._take_idle()
             clean: list[tuple[int, int, int]] = []
             try:
-                for index, start, size in reversed(idle):  # the lowest addresses are used first: they stay
+                for index, start, size in reversed(idle):  # allocations prefer the lowest addresses: those stay warm
                     end = self._punch(index, start, start + size, floor)
                     if end >= start + size:
                         continue
@@ -323,7 +320,7 @@ class Arena:
         return sum(size for *_, size in clean)
 
     def close(self) -> None:
-        """Let go of all memory; mappings of peers, and copies under way, are not affected. Again: nothing."""
+        """Let go of all memory; mappings of peers and running copies are not affected. Idempotent."""
         with self._growth, self._lock:
             self._let_go()
 
@@ -345,8 +342,8 @@ class Arena:
             os.close(segment.fd)
 
     def _find_place(self, size: int) -> Place | None:
-        """Warm room that nothing else has; None if there is none."""
-        if self._spares and self._spare_size == size:  # blocks of one size come and go: no arithmetic
+        """Warm room for a block; None if there is none."""
+        if self._spares and self._spare_size == size:  # the common case: blocks of one size come and go
             return self._spares.pop()
         place = self._space.take(size)
         if place is None and self._spares:
@@ -359,7 +356,7 @@ class Arena:
     def _carve(self, size: int, place: Place) -> Block:
         self.used += place.room
         generation = self._generation = self._generation + 1
-        block = _new_tuple(Block, (place.segment, place.start, size, generation))
+        block = Block(place.segment, place.start, size, generation)
         self._live[generation] = (block, place)
         return block
 
@@ -394,9 +391,9 @@ class Arena:
             states[first:last] = bytes((_USED,)) * (last - first)
 
     def _take_cold(self, size: int, most: int) -> tuple[int, int, int] | None:
-        """Cold room (segment, start, bytes) for `size` bytes, out of a new segment if need be; None: not to be had.
+        """Cold room (segment, start, bytes) for `size` bytes, from a new segment if necessary; None: there is none.
 
-        most: bytes that are taken where there are so many, even for fewer. The growth lock is held.
+        most: take up to so many bytes if they are free, even for a smaller size. The growth lock is held.
         """
         room = -(-size // PAGE) * PAGE
         most = max(room, most)
@@ -408,7 +405,7 @@ class Arena:
     def _give_room(self, extent: tuple[int, int, int]) -> None:
         with self._lock:
             if not self._closed:
-                self._mark(Place(*extent))  # it is not given back at once
+                self._mark(Place(*extent))  # `trim` does not take it at once
                 self._space.extents.give(*extent)
 
     def _why_none(self, size: int) -> str:
@@ -417,7 +414,7 @@ class Arena:
         return "limit" if size + HEADER > self.limit - self.used else self._failure or "cold"
 
     def _add_segment(self, size: int) -> bool:
-        """One more segment, with cold room for `size` bytes; the growth lock is held. False: not to be had."""
+        """One more segment, with cold room for `size` bytes; the growth lock is held. False: there is no memory."""
         need = size + HEADER
         left = (self.limit - self._aside - self.size) // PAGE * PAGE
         if self._closed or left < need:
@@ -441,7 +438,7 @@ class Arena:
         self._cold.give(segment.index, HEADER, segment.size - HEADER)
 
     def _new_segment(self, size: int, need: int) -> Segment | None:
-        """As large as the system lets it be, from `size` down to `need` bytes."""
+        """As large as the system allows, from `size` down to `need` bytes."""
         while True:
             try:
                 return create_segment(len(self._segments), size)
@@ -455,13 +452,13 @@ class Arena:
             size = max(size // 2 // PAGE * PAGE, need)
 
     def _take_idle(self) -> list[tuple[int, int, int]]:
-        """Ranges (segment, start, size) unused since the last call, no longer free, in order of address."""
+        """Ranges (segment, start, size) unused since the last call, in order of address. They are no longer free."""
         idle: list[tuple[int, int, int]] = []
         self._give_spares()
         self._space.drop_empty_slabs()
         for index, start, size in sorted(self._space.extents):
             segment = self._segments[index]
-            if segment.reserved:  # what was given back there might not be had again
+            if segment.reserved:  # the system might refuse them later
                 continue
             for first, last in _runs(segment.states, -(-start // SLAB), (start + size) // SLAB):
                 self._space.extents.cut(index, first, last - first, (start, size))
@@ -470,7 +467,7 @@ class Arena:
         return idle
 
     def _punch(self, index: int, start: int, end: int, floor: int) -> int:
-        """Give back memory of a range from its end on, as long as more than `floor` is resident; its new end."""
+        """Give back memory of a range from its end on while more than `floor` is resident; returns its new end."""
         while start < end:
             surplus = self.resident - floor
             part = min(end - start, -(-surplus // SLAB) * SLAB)
@@ -480,7 +477,7 @@ class Arena:
         return end
 
     def _give_idle(self, idle: list[tuple[int, int, int]], clean: list[tuple[int, int, int]]) -> None:
-        """What was not given back is free again; the rest is cold."""
+        """Make the punched ranges cold, and the rest free again."""
         punched = {(index, start + size): size for index, start, size in clean}
         with self._lock:
             if self._closed:

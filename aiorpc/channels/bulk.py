@@ -1,15 +1,15 @@
-"""The bulk channel: large buffers in chunks, on a connection that small messages do not have to wait for.
+"""The bulk channel: large buffers in chunks on a connection of their own, which small messages do not wait for.
 
-A transfer is one buffer. Each of its chunks says the number of the transfer, the size of the whole buffer, and where in
-it the chunk belongs. So the receiver reads every chunk straight into its place, and it does not matter whether the
-chunks or the message that names the transfer come first. Transfers under way take turns, a chunk each, so that a short
-one is not held up by a long one. The states of an incoming transfer are the table `protocol.states.TRANSFER`.
+A transfer is one buffer. Each chunk has the number of its transfer, the size of the whole buffer, and its offset. The
+receiver reads every chunk straight into its place, whether the chunks or the message that names the transfer come
+first. Transfers take turns, a chunk each, so a long one does not delay a short one. The states of an incoming transfer
+are the table `protocol.states.TRANSFER`.
 
 Invariants
-1. A number names one transfer for ever. The chunks of a transfer come in order and without gaps.
-2. Memory for a transfer is taken once, and after its size was compared with the limits. The system gives a page of it
-   when that is written to.
-3. What is kept for a transfer is dropped as soon as both its message and its end have come.
+1. The number of a transfer is never reused. The chunks of a transfer come in order and without gaps.
+2. Memory for a transfer is taken once, after its size was compared with the limits. The system allocates a page of it
+   at the first write.
+3. The entry of a transfer is dropped as soon as both its message and its end have come.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame, room
 from ..protocol.messages import Chunk, read_chunk, write_chunk
 from ..protocol.states import TRANSFER, TransferEvent, TransferState
-from . import Arrived, Channel, Wire, size_said
+from . import Arrived, Channel, Wire
 from .inline import allocate
 
 CHUNK_SIZE = 1024 * 1024
-# While there is no connection for chunks, only buffers of so many bytes go this way: making the connection takes longer
-# than to send a shorter one in a frame.
+# While there is no connection for chunks, only buffers of so many bytes go this way: a shorter one is sent faster in a
+# frame than the connection is made.
 HASTY_SIZE = 4 * 1024 * 1024
-# What a transfer to here takes in memory beside its bytes, about. Of all together that may come to as much as the bytes
-# that may be under way, and a few are kept in any case: so nobody has any number of them kept of which nothing comes.
+# Bytes of memory that an incoming transfer takes beside its buffer, about. All entries together may take as much as
+# max_incoming_bytes, and FEW_TRANSFERS are always allowed; this bounds transfers that are announced and never finished.
 TRANSFER_COST, FEW_TRANSFERS = 512, 1024
-_GIVEN_UP = (1 << 64) - 1  # stands in place of the offset of a chunk, and says that no more will come
+_GIVEN_UP = (1 << 64) - 1  # in place of the offset of a chunk: no more chunks follow
 
 
 class BulkTransfer(NamedTuple):
-    """In a PARCEL: a buffer that comes in chunks."""
+    """In an envelope: a buffer that comes in chunks."""
 
     #: The number of the transfer, which its CHUNKs have as their call id.
     transfer: int
@@ -65,13 +65,13 @@ class _Incoming:
     size: int
     state: TransferState = TRANSFER.initial
     filled: int = 0
-    placed: int = 0  # several chunks may be read before any is handed on
+    placed: int = 0  # bytes; several chunks may be read before any is handed on
     buffer: memoryview | None = None
     failure: Exception | None = None
     arrived: Callable[[Buffer | Exception], None] | None = None
 
     def enter(self, event: TransferEvent) -> None:
-        """That has happened to it, as its sender says. Raises ProtocolError if it cannot happen now."""
+        """Apply an event that the sender reports. Raises ProtocolError if the state does not allow it."""
         following = TRANSFER.after(self.state, event)
         if following is None:
             raise ProtocolError(f"a transfer that is {self.state.value}, of which the sender says: {event.value}")
@@ -81,10 +81,10 @@ class _Incoming:
 class Bulk(Channel):
     """One end of the channel. `next_frame` returns what it has to write; `place` and `on_frame` take what has come.
 
-    limit: bytes of the longest buffer taken. total: of all that may be under way to here at once. wake: called from any
-    thread when `next_frame` has something.
-    least, chunk: bytes of the shortest buffer sent this way, and of its pieces. allocate: makes the memory for a buffer
-    of so many bytes that arrives; MemoryError fails the message that the buffer belongs to, and no other.
+    limit: bytes of the longest buffer taken. total: bytes that all incoming transfers may have at once. wake: called
+    from any thread when `next_frame` has something.
+    least, chunk: bytes of the shortest buffer sent this way, and of its pieces. allocate: makes the memory for an
+    arriving buffer of so many bytes; MemoryError fails the message of the buffer, and no other.
     """
 
     name = "bulk"
@@ -115,9 +115,9 @@ class Bulk(Channel):
         self._outgoing: dict[int, _Outgoing] = {}
         self._turns: deque[_Outgoing] = deque()
         self._incoming: dict[int, _Incoming] = {}
-        self._nowhere: memoryview | None = None  # where chunks go that nobody gets; see `_begin`
+        self._nowhere: memoryview | None = None  # where the chunks of buffers without memory go; see `_begin`
         self._closed = False
-        self._lock = Lock()  # over what is sent
+        self._lock = Lock()  # guards what is sent
 
     @property
     def sending(self) -> int:
@@ -156,7 +156,7 @@ class Bulk(Channel):
         return [*BulkTransfer(transfer.number, len(data))]
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
-        """Those of them that are not written yet can be given up with their call."""
+        """Transfers that are not written yet can be given up with their call."""
         for number, _ in wires:
             transfer = self._outgoing.get(number)
             if transfer is not None:
@@ -174,14 +174,14 @@ class Bulk(Channel):
         return bool(self._outgoing)
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """Send no more of these transfers. The other end is told so, behind what was sent of them."""
+        """Send no more of these transfers. A chunk without bytes reports that to the other end."""
         with self._lock:
             if self._closed:
                 return
             for number, size in wires:
                 transfer = self._outgoing.pop(number, None)
                 if transfer is None:  # all of it has been written
-                    if named:  # the message has been written, too, and will take it
+                    if named:  # the message has been written, too, and takes the buffer
                         continue
                     transfer = _Outgoing(number, memoryview(b""), size)
                     self._turns.append(transfer)
@@ -246,12 +246,12 @@ class Bulk(Channel):
                 "(max_incoming_bytes)"
             )
         incoming = self._remember(number, size)
-        if self._nowhere is None:  # now: where there is no memory for a buffer there may be none for a chunk of it
-            with contextlib.suppress(ProtocolError):  # there is none already
+        if self._nowhere is None:  # made now: if there is no memory for a buffer there may be none for a chunk of it
+            with contextlib.suppress(ProtocolError):
                 self._nowhere = memoryview(room(self._chunk))
         try:
             incoming.buffer = self._allocate(size)
-        except MemoryError as error:  # it fails its message, and no other
+        except MemoryError as error:
             incoming.failure = error
         return incoming
 
@@ -267,14 +267,14 @@ class Bulk(Channel):
 
     def _forget(self, number: int) -> None:
         incoming = self._incoming.pop(number)
-        self._announced -= incoming.size  # by itself: a thread that reads here may add to it meanwhile
+        self._announced -= incoming.size  # in one step: a reading thread may add to it meanwhile
 
     def place(self, number: int, body: bytes, length: int) -> memoryview:
-        """Where the chunk belongs that is about to be read. Raises ProtocolError."""
+        """Where the chunk belongs that is read next. Raises ProtocolError."""
         offset, size = read_chunk(body)
         incoming = self._incoming.get(number)
         expected = (size, 0) if incoming is None else (incoming.size, incoming.placed)
-        if (size, offset) != expected or not 0 < length <= size - offset:  # nothing is begun for a chunk that is none
+        if (size, offset) != expected or not 0 < length <= size - offset:  # a wrong chunk begins no transfer
             raise ProtocolError(f"bytes {offset} to {offset + length} of transfer {number}, which is at another place")
         incoming = incoming or self._begin(number, size)
         incoming.enter(TransferEvent.CHUNK)
@@ -285,13 +285,13 @@ class Bulk(Channel):
         return incoming.buffer[offset : offset + length]
 
     def displace(self, number: int, length: int) -> None:
-        """A chunk of so many bytes that has been placed did not come whole, and will come again."""
+        """A placed chunk of so many bytes did not come whole, and will come again."""
         incoming = self._incoming.get(number)
         if incoming is not None:
             incoming.placed -= length
 
     def on_frame(self, frame: Frame) -> None:
-        """A chunk is in its place, or a transfer will not be finished. Raises ProtocolError."""
+        """A chunk is in its place, or its sender gives up the transfer. Raises ProtocolError."""
         number = frame.call_id
         if not frame.segments:
             place, named = read_chunk(frame.body)
@@ -317,7 +317,7 @@ class Bulk(Channel):
         self._end(number, incoming)
 
     def _end(self, number: int, incoming: _Incoming) -> None:
-        """Let go of a transfer whose life has ended; its message gets what has become of it."""
+        """Drop a transfer in a final state, and give its message the buffer or the reason."""
         if incoming.state not in TRANSFER.final:
             return
         self._forget(number)
@@ -327,14 +327,6 @@ class Bulk(Channel):
         outcome = incoming.buffer if incoming.buffer is not None else incoming.failure
         assert outcome is not None
         incoming.arrived(outcome)
-
-    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
-        """That of its transfer."""
-        return size_said(BulkTransfer(*wire).size)
-
-    def on_message(self, fields: list[object]) -> None:
-        """This channel has no messages of its own: what it has to say goes with its chunks."""
-        raise ProtocolError("a message for the bulk channel, which takes none")
 
     def close(self) -> None:
         """Forget all transfers."""

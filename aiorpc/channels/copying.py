@@ -1,4 +1,4 @@
-"""Copies of large buffers into shared memory: in pieces, by two threads, and to where the pages are not there yet."""
+"""Copies of large buffers into shared memory: in pieces, by two threads, also to pages that do not exist yet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from .segments import MADV_POPULATE_READ, Bytes, Mapping
 
-Assist = Callable[[Callable[[], None]], None]  # has a function run in another thread
+Assist = Callable[[Callable[[], None]], None]  # runs a function in another thread
 T = TypeVar("T")
 
 
 class _Assistance:
-    """A second thread for some work whose pieces each thread takes in turn. It may come late, or never."""
+    """A second thread for work whose pieces each thread takes in turn. It may begin late, or never."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -34,7 +34,7 @@ class _Assistance:
             self._done.release()
 
     def finish(self) -> None:
-        """No piece is left: wait for the one that the other thread may be at. Raises what it has raised."""
+        """No piece is left: wait for the piece that the other thread works on. Raises the error of the other thread."""
         if self._begun:
             self._done.acquire()
             if self._failure is not None:
@@ -42,7 +42,7 @@ class _Assistance:
 
 
 def together(work: Callable[[T], None], pieces: Iterable[T], assist: Assist | None) -> None:
-    """Have each piece worked on, here and in a second thread if there is one; return when all is done.
+    """Work on each piece, here and in a second thread if there is one; return when all is done.
 
     One core does not use up the bandwidth of the memory: two copy 1.7 times as fast at 256 MB, 2.5 times at 16 MB.
     """
@@ -52,7 +52,7 @@ def together(work: Callable[[T], None], pieces: Iterable[T], assist: Assist | No
         while left:
             try:
                 piece = left.popleft()
-            except IndexError:  # the other one was faster
+            except IndexError:  # the other thread took the last piece
                 return
             work(piece)
 
@@ -69,13 +69,13 @@ def together(work: Callable[[T], None], pieces: Iterable[T], assist: Assist | No
 
 
 def write_cold(mapping: Mapping, start: int, data: Bytes, piece: int, assist: Assist | None) -> None:
-    """Copy to `start` of a mapped file whose pages are not there yet, in pieces of so many bytes.
+    """Copy to `start` of a mapped file whose pages do not exist yet, in pieces of so many bytes.
 
-    For a write to the file the system takes a page and copies into it, without filling it with zeros before and without
-    a fault: that takes half the time of touching and filling. But one thread at a time may write to a file; so the
-    other one touches and fills. Raises OSError when there is no memory.
+    A write to the file takes half the time of touching and filling the mapping: the system does not zero the page, and
+    there is no fault. But only one thread at a time may write to a file, so the other one touches and fills. Raises
+    OSError when there is no memory.
     """
-    if data.size <= piece:  # one piece: the time of whoever waits for it is worth more than the faults of the next copy
+    if data.size <= piece:  # mapping the pages here would cost more than the faults of the next copy
         mapping.write(data.data, start)
         return
 
@@ -97,7 +97,7 @@ def write_cold(mapping: Mapping, start: int, data: Bytes, piece: int, assist: As
         mapping.touch(start, start + data.size, MADV_POPULATE_READ)
 
     together(copy, range(0, data.size, piece), assist)
-    # What was written past the mapping is not in this process's tables yet; without that it is not warm.
+    # This process's page tables lack what was written through the file: map it, to make it warm.
     if assist is None:
         warm()
     else:

@@ -1,15 +1,15 @@
 """CUDA's runtime library by ctypes: memory and events that two processes share, as an `Interprocess`.
 
-torch has all of its own CUDA through the same library, so addresses, streams and errors are in common. It is the one
-that torch has loaded; another copy is never opened. Memory comes from cudaMalloc and not from torch's pools: what those
-give cannot always be exported (expandable segments, cudaMallocAsync), and is given back when torch sees fit.
+torch uses the same library, so addresses, streams and errors are in common. It is the copy that torch has loaded;
+another one is never opened. Memory comes from cudaMalloc and not from torch's pools, whose memory cannot always be
+exported (expandable segments, cudaMallocAsync).
 
 Three things that the library leaves to its user
-1. It works on the thread's current device, and makes a context (500 MB) on it if there is none: each call here is made
-   on the device that it is about, and the thread's own put back as torch does it.
+1. It works on the thread's current device, and makes a context (500 MB) on it if there is none: each call here sets the
+   device that it is about, and then restores the thread's own as torch does.
 2. A handle names a whole allocation of the driver, and the driver puts small ones together: sizes are multiples of
    2 MiB.
-3. It remembers an error until somebody asks, and torch would ask later and take it for its own: it is forgotten here.
+3. It keeps an error until it is read, and torch would later take it for its own: it is cleared here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .signals import Signal, make_signals, open_signals
 HANDLE_SIZE = 64
 GRANULE = 2 << 20  # in bytes
 
-MEMCPY_DEFAULT = 4  # the addresses say what they are
+MEMCPY_DEFAULT = 4  # the direction follows from the addresses
 LAZY_ENABLE_PEER_ACCESS = 1
 ATTRIBUTE_COMPUTE_MODE = 20
 ATTRIBUTE_UNIFIED_ADDRESSING = 41
@@ -68,7 +68,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cudaHostUnregister": (_address,),
     "cudaSetDevice": (_int,),
 }
-# Of the driver's own library; the runtime's has nothing of the kind. A stream, an address, a value, flags.
+# Functions of the driver's library. Arguments: a stream, an address, a value, flags.
 DRIVER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamWriteValue32_v2": (_address, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_address, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
@@ -94,16 +94,16 @@ def bundled_libraries(packages: Path, major: str) -> list[str]:
 
 
 def choose_library(mapped: list[str], bundled: list[str], major: str) -> str | None:
-    """The one that torch works with: mapped, and of torch's version of CUDA; else the one it brings along.
+    """The library that torch works with: a mapped one of torch's version of CUDA, or the one that torch's wheels bring.
 
-    A process may have several mapped, of other packages. None if none of those fits: torch's is somewhere out of sight.
+    A process may have several mapped, of other packages. None if none fits.
     """
     fitting = [path for path in mapped if f".so.{major}" in path] if mapped else bundled
     return next((path for path in fitting if path in bundled), fitting[0] if fitting else None)
 
 
 def find_library() -> str | None:
-    """The path of the runtime library that this process's torch uses; None without CUDA, or if it is not to be seen."""
+    """The path of the runtime library that this process's torch uses; None without CUDA, or if it is not found."""
     if torch.version.cuda is None:
         return None
     major = torch.version.cuda.partition(".")[0]
@@ -116,13 +116,13 @@ def find_library() -> str | None:
 
 
 def find_runtime() -> CudaRuntime | None:
-    """The runtime of this process, if it can be found and has all that is needed."""
+    """The runtime of this process, if it is found and complete."""
     path = find_library()
     return None if path is None else open_runtime(path)
 
 
 def open_runtime(path: str) -> CudaRuntime | None:
-    """The runtime library of that path, if it can be loaded and has all that is needed."""
+    """The runtime library of that path, if it can be loaded and is complete."""
     try:
         library = ctypes.CDLL(path)
         try:
@@ -144,7 +144,7 @@ class CudaRuntime:
         device: _Guard = torch.cuda.device,
         current: Callable[[], int] = torch.cuda.current_device,
     ) -> None:
-        """driver: its own library; without it processes share no events. current: the thread's current device."""
+        """driver: its library; without it processes share no events. current: gives the thread's current device."""
         self._functions = _declared(library, SIGNATURES)
         self._driver_functions = {} if driver is None else _declared(driver, DRIVER_SIGNATURES)
         self._texts: list[Callable[[int], bytes]] = []
@@ -165,15 +165,15 @@ class CudaRuntime:
         return count.value
 
     def uuid(self, index: int) -> str:
-        """The device's own name, whatever number a process knows it by. Of a MIG instance it may be the whole GPU's."""
+        """The device's own name, the same in all processes. Of a MIG instance it may be the whole GPU's."""
         if index not in self._uuids:
             self._uuids[index] = str(torch.cuda.get_device_properties(index).uuid)
         return self._uuids[index]
 
     def obstacle(self, index: int) -> str:
-        """Why memory and events of that device cannot be shared between processes; empty if nothing says so.
+        """Why memory and events of that device cannot be shared between processes; empty if no obstacle is known.
 
-        Empty is no promise: containers with process namespaces of their own are among what only a trial shows.
+        Sharing may still fail, for example between containers with process namespaces of their own.
         """
         name = torch.cuda.get_device_name(index)
         if " MIG " in f"{name} ":  # the driver's names for instances: "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
@@ -190,8 +190,8 @@ class CudaRuntime:
     def reaches(self, index: int, uuid: str) -> bool:
         """Whether device `index` can read the memory of the device with that uuid.
 
-        Of a device that this process does not see the library cannot be asked, so the answer is no: opening its memory
-        might work, but whether a copy then does is seen only when it faults.
+        No for a device that this process does not see: the library cannot be asked about it, and a copy from its memory
+        might fault.
         """
         if uuid == self.uuid(index):
             return True
@@ -211,7 +211,7 @@ class CudaRuntime:
     # Memory.
 
     def allocate(self, index: int, size: int) -> int:
-        """Memory that can be exported, rounded up to 2 MiB; not out of torch's pools, which are emptied if need be."""
+        """Memory that can be exported, rounded up to 2 MiB; not from torch's pools, which are emptied if necessary."""
         size = max(1, -(-size // GRANULE)) * GRANULE
         address = ctypes.c_void_p()
         with self._device(index):
@@ -223,12 +223,12 @@ class CudaRuntime:
         return self._value(address)
 
     def free(self, index: int, address: int) -> None:
-        """Give it back. Nobody may have it open any more. Waits for all that the device has to do."""
+        """Give it back. No process may still have it open. Waits for all work of the device."""
         with self._device(index):
             self._call("cudaFree", index, address)
 
     def export(self, index: int, address: int) -> bytes:
-        """What another process opens it by: 64 bytes."""
+        """The handle with which another process opens it: 64 bytes."""
         handle = MemoryHandle()
         with self._device(index):
             self._call("cudaIpcGetMemHandle", index, handle, address)
@@ -242,7 +242,7 @@ class CudaRuntime:
         return self._value(address)
 
     def close(self, index: int, address: int) -> None:
-        """Let go of what `open` gave. Waits for all that the device has to do."""
+        """Let go of what `open` gave. Waits for all work of the device."""
         with self._device(index):
             self._call("cudaIpcCloseMemHandle", index, address)
 
@@ -253,9 +253,9 @@ class CudaRuntime:
             self._call("cudaMemcpyAsync", index, target, source, size, MEMCPY_DEFAULT, stream.cuda_stream)
 
     def _on(self, index: int) -> AbstractContextManager[object]:
-        """Where something is enqueued on one of that device's streams. Most often it is the current device anyway.
+        """Make the device current in order to enqueue on one of its streams; nothing to do if it is current already.
 
-        The default stream is the same number 0 on each device: only the current device tells which one is meant.
+        The default stream has the number 0 on each device: only the current device tells which one is meant.
         """
         return _NOTHING if self._current() == index else self._device(index)
 
@@ -267,7 +267,7 @@ class CudaRuntime:
             return make_signals(self, index, count)
 
     def export_event(self, event: Signal) -> bytes:
-        """What another process opens it by: 64 bytes."""
+        """The handle with which another process opens it: 64 bytes."""
         return event.handle
 
     def open_events(self, index: int, handles: Sequence[bytes]) -> list[Signal]:
@@ -276,25 +276,25 @@ class CudaRuntime:
             return open_signals(self, index, handles)
 
     def close_events(self, events: Sequence[Signal]) -> None:
-        """Let go of events that were made or opened together: what was enqueued with them is done."""
+        """Let go of events that were made or opened together. The work enqueued with them must be done."""
         if events:
             with self._device(events[0].index):
                 events[0].close()  # the memory of all of them
 
     def record(self, event: Signal, stream: Stream, *, again: bool = False) -> None:
-        """What the stream has been given so far is what those who wait from now on wait for."""
+        """A `wait` from now on waits for the work that the stream has been given so far."""
         event.record(stream, again=again)
 
     def wait(self, event: Signal, stream: Stream) -> None:
-        """What the stream is given from now on comes after what the event recorded last."""
+        """The stream does what it is given from now on after what the event recorded last."""
         event.wait(stream)
 
     def query(self, event: Signal) -> bool:
-        """Whether that is done."""
+        """Whether the recorded work is done."""
         return event.done()
 
     def release(self, event: Signal) -> None:
-        """The other process is dead: nobody waits for what it has recorded."""
+        """The other process is dead: end all waits for what it has recorded."""
         event.release()
 
     def register(self, address: int, size: int) -> int:
@@ -325,7 +325,7 @@ class CudaRuntime:
         with self._on(index):
             function = self._driver_functions[name]
             code = function(stream.cuda_stream, address, value, 0)
-            if code == INVALID_CONTEXT:  # the runtime would give the thread one, the driver does not
+            if code == INVALID_CONTEXT:  # the thread has no context yet; the driver, unlike the runtime, makes none
                 self._call("cudaSetDevice", index, index)
                 code = function(stream.cuda_stream, address, value, 0)
         if code:
@@ -357,7 +357,7 @@ def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[type, ...]]) -> 
     """Functions of a library by their names, with their types. AttributeError if it lacks one."""
     functions: dict[str, Callable[..., int]] = {}
     for name, arguments in signatures.items():
-        function = library[name]  # an object of our own: others may have declared other types
+        function = library[name]  # an object of our own: other packages may have declared other types
         function.argtypes, function.restype = arguments, ctypes.c_int
         functions[name] = function
     return functions

@@ -1,6 +1,6 @@
-"""The descriptors that one worker may have open for the memory of published values: a share of those of its process.
+"""A worker's share of the process's file descriptors, for the memory of published values.
 
-Who has none of it left does without: a version without a slot of its own goes as any other bytes do.
+Without a descriptor a version gets no slot of its own, and its bytes go by other channels.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Callable
 class Descriptors:
     """See the module. Any thread.
 
-    limit: gives how many there may be, as the limit of a process may change. on_full: called the first time that some
-    memory had to do without.
+    limit: gives how many descriptors there may be now. on_full: called once, the first time that the limit is reached.
     """
 
     def __init__(self, limit: Callable[[], int] = lambda: 1 << 31, on_full: Callable[[int], None] = lambda _: None):
         self._limit = limit
         self._on_full = on_full
         self._said = False
-        # One entry for each that is open: to append and to pop is one step each, also in the garbage collector.
+        # One entry for each open descriptor. Append and pop are atomic, also in the garbage collector.
         self._open: list[None] = []
 
     @property
@@ -28,18 +27,18 @@ class Descriptors:
         return len(self._open)
 
     def take(self) -> DescriptorShare | None:
-        """Leave to open one, which ends with the object that is returned; None if there are as many as there may be."""
+        """A share for one descriptor, which ends with the returned object; None at the limit."""
         return DescriptorShare(self._open) if len(self._open) < self._limit() else None
 
     def refused(self) -> None:
-        """Some memory does without, as nothing could be given back for it."""
+        """Some memory gets no descriptor."""
         if not self._said:
             self._said = True
             self._on_full(self._limit())
 
 
 class DescriptorShare:
-    """Leave to have one descriptor open, for as long as this lives."""
+    """The right to have one descriptor open, as long as this object lives."""
 
     __slots__ = ("_open",)
 

@@ -1,4 +1,4 @@
-"""The inline channel: buffers travel in the frame of their message. It takes whatever the other channels refuse."""
+"""The inline channel: buffers travel in the frame of their message. It takes the buffers that other channels refuse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Inline(Channel):
             self.traffic.bytes_sent += size
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """Nothing is to be done: the buffers go with their frame, or not at all."""
+        """Does nothing: the buffers go with their frame, or not at all."""
 
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Buffer | None]:
         """The buffers have arrived with the frame of the message."""
@@ -45,12 +45,7 @@ class Inline(Channel):
             self.traffic._count_received(len(buffer))
         return list(taken)
 
-    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
-        """That of a segment of the frame."""
-        (number,) = wire
-        return len(riders[number])
-
 
 def allocate(size: int) -> memoryview:
-    """Memory for one large buffer. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
+    """Memory for one large buffer. Not zeroed: it is overwritten anyway, and touching it twice costs more."""
     return numpy.empty(size, dtype=numpy.uint8).data

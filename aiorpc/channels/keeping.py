@@ -1,14 +1,14 @@
-"""Memory of the arena that this process writes before anybody asks for it, and that is lent as it is later.
+"""Memory of the arena that this process fills first and lends later.
 
-What is copied anyway, as it must not change until it is sent, is copied to where it can be lent from: there is no
-second copy. Whoever has the array reads it; nobody writes to it any more once it may have been lent.
+A value that must be copied before it is sent is copied into such a block, and lent from there without a second copy.
+The owner of the array only reads it once it may have been lent.
 
     state of the block    holders, as the arena counts them
     kept                  this process, as long as any view of the array lives
     kept and lent         this process, and each peer that it is lent to
     lent                  these peers: the last view has died here
 
-Nobody is told when the last view dies, which may be in any thread and in the midst of anything: `collect` finds it.
+The last view may die in any thread, at any time. That only notes it; `collect` then gives the block back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .segments import Bytes
 
 
 class _Keep(weakref.ref[Bytes]):
-    """Knows when the last view of an array over a block has died: all of them keep the array itself alive."""
+    """Notes when the last view of an array over a block has died: all views keep the array itself alive."""
 
     address: int
     block: Block
@@ -34,9 +34,9 @@ class _Keep(weakref.ref[Bytes]):
 class Keeper:
     """What one process keeps in its arena. Any thread.
 
-    on_keep: called whenever `collect` has something to look for from now on; from any thread. on_cold: called with how
-    many bytes the arena had no warm room for. Fractions of the arena's limit: share: what may be kept, soft: what may
-    be in use in all before nothing more is kept.
+    on_keep: called from any thread when `collect` may soon have something to give back. on_cold: called with the number
+    of bytes that the arena had no warm room for. Fractions of the arena's limit: share: the most that may be kept;
+    soft: if more is in use in all, nothing more is kept.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Keeper:
         self._on_cold = on_cold
         self._share = int(share * arena.limit)
         self._soft = int(soft * arena.limit)
-        #: By address; public so that one can look cheaply whether there is anything to `find`.
+        #: By address; public, for a cheap check whether there is anything to `find`.
         self.keeps: dict[int, _Keep] = {}
         self._dead: deque[_Keep] = deque()
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept, and those that `collect` has not found yet."""
+        """Bytes of all kept blocks, including those that `collect` has yet to give back."""
         return sum(keep.block.size for keep in self.keeps.copy().values())
 
     def _has_room(self, size: int) -> bool:
@@ -67,7 +67,7 @@ class Keeper:
         return used <= self._share or (used <= self._soft and self.kept + size <= self._share)
 
     def keep(self, size: int) -> Bytes | None:
-        """Memory for so many bytes, to be written now; None where there is no warm room for it, or too much in use."""
+        """Memory for so many bytes, to be written now; None if there is no warm room for it, or too much in use."""
         self.collect()
         if not self._has_room(size):
             return None
@@ -87,32 +87,32 @@ class Keeper:
         return array
 
     def find(self, buffer: Buffer) -> Block | None:
-        """The block that is this very buffer, all of it; None for any other memory."""
+        """The kept block that this buffer covers exactly; None for any other memory."""
         try:
             keep = self.keeps.get(_address_of(buffer))
-        except (TypeError, ValueError):  # memory that nobody may write to, or no bytes: none of ours
+        except (TypeError, ValueError):  # read-only memory, or no bytes: not a kept block
             return None
         return keep.block if keep is not None and keep.block.size == len(buffer) else None
 
     def collect(self) -> bool:
-        """Give back to the arena what nobody here has any more; whether there was any."""
+        """Give blocks without views back to the arena; returns whether there were any."""
         found = False
         while self._dead:
             try:
                 keep = self._dead.popleft()
             except IndexError:  # another thread has found it
                 break
-            self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
+            self.keeps.pop(keep.address, None)  # first: once the block is free the next one may have its address
             self._arena.free(keep.block)
             found = True
         return found
 
     def close(self) -> None:
-        """The arena is closed: nothing is to be given back. What is kept stays valid as long as it lives."""
-        self.keeps.clear()  # a weak reference that is gone calls nobody
+        """The arena is closed: nothing is to be given back. Kept arrays stay valid as long as they live."""
+        self.keeps.clear()  # a deleted weak reference calls nothing
         self._dead.clear()
 
 
 def _address_of(buffer: Any) -> int:
-    """Of bytes that may be written to. A fifth of the time that the array interface of numpy takes."""
+    """Address of bytes that may be written to. Takes a fifth of the time of numpy's array interface."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

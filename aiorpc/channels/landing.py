@@ -1,4 +1,4 @@
-"""Streams and received tensors: on which streams a message arrives, and how others come to wait for it."""
+"""The streams on which the tensors of a message arrive, and how the streams of their users wait for them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 from .accelerator import Accelerator, Event, Stream, Tensor
 
-# So many streams of a device there are before one that has still work to do is taken again.
+# A device gets so many streams before a busy one is used again.
 ENOUGH = 8
 
-# Of the `async def` handler that the running task belongs to.
+# The landing of the `async def` handler that the running task belongs to.
 current_landing: ContextVar[Landing | None] = ContextVar("aiorpc_landing", default=None)
 
 
 class Arrival:
-    """Values that are being made on some streams: who uses them on others joins first. Any thread."""
+    """Values that are being made on some streams: a user on other streams joins first. Any thread."""
 
     __slots__ = ("_accelerator", "_carriers", "_events")
 
     def __init__(
         self, accelerator: Accelerator, events: Sequence[tuple[int, Event]], carriers: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """events, carriers: each with the device it is of; carriers are the memory that joining streams will use."""
+        """events, carriers: each with its device; carriers are the memory that joining streams will use."""
         self._accelerator = accelerator
         self._events = events
         self._carriers = carriers
 
     def join(self) -> None:
-        """Make the current streams of this thread wait for them. Nothing on the host waits.
+        """Make the current streams of this thread wait for the values. No thread of the host waits.
 
-        In a task that a handler has started (`asyncio.gather` makes such), those of the handler, too: it is the handler
-        that goes on with the value.
+        In a task that a handler has started (as `asyncio.gather` does), the handler's streams wait, too: the handler
+        goes on with the value.
         """
         self._join()
         landing = current_landing.get()
@@ -43,7 +43,7 @@ class Arrival:
                 self._join()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """These, on such devices, are about to be used on the current streams of this thread, which have joined."""
+        """The current streams of this thread, which have joined, will use these tensors."""
         driver = self._accelerator
         for tensor in filter(driver.holds, tensors):
             driver.keep(driver.carrier(tensor), driver.current(tensor.device.index))
@@ -60,32 +60,32 @@ class Arrival:
 class StreamPool:
     """Streams for messages that arrive: as few as are needed at once. Any thread.
 
-    torch keeps the memory that it takes back for the stream that it was made for. If each message had another of 32
-    streams, a worker that receives tensors of a gigabyte would keep 32 of them. So one more is taken only while there
-    are few: where a device is behind with all of them, a message comes after others.
+    torch reserves freed memory for the stream that it was made for. With another of 32 streams for each message, a
+    worker that receives tensors of a gigabyte would keep 32 gigabytes. One more stream is therefore taken only up to
+    `ENOUGH`; if all of them are busy, a message waits behind others.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._free: dict[int, deque[Stream]] = {}
-        self._known: dict[int, set[int]] = {}  # all that are lent or free, by their ids
+        self._known: dict[int, set[int]] = {}  # all streams that are lent or free, by their ids
 
     def take(self, indices: Sequence[int], lent: list[tuple[int, Stream]]) -> dict[int, Stream]:
-        """One for each of these devices. Those that are the taker's alone are added to `lent`, to be given back; where
-        all of torch's streams are lent, two have one."""
+        """One stream for each of these devices. Exclusive ones are added to `lent`, for `give`; if all of torch's
+        streams are lent, two takers share one."""
         return {index: self._take(index, lent) for index in indices}
 
     def _take(self, index: int, lent: list[tuple[int, Stream]]) -> Stream:
         free = self._free.setdefault(index, deque())
         for _ in range(_LOOKS):
             try:
-                stream = free.pop()  # that which was given back last
+                stream = free.pop()  # the one given back last
             except IndexError:
                 break
             if self._is_idle(stream):
                 lent.append((index, stream))
                 return stream
-            free.appendleft(stream)  # what is given to it now would come after all that it has to do
+            free.appendleft(stream)  # busy
         known = self._known.setdefault(index, set())
         if len(known) >= ENOUGH:
             with suppress(IndexError):  # all are lent
@@ -103,28 +103,27 @@ class StreamPool:
     def _is_idle(self, stream: Stream) -> bool:
         try:
             return self._accelerator.is_idle(stream)
-        except RuntimeError:  # an error of the device, which who uses the stream gets
+        except RuntimeError:  # an error of the device: the stream's next user gets it, too
             return False
 
     def give(self, lent: list[tuple[int, Stream]]) -> None:
-        """They are free again; what they have still to do goes on. Each step is one of the interpreter's: it is called
-        when an object ends, at any moment."""
+        """Free these streams, which may still be busy. Called from `__del__`, at any moment: each step is atomic."""
         for index, stream in lent:
             self._free[index].append(stream)
 
 
-_LOOKS = 4  # at free streams, until one is taken that does nothing
-_STREAMS = 32  # that torch gives out in turn
+_LOOKS = 4  # at free streams, in search of an idle one
+_STREAMS = 32  # in torch's pool
 
 
 class Landing:
-    """Where the tensors of one message arrive. pool, devices: whose streams it takes; none: those that are current."""
+    """Where the tensors of one message arrive. pool, devices: take their streams; None: use the current ones."""
 
     __slots__ = ("_lent", "_pool", "accelerator", "carriers", "streams")
 
     def __init__(self, accelerator: Accelerator, pool: StreamPool | None = None, devices: Sequence[int] = ()) -> None:
         self.accelerator: Accelerator = accelerator
-        self.carriers: list[tuple[int, Tensor]] = []  # of the tensors that were made, each with its device
+        self.carriers: list[tuple[int, Tensor]] = []  # of the tensors made so far, each with its device
         self._pool = pool
         self._lent: list[tuple[int, Stream]] = []
         self.streams: dict[int, Stream] = {} if pool is None else pool.take(devices, self._lent)  # by device
@@ -134,7 +133,7 @@ class Landing:
             self._pool.give(self._lent)
 
     def entered(self) -> AbstractContextManager[object]:
-        """Within it its streams are the current ones of this thread."""
+        """A context in which its streams are the current ones of this thread."""
         return self.accelerator.entered(list(self.streams.values())) if self.streams else nullcontext()
 
     def is_entered(self) -> bool:
@@ -142,12 +141,12 @@ class Landing:
         return all(self.accelerator.current(index) == stream for index, stream in self.streams.items())
 
     def remember(self) -> None:
-        """The streams that are current now are the ones to enter from now on."""
+        """From now on enter the streams that are current now."""
         for index in self.streams:
             self.streams[index] = self.accelerator.current(index)
 
     def arrival(self) -> Arrival | None:
-        """What the users of the tensors that were made wait for. With its streams current."""
+        """What the users of the tensors wait for. Called with its streams current."""
         if not self.carriers:
             return None
         driver, events = self.accelerator, list[tuple[int, Event]]()
@@ -160,8 +159,8 @@ class Landing:
 class LandedCoroutine:
     """A coroutine whose every step runs with the streams of a landing current; awaited once.
 
-    Current streams belong to the thread: left set across an ``await`` they would be those of all tasks of the loop.
-    What the coroutine itself makes current, it finds so again when it goes on.
+    Current streams belong to the thread: without this they would be those of all tasks of the loop across an
+    ``await``. A stream that the coroutine itself makes current is current again when it goes on.
     """
 
     def __init__(self, coroutine: Coroutine[object, object, None], landing: Landing) -> None:

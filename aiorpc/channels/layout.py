@@ -2,11 +2,11 @@
 
 Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels
 once. A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than
-twice as long as the elements, and longer than `EMBEDDED_SIZE`, in which case the receiver gets a contiguous copy. The
-bits that say "to be conjugated" and "to be negated" travel as such, so that nothing has to be computed and a conjugate
-shares with its origin. How the buffers travel is a matter of the channels; nothing here knows of them.
+twice as long as the elements, and longer than `EMBEDDED_SIZE`: then the receiver gets a contiguous copy. The
+bits "to be conjugated" and "to be negated" travel as bits: nothing is computed, and a conjugate still shares memory
+with its origin. This module does not know the channels.
 
-Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a buffer of its own costs more
+A tensor of up to `EMBEDDED_SIZE` bytes alone in its storage goes into the table itself: a buffer of its own costs more
 than the copy.
 
 The table of a message has one `TensorEntry` for each tensor.
@@ -48,7 +48,7 @@ DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for na
 
 
 class _Codes(dict[torch.dtype, int]):
-    """The code of each type. SerializationError for one that a later version of torch has: no worker could read it."""
+    """The code of each type. Raises SerializationError for a type of a later torch, which no worker could read."""
 
     def __missing__(self, dtype: torch.dtype) -> NoReturn:
         raise SerializationError(
@@ -68,21 +68,20 @@ _MOST_DIMENSIONS = 64  # numpy takes no more, nor do most operators of torch
 _ALIGN = 16
 Parameter = torch.nn.Parameter
 _PLAIN = frozenset((torch.Tensor,))
-# Whether a tensor stands for zeros without any memory, as derivatives that torch knows to be zero do.
+# True for a tensor of zeros without memory, as torch makes for some derivatives.
 _IS_ZERO: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
-# Said each time: the program may have set another default device for the thread that decodes.
+# Named each time: the program may have set another default device for the thread that decodes.
 _CPU = torch.device("cpu")
 
 
-_new: Any = tuple.__new__  # what TensorEntry(...) does, without its call into Python
 _FIRST, _LAST = operator.itemgetter(0), operator.itemgetter(1)  # of a span
 
 
 def describe(tensors: Sequence[torch.Tensor], route: Route | None = None) -> tuple[list[TensorEntry], list[AnyBuffer]]:
-    """The table for some dense tensors, and the buffers with their bytes; those borrow the tensors' memory.
+    """The table for dense tensors, and the buffers with their bytes, which borrow the tensors' memory.
 
-    route: for tensors on devices; those it takes may be among them. Raises SerializationError for a tensor that has no
-    bytes although it has elements.
+    route: for tensors on devices; those it takes may be among them. Raises SerializationError for a tensor that has
+    elements but no bytes.
     """
     if (route is None or not route.host_target) and _PLAIN.issuperset(map(type, tensors)):
         described = describe_plain(tensors)
@@ -95,17 +94,17 @@ def describe(tensors: Sequence[torch.Tensor], route: Route | None = None) -> tup
         return _describe_routed(tensors, route, buffers) if route else _describe_all(tensors, _HOST, buffers), buffers
     except SerializationError:
         raise
-    except RuntimeError as error:  # inside of a transform (vmap) they look dense, and have no memory
+    except RuntimeError as error:  # inside of a transform (vmap) tensors look dense, and have no memory
         raise SerializationError(f"(or another value) holds a tensor without memory of its own: {error}") from error
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether there is any. RuntimeError from torch if there never was."""
+    """Whether it has memory. RuntimeError from torch if it never had any."""
     return storage.nbytes() > 0 and storage.data_ptr() != 0
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, with memory of its own where it stands for zeros: its address and its size tell of none."""
+    """The same tensor; zeros without memory get memory of their own."""
     if not tensor._is_zerotensor():
         return tensor
     zeros = tensor.detach().clone()
@@ -115,26 +114,23 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_leaf(entry: TensorEntry) -> TensorEntry:
-    """The entry of a tensor that gets a past at the receiver: it is no leaf there, and no Parameter."""
-    buffer, offset, dtype, shape, strides, flags, target = entry
-    changed: TensorEntry = _new(TensorEntry, (buffer, offset, dtype, shape, strides, flags & ~OF_A_LEAF, target))
-    return changed
+    """The entry of a tensor that gets a grad_fn at the receiver: it is no leaf there, and no Parameter."""
+    return entry._replace(flags=entry.flags & ~OF_A_LEAF)
 
 
 def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], list[AnyBuffer]] | None:
-    """The table and the buffers of plain tensors, each with a storage that no other has; None if one is another kind.
+    """The table and the buffers of plain tensors, each alone in its storage; None if one is of another kind.
 
-    What `describe` would say in the general case, in a fifth of its instructions and one function: a call that wakes a
-    core pays for each of them anew.
+    The result is that of `describe`, in a fifth of the instructions.
     """
     table: list[TensorEntry] = []
     buffers: list[AnyBuffer] = []
     storages = set()
     for tensor in tensors:
-        if not tensor.is_cpu:  # else to be told so costs an exception
+        if not tensor.is_cpu:  # cheaper than the exception of `numpy()`
             return None
         try:
-            size = tensor.nbytes  # not defined for sparse ones
+            size = tensor.nbytes  # TypeError or RuntimeError for sparse ones
             flags = 0
             if tensor.requires_grad:
                 flags = REQUIRES_GRAD
@@ -142,30 +138,29 @@ def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], 
             elif size <= EMBEDDED_SIZE:
                 array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
             else:
-                # Of a tensor of our own: `tensor.data = ...` gives that of the caller another storage, and frees this.
+                # A tensor of our own: `tensor.data = ...` gives the caller's another storage, and frees this one.
                 array = tensor.detach().numpy()
-            # In the midst of memory that was freed, or that never was (`functionalize`), there is only an address.
+            # The storage was freed, or never had memory (`functionalize`): the address alone does not show it.
             if tensor.storage_offset() and not _has_memory(tensor.untyped_storage()):
                 return None
         except (TypeError, RuntimeError):
             return None
         memory = array.flags
-        # Attributes go by pickle. Where the storage has no memory, the array has some of its own.
+        # Attributes go by pickle. `owndata`: the storage has no memory, and numpy has made some.
         if not size or not memory.c_contiguous or memory.owndata or tensor.__dict__:
             return None
         code = _CODES[tensor.dtype]
-        entry: tuple[object, ...]
         if size <= EMBEDDED_SIZE:
-            entry = (EMBEDDED, array.tobytes(), code, array.shape, None, flags, None)
-        elif size >= DIRECT_SIZE and code in _COMPLEX:  # numpy's, which a memoryview cannot take apart
+            entry = TensorEntry(EMBEDDED, array.tobytes(), code, array.shape, None, flags, None)
+        elif size >= DIRECT_SIZE and code in _COMPLEX:  # a memoryview cannot cast complex numbers
             return None
         else:
-            entry = (len(buffers), 0, code, array.shape, None, flags, None)
+            entry = TensorEntry(len(buffers), 0, code, array.shape, None, flags, None)
             buffers.append(array.tobytes() if size < DIRECT_SIZE else array.data.cast("B"))
-        table.append(_new(TensorEntry, entry))
+        table.append(entry)
         if len(tensors) > 1:
             storages.add(tensor.untyped_storage()._cdata)
-            if len(storages) < len(table):  # what two share is to be shared at the receiver
+            if len(storages) < len(table):  # tensors that share a storage share one at the receiver, too
                 return None
     return table, buffers
 
@@ -173,22 +168,22 @@ def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], 
 def rebuild(
     table: Sequence[Sequence[Any]], buffers: Sequence[Any], landing: Landing | None = None
 ) -> list[torch.Tensor]:
-    """Tensors over the received buffers, without copying, but for what goes from the host to a device: on the current
-    streams. Raises ProtocolError for a table that does not fit, torch.OutOfMemoryError if that device is full.
+    """Tensors over the received buffers, without copying, except from the host to a device: on the current streams.
+    Raises ProtocolError for a table that does not fit, torch.OutOfMemoryError if the device is full.
 
-    buffers: bytes, and `DeviceBuffer` for what has arrived on a device. landing: takes note of those.
+    buffers: bytes, and `DeviceBuffer` for what has arrived on a device. landing: notes the tensors on devices.
     """
-    if torch.is_inference_mode_enabled():  # what is made there cannot be used outside of it
+    if torch.is_inference_mode_enabled():  # tensors made in that mode cannot be used outside of it
         with torch.inference_mode(False):
             return rebuild(table, buffers, landing)
     try:
         storages: dict[int, torch.UntypedStorage] = {}
-        there = list(buffers) if landing is not None else []  # takes what is moved to a device
+        there = list(buffers) if landing is not None else []  # a buffer moved to a device is replaced there
         tensors = []
         for entry in table:
             buffer, offset, code, shape, strides, flags, target = entry
             kind = _NUMPY.get(code)
-            # As `_take` does, for most of them without a function for each.
+            # The common cases of `_take`, without a call.
             if target is not None and landing is not None:
                 tensors.append(_take_on_device(entry, there, landing))
             elif kind is None or strides is not None or flags or target is not None:
@@ -207,13 +202,13 @@ def rebuild(
 
 
 def warm_up() -> None:
-    """Have torch and numpy set up what they need of each other: the first tensor of a program takes a millisecond."""
+    """Make torch and numpy set up what they need of each other, or a program's first tensor takes a millisecond."""
     table, buffers = describe([torch.zeros(DIRECT_SIZE)])
     describe(rebuild(table, [bytearray(bytes(buffer)) for buffer in buffers]))  # type: ignore[arg-type]  # host memory
 
 
 def describe_away(tensors: Sequence[torch.Tensor], route: Route) -> tuple[list[TensorEntry], list[AnyBuffer]] | None:
-    """As `describe_plain`, for tensors on devices that the route leads from; None if one is another kind."""
+    """As `describe_plain`, for tensors on devices that the route leads from; None if one is of another kind."""
     driver = route.accelerator
     if driver is None:
         return None
@@ -238,10 +233,9 @@ def describe_away(tensors: Sequence[torch.Tensor], route: Route) -> tuple[list[T
             flat.set_(storage, tensor.storage_offset() * tensor.itemsize, (size,), (1,))
             flags = REQUIRES_GRAD if tensor.requires_grad else 0
             there = None if target == "cpu" else target
-            entry = (len(buffers), 0, _CODES[tensor.dtype], tensor.shape, None, flags, there)
-            table.append(_new(TensorEntry, entry))
+            table.append(TensorEntry(len(buffers), 0, _CODES[tensor.dtype], tensor.shape, None, flags, there))
             buffers.append(DeviceBuffer(flat, device.index, target))
-    except RuntimeError:  # inside of a transform (vmap) it has no memory
+    except RuntimeError:  # inside of a transform (vmap) a tensor has no memory
         return None
     return table, buffers
 
@@ -256,7 +250,7 @@ class _Host:
         if size < DIRECT_SIZE:
             return ctypes.string_at(address, size)
         array = (ctypes.c_ubyte * size).from_address(address)
-        # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
+        # Keep the storage, not the tensor: `tensor.data = ...` gives the tensor another one and would free this one.
         array.owner = storage  # type: ignore[attr-defined]  # ctypes declares no attributes
         return memoryview(array).cast("B")
 
@@ -283,7 +277,7 @@ _Where = _Host | _OnDevice
 
 
 def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[AnyBuffer]) -> list[TensorEntry]:
-    """Entries for tensors that lie there."""
+    """Entries for tensors in that kind of memory."""
     if len(tensors) == 1:
         return [_describe_alone(tensors[0], tensors[0].untyped_storage(), where, buffers)]
     storages = [tensor.untyped_storage() for tensor in tensors]
@@ -314,11 +308,11 @@ def _describe_on_device(
     tensors: Sequence[torch.Tensor], route: Route, where: _OnDevice, buffers: list[AnyBuffer]
 ) -> list[TensorEntry]:
     accelerator = route.accelerator
-    assert accelerator is not None, "nothing else takes tensors on devices"
+    assert accelerator is not None, "only a route with an accelerator takes tensors on devices"
     carriers = [accelerator.carrier(tensor) for tensor in tensors]
     holders = Counter(carrier.untyped_storage()._cdata for carrier in carriers)
     for index, tensor in enumerate(tensors):
-        # By the tensor, for which that is work on the current stream.
+        # Of the tensor, not the carrier: gathering is work on the current stream.
         if holders[carriers[index].untyped_storage()._cdata] == 1 and _is_scattered(tensor):
             carriers[index] = accelerator.carrier(tensor.detach().contiguous())
     entries = _describe_all(carriers, where, buffers)
@@ -343,7 +337,7 @@ def _flags(tensor: torch.Tensor, code: int) -> int:
 
 
 def _is_scattered(tensor: torch.Tensor) -> bool:
-    """Whether what it spans is so much more than its elements that they had better be gathered."""
+    """Whether its span is so much larger than its elements that they are gathered before they are sent."""
     if not tensor.nbytes or tensor.is_contiguous():
         return False
     first, last = _span(tensor)
@@ -363,24 +357,22 @@ def _describe_alone(
     if not tensor.is_contiguous():
         if not _is_scattered(tensor):
             return _describe_together([tensor], storage, where, buffers)[0]
-        tensor = tensor.detach().contiguous()  # with the values that pending bits stand for
+        tensor = tensor.detach().contiguous()  # also applies the pending bits
         storage = tensor.untyped_storage()
         flags &= OF_A_LEAF
-    # Asked of the storage, which raises where there is no memory: a tensor inside of `functionalize` has an address.
+    # The storage raises if there is no memory; a tensor inside of `functionalize` has an address anyway.
     address = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
     if size <= where.embedded:
         data = ctypes.string_at(address, size)
-        entry: TensorEntry = _new(TensorEntry, (EMBEDDED, data, code, tensor.shape, None, flags, None))
-        return entry
+        return TensorEntry(EMBEDDED, data, code, tensor.shape, None, flags, None)
     buffers.append(where.bytes_at(storage, address, size))
-    entry = _new(TensorEntry, (len(buffers) - 1, 0, code, tensor.shape, None, flags, None))
-    return entry
+    return TensorEntry(len(buffers) - 1, 0, code, tensor.shape, None, flags, None)
 
 
 def _describe_groups(
     tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], where: _Where, buffers: list[AnyBuffer]
 ) -> list[TensorEntry]:
-    """The table for tensors of which some share a storage."""
+    """The table for tensors, some of which share a storage."""
     table: list[Any] = [None] * len(tensors)
     groups: dict[int, list[int]] = {}
     for index, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
@@ -414,8 +406,7 @@ def _describe_together(
     for tensor, span in zip(tensors, spans, strict=True):
         code = _CODES[tensor.dtype]
         flags = _flags(tensor, code)
-        entry = (number, span[0] - first, code, tensor.shape, tensor.stride(), flags, None)
-        entries.append(_new(TensorEntry, entry))
+        entries.append(TensorEntry(number, span[0] - first, code, tensor.shape, tensor.stride(), flags, None))
     return entries
 
 
@@ -440,7 +431,7 @@ def _take(
     there: list[AnyBuffer],
     landing: Landing | None,
 ) -> torch.Tensor:
-    """The tensor of an entry. storages, there: what earlier entries have made of the buffers."""
+    """The tensor of an entry. storages, there: made by earlier entries from the buffers."""
     buffer, offset, code, shape, strides, flags, target = entry
     if target is not None:
         return _take_on_device(entry, there, landing)
@@ -450,7 +441,7 @@ def _take(
     if strides is not None:
         _check_countable(shape, dtype)
     if buffer == EMBEDDED:
-        if type(offset) is not bytes:  # bytearray of a number would take so much memory
+        if type(offset) is not bytes:  # bytearray(number) would allocate so many bytes
             raise TypeError("an embedded tensor without its bytes")
         tensor = _over(bytearray(offset), code, dtype, shape)
     elif buffer == NO_BYTES:
@@ -458,12 +449,12 @@ def _take(
             raise ValueError("a shape without bytes")
         tensor = _empty(shape, strides, dtype)
     elif buffer < 0:
-        raise IndexError("a buffer that is none")
+        raise IndexError(f"there is no buffer {buffer}")
     elif strides is None:
         tensor = _over(buffers[buffer], code, dtype, shape)
     else:
         storage = storages.get(buffer)
-        if storage is None:  # one for all views of it, so that they are seen to share it when they are sent on
+        if storage is None:  # one for all views: they share it again when they are sent on
             storage = storages[buffer] = torch.frombuffer(buffers[buffer], dtype=torch.uint8).untyped_storage()
         view = _empty((0,), (1,), dtype) if dtype is torch.complex32 else torch.empty(0, dtype=dtype, device=_CPU)
         tensor = view.set_(storage, offset // dtype.itemsize, shape, strides)
@@ -471,20 +462,17 @@ def _take(
 
 
 def _check_countable(shape: Sequence[int], dtype: torch.dtype) -> None:
-    """See that there are no more elements than torch can count: where strides repeat them, no memory bounds them.
-
-    Raises ValueError.
-    """
+    """Raise ValueError for more elements than torch can count: strides can repeat elements, so memory is no bound."""
     if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"a shape of {len(shape)} dimensions with more elements than can be counted")
 
 
 def _take_on_device(entry: Sequence[Any], buffers: list[AnyBuffer], landing: Landing | None) -> torch.Tensor:
-    """A tensor for a device. What comes from the host is moved there once, and stands in `buffers` then."""
+    """A tensor for a device. A buffer from the host is moved there once, and replaced in `buffers`."""
     buffer, offset, code, shape, strides, flags, target = entry
     index = device_index(target)
     dtype = DTYPES[code]
-    if strides is None and landing is not None and dtype is not None and buffer >= 0:  # most, in fewer steps
+    if strides is None and landing is not None and dtype is not None and buffer >= 0:  # the common case
         received = buffers[buffer]
         if type(received) is DeviceBuffer and received.index == index:
             made = received.carrier.view(dtype).view(shape)
@@ -507,7 +495,7 @@ def _take_on_device(entry: Sequence[Any], buffers: list[AnyBuffer], landing: Lan
             raise TypeError("an embedded tensor without its bytes")
         made = _moved(bytearray(offset), index, driver).view(dtype).view(shape)
     elif buffer < 0:
-        raise IndexError("a buffer that is none")
+        raise IndexError(f"there is no buffer {buffer}")
     else:
         received = buffers[buffer]
         if not isinstance(received, DeviceBuffer):
@@ -527,9 +515,9 @@ def _over_carrier(
         return carrier.view(dtype).view(shape)
     made = torch.empty(0, dtype=dtype, device=carrier.device)
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    # torch would enlarge the storage of a device for a view that is longer.
+    # Checked here: torch would enlarge the storage for a view that exceeds it.
     if offset < 0 or offset % dtype.itemsize or min(strides, default=0) < 0 or 0 in shape:
-        raise ValueError("a view that is none of such memory")
+        raise ValueError("a view that does not lie in its memory")
     if offset + reach * dtype.itemsize > carrier.numel():
         raise ValueError(f"a view of {reach} elements at {offset} of {carrier.numel()} bytes")
     start = (int(carrier.storage_offset()) + offset) // dtype.itemsize
@@ -548,7 +536,7 @@ def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags & CONJUGATE:
         tensor = tensor.conj()
     if flags & NEGATIVE:
-        if tensor.dtype not in _NEGATED:  # what no view of a conjugate has
+        if tensor.dtype not in _NEGATED:
             raise TypeError(f"a {tensor.dtype} tensor to be negated")
         tensor = torch._neg_view(tensor)
     if flags & PARAMETER:
@@ -557,7 +545,7 @@ def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    if dtype is torch.complex32:  # made as such, torch warns that few operators know it
+    if dtype is torch.complex32:  # made directly, torch warns that few operators support it
         return torch.empty_strided(shape, strides, dtype=torch.int32, device=_CPU).view(dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
 

@@ -14,9 +14,9 @@ _Map = Mapping[torch.device, torch.device]
 
 
 class Route:
-    """One direction between two workers: a device map, and what there is here to carry it out. Immutable.
+    """One direction between two workers: the device map, and this process's accelerator. Immutable.
 
-    worker: the other one. hint: what to do about a device that the map does not name; ends the error's text.
+    worker: name of the other one. hint: what to do about a device that the map does not name; ends the error's text.
     """
 
     def __init__(self, accelerator: Accelerator | None, devices: _Map, worker: str, hint: str) -> None:
@@ -25,16 +25,16 @@ class Route:
         self._hint = hint
         self._targets = {source: str(target) for source, target in devices.items()}
         host = self._targets.get(_CPU, "cpu")
-        self.host_target: str = "" if host == "cpu" else host  # where tensors in the host's memory go, if not to that
+        self.host_target: str = "" if host == "cpu" else host  # the device for tensors in the host's memory, if any
 
     def __bool__(self) -> bool:
-        """Whether tensors have to be looked at at all."""
+        """Whether any tensor needs the route."""
         return self.accelerator is not None or bool(self.host_target)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies on a device of ours and can go as it is: False for one that has to be taken apart.
+        """Whether the tensor lies on a device of ours and can go as a whole. False: pickle takes it apart.
 
-        Raises SerializationError for one on a device that the map does not name.
+        Raises SerializationError for a tensor on a device that the map does not name.
         """
         if self.accelerator is None or tensor.device.type != self.accelerator.kind:
             return False
@@ -42,11 +42,11 @@ class Route:
         return self.accelerator.holds(tensor)
 
     def leads(self, device: torch.device) -> bool:
-        """Whether what lies on that device can go."""
+        """Whether tensors on that device can go."""
         return self.accelerator is not None and device in self._targets
 
     def target(self, tensor: Tensor) -> str:
-        """Where the map sends what lies on that tensor's device. Raises SerializationError."""
+        """Where the map sends tensors on that tensor's device. Raises SerializationError."""
         target = self._targets.get(tensor.device)
         if target is None:
             shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
@@ -58,19 +58,19 @@ class Route:
 
 
 class Staying(Route):
-    """From a worker to itself, where it has no map for that: what lies on a device stays there."""
+    """From a worker to itself without a map: tensors on a device stay there."""
 
     def __init__(self, accelerator: Accelerator | None, worker: str, use: Callable[[int], None]) -> None:
-        """use: told of each device that something goes by."""
+        """use: called with the index of each device that is used."""
         super().__init__(accelerator, {}, worker, "")
         self._use = use
 
     def leads(self, device: torch.device) -> bool:
-        """Everywhere where tensors of ours can be."""
+        """True for all devices of ours."""
         return self.accelerator is not None and device.type == self.accelerator.kind
 
     def target(self, tensor: Tensor) -> str:
-        """Where it is."""
+        """The tensor's own device."""
         assert tensor.device.index is not None, "it lies on a device"
         self._use(tensor.device.index)
         return str(tensor.device)
@@ -83,7 +83,7 @@ def going(
     *,
     as_torch: bool = False,
 ) -> Route:
-    """For requests to that worker. as_torch: say it in words that programs for torch may look for."""
+    """For requests to that worker. as_torch: the error has words that programs for torch may look for."""
     hint = f"set one before init (options.set_device_map({worker!r}, {{0: 0}}), say), or send tensor.cpu()"
     if as_torch:
         hint = (
@@ -100,7 +100,7 @@ def returning(
     *,
     as_torch: bool = False,
 ) -> Route:
-    """For answers to that worker, by the inverse of its map of ours. as_torch: as of `going`."""
+    """For answers to that worker, by the inverse of its map to this worker. as_torch: see `going`."""
     inverse = {target: source for source, target in devices.items()}
     hint = "answers go by the inverse of the caller's map to this worker, which the caller sets; or return tensor.cpu()"
     if as_torch:

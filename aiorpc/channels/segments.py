@@ -1,7 +1,7 @@
-"""Segments: memory files that processes of one host map, and what the system has to be asked for them.
+"""Segments: memory files that processes of one host map, and the system calls that they need.
 
-What is mapped is shared with other workers, but never with a child that this process forks: at a fork each mapping
-becomes private in the child, at the same address (`_Mapped`). The child reads what it had; what it writes is its own.
+A mapping is shared with other workers, but never with a child that this process forks: at a fork each mapping becomes
+private in the child, at the same address (`_Mapped`). The child reads the old contents; its writes stay its own.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .space import MIB, PAGE, SLAB
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
 
-HEADER = PAGE  # of a segment: the nonce, then nothing; blocks begin on a page
+HEADER = PAGE  # bytes of a segment that the nonce has for itself; blocks begin on a page
 NONCE_SIZE = 16
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 _STEP = 4 * MIB  # of memory touched at a time
-# Nobody can shorten it: that would kill whoever reads what was cut off.
+# A file that is shortened would kill the processes that read what was cut off.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
-#: Of fcntl: from now on nobody writes to the file but through mappings that there are, nor takes pages from it.
+#: Of fcntl: afterwards only existing mappings write to the file, and no pages can be taken from it.
 SEAL_FUTURE_WRITE = 0x10
 MADV_DONTNEED = 4
 
-# The ioctl of /proc/self/pagemap that finds pages of some kinds, since Linux 6.7. Its argument is twelve numbers.
+# The ioctl of /proc/self/pagemap that finds pages by their kind, since Linux 6.7. Its argument is twelve numbers.
 _PAGEMAP_SCAN, _SCAN_ARGUMENT, _SCANNED = 0xC0606610, struct.Struct("=12Q"), struct.Struct("=3Q")
 _PAGE_OF_FILE, _PAGE_PRESENT, _PAGE_SWAPPED = 1 << 2, 1 << 3, 1 << 4
-_MOST_STRETCHES = 64  # of pages that were written to; where there are more, all pages are dropped together
+_MOST_STRETCHES = 64  # of written pages; if there are more, all pages are dropped together
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -54,20 +54,20 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 class OwnedDescriptor:
-    """The number of an open file, which is closed with the last who refers to this object. In any thread.
+    """The number of an open file, which is closed when the last reference to this object goes. In any thread.
 
-    `weakref.finalize` would do the same, but at its exit an interpreter goes through all that are registered there, and
-    fails if another thread, such as one of ours that makes memory ready, registers one or uses one up meanwhile.
+    `weakref.finalize` fails at the interpreter's exit if another thread, such as one of ours that prepares memory,
+    registers or uses up a finalizer meanwhile.
     """
 
     __slots__ = ("fd",)
-    _close = staticmethod(os.close)  # at the very end of an interpreter a module has lost its names
+    _close = staticmethod(os.close)  # at the interpreter's exit the module's names may be gone
 
     def __init__(self, fd: int) -> None:
         self.fd: int = fd
 
     def close(self) -> None:
-        """Close it now; again: nothing."""
+        """Close it now. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._close(fd)
@@ -76,9 +76,9 @@ class OwnedDescriptor:
 
 
 class _Memory(mmap.mmap):
-    """A mapped file, with a descriptor of it for as long as it is mapped: what a forked child maps anew.
+    """A mapped file, with a descriptor of it while it is mapped, which a forked child uses to map it anew.
 
-    An mmap of a file would keep another descriptor. So it is one of no file, in whose place the file is mapped.
+    An mmap of a file would keep another descriptor. This one is anonymous, and the file is mapped in its place.
     """
 
     file: OwnedDescriptor
@@ -92,29 +92,29 @@ class _Memory(mmap.mmap):
             raise OSError(ctypes.get_errno(), "a file cannot be mapped")
 
     def make_private(self) -> None:
-        """In a forked child, before anything of the program runs: what is written here is no longer shared.
+        """In a forked child, before anything of the program runs: make the mapping private.
 
-        It costs the child two system calls, whatever the size, and the parent nothing.
+        That takes two system calls of the child, for any size.
         """
         address = numpy.frombuffer(self, numpy.uint8).ctypes.data
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         if _libc.mmap(address, len(self), access, flags, self.file.fd, 0) == _FAILED:
-            # The system has no memory to promise. Then a write ends the child, and does not change the parent's memory.
+            # The system has no memory to promise. Then a write kills the child; it never changes the parent's memory.
             _libc.mprotect(address, len(self), mmap.PROT_READ)
         self.file.close()
 
 
 class _Mapped:
-    """All that this process has mapped of shared memory: a fork concerns the process, and tensors over such memory
-    live on after their worker. Apart from the workers themselves nothing else is known to the whole process."""
+    """All mappings of shared memory of this process: a fork concerns the process, and tensors over such memory outlive
+    their worker. This and the list of workers are the only state of the whole process."""
 
     def __init__(self) -> None:
         self._memories: weakref.WeakSet[_Memory] = weakref.WeakSet()
         self._hooked = False
 
     def add(self, memory: _Memory) -> None:
-        """From now on a child gets it as private memory."""
+        """A forked child gets it as private memory."""
         if not self._hooked:
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
@@ -130,7 +130,7 @@ _mapped = _Mapped()
 
 
 class Mapping:
-    """A file mapped into memory, shared, readable and writable. It stays mapped as long as somebody refers to it.
+    """A file mapped into memory, shared, readable and writable. It stays mapped while something refers to it.
 
     In a forked child it is private, see the module.
     """
@@ -141,12 +141,12 @@ class Mapping:
         self.memory.map(fd)
         _mapped.add(self.memory)
         self.size = size
-        # An export that stays: nobody can close the mmap under the address.
+        # This array is an export of the mmap, which therefore cannot be closed.
         self.array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)
         self.address: int = self.array.ctypes.data
 
     def write(self, data: memoryview, at: int) -> None:
-        """Write to the file, past the mapping. Releases the GIL. Raises OSError when there is no memory for it."""
+        """Write to the file, without the mapping. Releases the GIL. Raises OSError when there is no memory for it."""
         while data:
             count = os.pwrite(self.memory.file.fd, data, at)
             data, at = data[count:], at + count
@@ -154,15 +154,15 @@ class Mapping:
     def touch(
         self, start: int, end: int, advice: int = MADV_POPULATE_WRITE, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Have these pages present, without changing what they hold. Only a hint: a refusal is ignored.
+        """Make these pages present, without changing their contents. Only a hint: a refusal is ignored.
 
-        stop: asked now and then whether nobody wants them any more.
+        stop: asked now and then whether to give up.
         """
         for at in range(start // PAGE * PAGE, end, _STEP):
             if stop():
                 return
             size = min(_STEP, end - at)
-            if _libc.madvise(self.address + at, size, advice) == 0:  # releases the GIL; that of mmap does not
+            if _libc.madvise(self.address + at, size, advice) == 0:  # releases the GIL, unlike mmap's
                 continue
             if ctypes.get_errno() != errno.EINVAL:
                 return
@@ -170,17 +170,17 @@ class Mapping:
 
 
 def map_private(fd: int, start: int, size: int) -> Bytes:
-    """Bytes of a file, mapped for this process alone: what is written to them is not in the file. Raises OSError.
+    """Bytes of a file, mapped for this process alone: writes do not reach the file. Raises OSError.
 
-    A page is shared with the file until it is written to; so nobody else may write there meanwhile.
+    A page is shared with the file until it is written to; no other process may write to it meanwhile.
     """
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     return numpy.frombuffer(_private(fd, start + size - first, first), numpy.uint8, size, start - first)
 
 
 def _private(fd: int, size: int, start: int = 0) -> mmap.mmap:
-    # An mmap of a file keeps a descriptor of it, and a process may map more blocks than it may have descriptors. So it
-    # is one of no file, in whose place the file is mapped: it goes with the mmap all the same.
+    # An mmap of a file keeps a descriptor of it, and a process may map more blocks than it may have descriptors. This
+    # one is anonymous, and the file is mapped in its place; it is unmapped with the mmap.
     flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     memory = mmap.mmap(-1, size, flags, access)
     address = numpy.frombuffer(memory, numpy.uint8).ctypes.data
@@ -190,22 +190,22 @@ def _private(fd: int, size: int, start: int = 0) -> mmap.mmap:
 
 
 class PrivateMapping:
-    """A file mapped for one reader: readable and writable, and what is written here stays here.
+    """A file mapped for one reader: readable and writable, and its writes stay here.
 
-    A page takes memory of its own only once it is written to. The mapping stays as long as somebody refers to it, also
-    in a forked child, for which it is private as well.
+    A page takes memory of its own once it is written to. The mapping stays while something refers to it, also in a
+    forked child, for which it is private as well.
     """
 
     def __init__(self, fd: int, size: int) -> None:
         """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
         self.memory: mmap.mmap = _private(fd, size)
         self.size = size
-        self._array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)  # nobody can close the mmap under the address
+        self._array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)  # keeps the mmap from being closed
 
     def forget_writes(self) -> None:
-        """Drop the pages that were written to, so that they show again what the file holds; nobody may use them.
+        """Drop the written pages: they show the contents of the file again. The mapping must not be in use.
 
-        The others stay mapped where the system can tell them apart: each would be a fault for the next who reads it.
+        The others stay mapped if the system can tell them apart: each would cost the next reader a fault.
         """
         begin: int = self._array.ctypes.data
         for start, end in _written(begin, begin + self.size):
@@ -214,9 +214,9 @@ class PrivateMapping:
 
 
 def _written(begin: int, end: int) -> list[tuple[int, int]]:
-    """Where in a private mapping of a file the pages lie that were written to; all of it where the system cannot say.
+    """The ranges of a private mapping of a file that were written to; all of it if the system cannot tell.
 
-    Such a page is not one of the file any more, in memory or swapped out.
+    A written page does not belong to the file any more, in memory or swapped out.
     """
     end = -(-end // PAGE) * PAGE
     found = bytearray(_MOST_STRETCHES * _SCANNED.size)
@@ -235,9 +235,9 @@ def _written(begin: int, end: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One memory file of the arena. size: bytes. nonce: its first bytes, by which a peer knows it is the same memory.
+    """One memory file of the arena. size: bytes. nonce: its first bytes, which prove to a peer that it is this memory.
 
-    reserved: all of its memory is held from the start, because getting it later could fail in the middle of a copy.
+    reserved: all of its memory is taken from the start, because getting it later could fail in the middle of a copy.
     """
 
     index: int
@@ -254,16 +254,16 @@ class Segment:
 
 
 def create_segment(index: int, size: int, *, may_reserve: bool = True) -> Segment:
-    """A segment of `size` bytes, in a sealed memory file, or where that is refused in a file without a name.
+    """A segment of `size` bytes, in a sealed memory file, or, where the system refuses that, in a file without a name.
 
-    That file stands in `AIORPC_SHM_DIR`, else in /dev/shm. Raises OSError when neither can be had, or when its memory
-    has to be held from the start and must not be (may_reserve).
+    That file is in `AIORPC_SHM_DIR`, by default /dev/shm. Raises OSError if neither is possible, or if its memory would
+    have to be taken from the start and must not be (may_reserve).
     """
     if not may_reserve and _strict_overcommit():
         raise OSError(errno.ENOMEM, "memory would be held before it is needed")
     try:
         fd, reserved = _memory_file(size, _SEALS), _strict_overcommit()
-    except (OSError, AttributeError):  # no such call in this system, or refused by a filter of system calls
+    except (OSError, AttributeError):  # the system has no such call, or a filter of system calls refuses it
         if not may_reserve:
             raise
         fd, reserved = _unnamed_file(size), True
@@ -278,7 +278,7 @@ def create_segment(index: int, size: int, *, may_reserve: bool = True) -> Segmen
 def create_read_only(size: int) -> tuple[Mapping, bytes]:
     """A memory file that this process alone can write to, through the mapping that keeps it; and its first bytes.
 
-    Raises OSError where the system has no such files. It is never one in a folder, as others could write to that.
+    Raises OSError if the system has no such files. A file in a folder will not do: other processes could write to it.
     """
     try:
         fd = _memory_file(size, 0)  # sealed below, once it is mapped
@@ -317,7 +317,7 @@ def _unnamed_file(size: int) -> int:
     fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     with on_error(os.close, fd):
         space = os.fstatvfs(fd)
-        if size > space.f_bavail * space.f_frsize // 2:  # other programs want some of it, too
+        if size > space.f_bavail * space.f_frsize // 2:  # leave half to other programs
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
         os.ftruncate(fd, size)
     return fd

@@ -1,11 +1,10 @@
-"""The shared-memory channel: a large buffer is copied once, into a block that the receiver then owns where it lies.
+"""The shared-memory channel: a large buffer is copied once, into a block that the receiver then owns in place.
 
-Each end lends blocks of its own arena and adopts those of the other's (shm.py). What the ends tell each other is in
-`shared_messages`; nothing waits for any of it. Until a segment is mapped, and whenever there is no warm room, `send`
-takes nothing; the first buffers to a peer therefore always go another way, while the memory is made ready in the
-background.
+Each end lends blocks of its own arena and adopts those of the other's (shm.py). The messages of the two ends are in
+`shared_messages`; neither end waits for one. Until a segment is mapped, and while there is no warm room, `send` takes
+nothing: the first buffers to a peer go another way, and a thread prepares the memory meanwhile.
 
-Short buffers of a message that has many go into a block together, each at the next multiple of 64 bytes.
+Short buffers of a message with many share a block, each at the next multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from ..errors import ProtocolError
 from ..interrupts import acquire
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
-from . import Arrived, Channel, ChannelLink, Wire, count_refused, size_said
+from . import Arrived, Channel, ChannelLink, Wire, count_refused
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .keeping import Keeper
 from .segments import Bytes
 from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, SegmentOffer, SegmentRefused, Warm
 from .shm import Borrower, Copies, Lender
 
-# Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
+# Bytes: short buffers share a block if together they have the first; a block of short buffers has at most the second,
+# which bounds what one of them keeps lent.
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
-# A buffer that has to be copied out is copied off the loop from this size on, in bytes.
+# Bytes from which on a buffer is copied out off the loop.
 COPY_SIZE = 1024 * 1024
-# A buffer of so many bytes, sent by a thread that may wait, goes also into cold memory, and into memory that the other
-# end maps meanwhile: that takes less time than to send it another way.
+# Bytes from which on a thread that may wait sends through cold memory, and through memory that the other end has yet to
+# map: that takes less time than to send the buffer another way.
 COLD_SIZE = 512 * 1024
-# So many of the other end's words wait for a thread at most. It has no more segments than half of that to say two each
-# of, and a thread may take long for one.
+# Most messages of the other end that wait for a thread, and most segments that it may offer.
 MOST_WAITING = 512
-# Characters of what the other end says of why it cannot map our memory.
+# Characters that are kept of the other end's reason for not mapping our memory.
 REASON_LIMIT = 1000
 NAME = "shared memory"
-# What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
-# To map a short one costs more than to copy it.
+# The receiver uses the block in place; copies it out; or maps it privately, as others have the block, too. To map a
+# short one costs more than to copy it.
 IN_PLACE, COPY_OUT, PRIVATE = range(3)
 
 
@@ -55,7 +54,7 @@ class Surroundings(ChannelLink, Protocol):
         """The other end cannot use our memory. On the loop."""
 
     def on_closed(self, channel: SharedMemory) -> None:
-        """It is closed; what was lent may still be in use. On the loop."""
+        """The channel is closed; lent blocks may still be in use. On the loop."""
 
     def on_cold(self, size: int) -> None:
         """The arena had no warm room for so many bytes. Any thread."""
@@ -64,17 +63,16 @@ class Surroundings(ChannelLink, Protocol):
         """Whether this thread may wait for the other end to map a segment: not on a loop. Any thread."""
 
     def wait(self, wait: Callable[[float], object]) -> None:
-        """Call it with how many seconds it may wait. Other threads do meanwhile what this one could do."""
+        """Call `wait` with how many seconds it may take. Another thread does this one's work meanwhile."""
 
 
 def descriptor() -> dict[str, object]:
-    """What the other end has to know of this process in order to tell whether memory can be shared."""
+    """What the other end needs to know of this process in order to decide whether memory can be shared."""
     return {"user": os.getuid(), "processes": _process_namespace()}
 
 
 def obstacle(one: object, other: object) -> str:
-    """Why memory cannot be shared between processes of these descriptors, as far as that can be told without trying;
-    empty if it may be."""
+    """Why processes with these descriptors cannot share memory; empty if nothing speaks against trying."""
     if type(one) is not dict or type(other) is not dict:
         return "it does not share memory"
     if one.get("user") != other.get("user"):
@@ -94,8 +92,8 @@ def _process_namespace() -> str:
 class SharedMemory(Channel):
     """One end. See the module.
 
-    pid: of the process at the other end, as this process sees it. least: bytes of the shortest buffer that goes this
-    way by itself. keeper: of what lies in the arena already.
+    pid: of the process at the other end, as this process sees it. least: bytes of the shortest buffer that gets a block
+    of its own. keeper: knows the buffers that lie in the arena already.
     """
 
     name = NAME
@@ -122,21 +120,20 @@ class SharedMemory(Channel):
         self._around = surroundings
         self._offered: set[int] = set()
         self._mapped: set[int] = set()
-        self._is_mapped = self._mapped.__contains__  # no function of Python's
-        self._unmappable: set[int] = set()  # that the other end refused, or has not mapped in time
-        # Of those who wait for a change of these two sets. They share no lock: who waits may be interrupted at any
-        # moment by what a signal handler raises, and would keep it from the loop.
+        self._is_mapped = self._mapped.__contains__
+        self._unmappable: set[int] = set()  # segments that the other end refused, or has not mapped in time
+        # One for each thread that waits for a change of these two sets.
         self._gates: list[threading.Lock] = []
         self._wanted = False
-        self._waiting: deque[None] = deque()  # as many as there are words of the other end that a thread is to see to
+        self._waiting: deque[None] = deque()  # one entry for each message of the other end that waits for a thread
         self._offers = 0  # of the other end
-        self._answered: set[int] = set()  # segments of which the other end has said whether it has mapped them
+        self._answered: set[int] = set()  # segments that the other end has mapped or refused
         self._closed = False
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer], copies: Copies | None = None) -> list[Wire | None]:
-        """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes."""
+        """Copy the buffers that are worth a block. A wire is the fields of a Lent or a LentPart."""
         wires: list[Wire | None] = [None] * len(buffers)
         groups = _groups(buffers, self._least)
         send = partial(self._send_group, buffers, wires, copies)
@@ -152,7 +149,7 @@ class SharedMemory(Channel):
         return wires
 
     def to_copy(self, buffers: Sequence[Buffer]) -> int:
-        """Bytes that `send` would copy: all, but for what lies in the arena already."""
+        """Bytes that `send` would copy: all except those in the arena."""
         keeper, size = self._keeper, sum(map(len, buffers))
         if not keeper.keeps:
             return size
@@ -166,7 +163,7 @@ class SharedMemory(Channel):
         if lent is None:
             return
         block, copy_out = lent
-        if len(group) == 1:  # as large ones always are
+        if len(group) == 1:
             wires[group[0]] = [*block, copy_out]  # a Lent
             self.traffic._count_sent(len(members[0]))
             return
@@ -175,7 +172,7 @@ class SharedMemory(Channel):
             self.traffic._count_sent(span[1])
 
     def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:
-        """What `send` does with a message of one buffer, in fewer steps."""
+        """`send` for a message of one buffer."""
         lent = None if len(buffer) < self._least else self._lend((buffer,), copies)
         if lent is None:
             return None
@@ -184,7 +181,7 @@ class SharedMemory(Channel):
         return [*block, copy_out]  # a Lent
 
     def _lend(self, buffers: Sequence[Buffer], copies: Copies | None) -> tuple[Block, int] | None:
-        """The block, and whether it is to be copied out."""
+        """The block, and how the receiver uses it (IN_PLACE and so on)."""
         if self._closed:
             return None
         keeper, kept = self._keeper, None
@@ -213,40 +210,40 @@ class SharedMemory(Channel):
             self.offer_all()
         elif self.lender.last_refusal not in ("share", "retired", "closed"):
             self._wanted = True
-            if copies is None or not copies.wanted:  # it is room for one copy that is lacking
+            if copies is None or not copies.wanted:  # all receivers share one copy: ask for its room once
                 self._around.on_cold(sum(map(len, buffers)))
             if copies is not None:
                 copies.wanted = True
         return None
 
     def offer_all(self) -> None:
-        """Have the other end map the segments there are. Again: those that it was not asked to map yet."""
+        """Ask the other end to map the segments that it was not asked to map yet."""
         for segment in self.arena.segments:
             self._offer(segment.index)
 
     def _may_wait(self) -> bool:
-        """Whether this thread can wait until the other end has mapped a segment, and it is not known to map none."""
+        """Whether this thread may wait for the other end to map a segment, and the other end seems able to map any."""
         return self._around.may_wait() and (bool(self._mapped) or not self._unmappable)
 
     def _usable_soon(self, index: int) -> bool:
-        """Whether the other side may be about to map that segment; if it was never asked, it is now."""
+        """Whether the other end may be mapping that segment. Asks it to if it was not asked before."""
         self._offer(index)
         return self._may_wait() and index not in self._unmappable
 
     def _confirm(self, index: int) -> bool:
-        """Wait until the other side has mapped a segment that it was asked to map, and say whether it has."""
+        """Wait until the other end has answered the offer of a segment; whether it has mapped it."""
         if index not in self._mapped:
             self._around.wait(partial(self._wait_for, index))
         return index in self._mapped
 
     def _wait_for(self, index: int, seconds: float) -> None:
         gate, until = threading.Lock(), time.monotonic() + seconds
-        self._gates.append(gate)  # before the look: it is opened after what is looked for has changed
+        self._gates.append(gate)  # before the check: a change after the check opens the gate
         try:
             while not (self._closed or index in self._mapped or index in self._unmappable):
                 left = until - time.monotonic()
                 if left <= 0:
-                    self._unmappable.add(index)  # nobody waits for it again
+                    self._unmappable.add(index)  # do not wait for it again
                     break
                 acquire(gate, left)
         finally:
@@ -254,7 +251,7 @@ class SharedMemory(Channel):
 
     def _open_gates(self) -> None:
         for gate in self._gates.copy():
-            with contextlib.suppress(RuntimeError):  # it is open
+            with contextlib.suppress(RuntimeError):  # it is open already
                 gate.release()
 
     def _offer(self, index: int) -> None:
@@ -268,7 +265,7 @@ class SharedMemory(Channel):
         self._say(SegmentOffer(index, segment.fd, segment.size, segment.nonce))
 
     def grown(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """These ranges (segment, start, bytes) of the arena are warm now; tell the other end if it may need them."""
+        """These ranges (segment, start, bytes) of the arena are warm now: tell the other end if it may need them."""
         if not self._wanted or self._closed:
             return
         for index, start, size in ranges:
@@ -278,7 +275,7 @@ class SharedMemory(Channel):
                 self._offer(index)
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """Those of a message that was not sent are free again; others are released where they arrive."""
+        """Free the blocks of an unsent message; the receiver releases the others."""
         if named:
             return
         for block in {_block_of(wire) for wire in wires}:
@@ -287,7 +284,7 @@ class SharedMemory(Channel):
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Buffer | None]:
-        """The blocks, where they are; long ones that are to be copied out arrive when a thread has done so."""
+        """The blocks, in place. Long ones that are copied out arrive when a thread has done so."""
         buffers: list[Buffer | None] = []
         packs: dict[int, memoryview] = {}
         several = len(wires) > 1
@@ -316,12 +313,8 @@ class SharedMemory(Channel):
             del block
         return buffers
 
-    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
-        """That of the block, or of its part in the block."""
-        return size_said(LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size)
-
     def receive_one(self, wire: Wire, landing: object = None) -> memoryview | None:
-        """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
+        """`receive` for a block to be used in place; None for any other."""
         if len(wire) != len(Lent._fields):
             return None
         *numbers, copy_out = wire
@@ -332,11 +325,11 @@ class SharedMemory(Channel):
         return block.data
 
     def is_here(self, wire: Wire) -> bool:
-        """Whether `receive_one` has that block in any thread at once."""
+        """Whether `receive_one` has that block at once, in any thread."""
         return len(wire) == len(Lent._fields) and wire[-1] != COPY_OUT and self.borrower.has(wire[0])
 
     def _part(self, part: LentPart, packs: dict[int, memoryview]) -> Buffer:
-        """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
+        """One of several buffers in a block. A slice of the memoryview keeps the block."""
         *numbers, copy_out, start, length = part
         pack = packs.get(part.generation)
         if pack is None:
@@ -347,10 +340,10 @@ class SharedMemory(Channel):
         return pack[start : start + length]
 
     def _copy_out(self, block: list[Bytes], arrived: Callable[[Buffer | Exception], None]) -> None:
-        """In a thread. The list: so that the block is released here, not when the thread finds its next job."""
+        """In a thread. block: a list, from which it is popped and released here, before the thread's next job."""
         try:
             outcome: Buffer | Exception = block.pop().copy().data
-        except MemoryError as error:  # that message's trouble
+        except MemoryError as error:  # fails this message alone
             outcome = error.with_traceback(None)
         self._around.on_loop(self._copied_out, arrived, outcome)
 
@@ -359,7 +352,7 @@ class SharedMemory(Channel):
             arrived(outcome)
 
     def flush(self, *, more: bool = False) -> None:
-        """Send what was released, if anything was. more: a message follows at once. Any thread."""
+        """Give back what was released, if anything was. more: a message follows at once. Any thread."""
         released = self.borrower.drain()
         if released:
             self._around.give_back(released, more=more)
@@ -385,7 +378,7 @@ class SharedMemory(Channel):
                 self._offers += 1
                 if len(self._waiting) >= MOST_WAITING:
                     raise ProtocolError(f"more than {MOST_WAITING} segments are offered at once")
-                if self._offers > MOST_WAITING:  # each is answered, also where nobody reads that
+                if self._offers > MOST_WAITING:  # each gets an answer, which the other end may not read
                     raise ProtocolError(f"more than {MOST_WAITING} segments are offered")
                 if not self._closed:
                     self._in_thread(self._map, index, fd, size, nonce)
@@ -396,7 +389,7 @@ class SharedMemory(Channel):
                 self._mapped.add(index)
                 self._open_gates()
             case Warm(index, start, size):
-                if not self._closed and len(self._waiting) < MOST_WAITING:  # else let it go: it is only a hint
+                if not self._closed and len(self._waiting) < MOST_WAITING:  # dropped otherwise: it is only a hint
                     self._in_thread(self.borrower.touch, index, start, size)
             case SegmentRefused(index, reason):
                 self._hear_answer(index)
@@ -406,7 +399,7 @@ class SharedMemory(Channel):
                 self._around.on_refused(f"it cannot map our memory: {reason[:REASON_LIMIT]}")
 
     def _hear_answer(self, index: int) -> None:
-        """It comes once for each: whoever went on saying why he cannot map a segment would fill the log."""
+        """One answer to each offer is allowed: more reasons for refusals would fill the log."""
         if index in self._answered or len(self._answered) >= MOST_WAITING:
             raise ProtocolError(f"an answer to the offer of segment {index}, which is one too many")
         self._answered.add(index)
@@ -422,7 +415,7 @@ class SharedMemory(Channel):
             self._waiting.pop()
 
     def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
-        """In a thread. The other end may wait for the answer, so the pages come after that."""
+        """In a thread. Answers before it touches the pages: the other end may wait for the answer."""
         try:
             self.borrower.map(index, f"/proc/{self._pid}/fd/{fd}", size, nonce)
         except Exception as error:
@@ -432,7 +425,7 @@ class SharedMemory(Channel):
             self.borrower.touch_present(index)
 
     def close(self) -> None:
-        """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""
+        """Lent blocks stay lent until the other end provably cannot use them; adopted ones stay valid."""
         if self._closed:
             return
         self._closed = True
@@ -443,10 +436,10 @@ class SharedMemory(Channel):
 
 
 def _without(left: int, size: object) -> int:
-    """What is left of so many bytes of memory without one block more of a message. Raises ProtocolError.
+    """Bytes that remain of `left` after one more block of a message. Raises ProtocolError if there are not so many.
 
-    No two of them have a byte in common. Of blocks that are copied out nobody would see it, and a short message could
-    have the same bytes copied any number of times.
+    The blocks of a message do not overlap. Without this check a short message could have the same bytes copied out any
+    number of times.
     """
     if type(size) is not int or size > left:
         raise ProtocolError("a message with blocks of more bytes than there are")
@@ -454,13 +447,13 @@ def _without(left: int, size: object) -> int:
 
 
 def _block_of(wire: Wire) -> Block:
-    """The block that a Lent or a LentPart of ours names."""
+    """The block of a Lent or a LentPart of ours."""
     segment, offset, size, generation, *_ = wire
     return Block(segment, offset, size, generation)
 
 
 def _groups(buffers: Sequence[Buffer], least: int) -> list[list[int]]:
-    """Which buffers go into a block, and which of them together."""
+    """The buffers that get a block, by index; those of an inner list share one."""
     if len(buffers) == 1:
         return [[0]] if len(buffers[0]) >= least else []
     groups: list[list[int]] = []

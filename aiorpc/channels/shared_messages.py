@@ -1,4 +1,4 @@
-"""What the two ends of a shared-memory channel say to each other, and what a message says of a buffer that goes so."""
+"""The messages between the two ends of a shared-memory channel, and the descriptors of buffers that travel on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..protocol.families import Family
 
 
 class SegmentOffer(NamedTuple):
-    """Map this segment of my arena; I should like to send through it."""
+    """Map this segment of the sender's arena; the sender wants to send through it."""
 
     #: The number of the segment.
     segment: int
@@ -16,18 +16,18 @@ class SegmentOffer(NamedTuple):
     fd: int
     #: Its size in bytes.
     size: int
-    #: What it begins with: whoever finds that has mapped the same memory.
+    #: The first bytes of the segment, which prove that the receiver has mapped the same memory.
     nonce: bytes
 
 
 class Mapped(NamedTuple):
-    """That is done, and the nonce was there: blocks of the segment may come."""
+    """The segment is mapped, and the nonce was there: blocks of the segment may come."""
 
     segment: int
 
 
 class SegmentRefused(NamedTuple):
-    """It cannot be done: send the bytes another way."""
+    """The segment cannot be mapped: send the bytes another way."""
 
     segment: int
     #: Why, for a log.
@@ -35,7 +35,7 @@ class SegmentRefused(NamedTuple):
 
 
 class Warm(NamedTuple):
-    """These pages of a segment are there now; have them in your tables before you need them."""
+    """These pages of a segment are present now: map them before they are needed."""
 
     segment: int
     #: Where they begin, in bytes.
@@ -51,25 +51,25 @@ MESSAGES: Family[Message] = Family(
 
 
 class Lent(NamedTuple):
-    """In a PARCEL: a buffer that is a block of an arena by itself."""
+    """In an envelope: a buffer that is a block of an arena by itself."""
 
     segment: int
     #: Where the block begins in the segment, in bytes.
     offset: int
     #: Its size in bytes.
     size: int
-    #: Which of the allocations in that place it is.
+    #: The number of the allocation in that place.
     generation: int
-    #: 1 if the receiver should copy it out at once, so that the block can be used again; 2 if others have the block as
-    #: well, and the receiver maps it for itself alone; else 0.
+    #: 0: use it in place. 1: copy it out at once, as the sender needs the block. 2: map it privately, as others have
+    #: the block, too.
     copy_out: int
 
 
 class LentPart(NamedTuple):
-    """In a PARCEL: a buffer that shares its block with others of the same message. It begins as Lent does."""
+    """In an envelope: a buffer that shares its block with others of the same message. It begins with Lent's fields."""
 
     segment: int
-    #: As of Lent.
+    #: See Lent.
     offset: int
     size: int
     generation: int

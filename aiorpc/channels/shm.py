@@ -1,19 +1,19 @@
 """Shared memory between two processes of one host: the lender's half and the borrower's.
 
-The lender copies a buffer into a block of its arena and sends the block's numbers; the borrower makes an array over its
-own mapping of the same memory and owns the bytes until the last view of any kind of it has died. Then the numbers
-travel back and the block is free again. Nothing here knows of connections, calls or tensors.
+The lender copies a buffer into a block of its arena and sends the block's numbers. The borrower makes an array over its
+own mapping of the same memory and owns the bytes until the last view of them has died. Then the numbers travel back and
+the block is free again. This module knows no connections, calls or tensors.
 
 Who owns a block
 1. From `lend` to `taken_back`, `released` or `reclaim`: the peer. The lender neither reads nor writes it meanwhile.
-2. A connection that ends changes nothing (`retire`): the peer may still use what it adopted. Only the proof that its
-   process is gone does (`reclaim`).
+2. The end of a connection changes nothing (`retire`): the peer may still use what it adopted. Only the proof that its
+   process is gone frees its blocks (`reclaim`).
 3. Each adopted block is released once: by its last view, or at once when it was copied out.
-4. A block that is lent to several peers (`Copies`) is used again after the last of them is done with it. None of them
+4. A block that is lent to several peers (`Copies`) is reused after the last of them has released it. None of them
    writes to it: each maps it privately, or copies it out.
 
-What is read here is mapped only where its file is sealed. Of another one the lender could cut something off, and the
-system would end whoever reads that: it is read like any file, and each block is copied out.
+A segment is mapped only if its file is sealed. The lender could shorten another file, and the system would kill the
+process that reads what was cut off: such a file is read, and each block is copied out.
 """
 
 from __future__ import annotations
@@ -38,29 +38,26 @@ from .arena import ALIGN, Arena, Block, lay_out
 from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, OwnedDescriptor, map_private
 from .space import MIB, PAGE
 
-# Of one peer, whose segments become ever longer: the system lets a process map only so many files.
+# Segments of one peer, each larger than the one before: the system limits the mappings of a process.
 _MOST_SEGMENTS = 256
-_MOST_PRIVATE = 1024  # adopted blocks of one peer, beyond which none is mapped by itself: the same limit
-
-
-_new: Any = tuple.__new__  # what Block(...) does, without its call into Python
+_MOST_PRIVATE = 1024  # adopted blocks of one peer; with more, none is mapped privately: the same limit
 
 
 class Copies:
-    """The copies in an arena of buffers that several peers get: each is made once. One thread at a time.
+    """The copies in an arena of buffers that several peers get: each is made once. Used by one thread at a time.
 
-    Each peer holds its lease of a copy, and this holds the copy itself until `close`. wanted: whether the arena was
-    asked already for the room that it lacked.
+    Each peer has a lease of a copy, and this object holds the copy itself until `close`. wanted: whether the arena was
+    already asked for missing room.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        # By the ids of the buffers, which are kept so that no others have these.
+        # By the ids of the buffers, which are kept alive: no other buffers get these ids.
         self._made: dict[tuple[int, ...], tuple[Sequence[Buffer], Block]] = {}
         self.wanted = False
 
     def find(self, buffers: Sequence[Buffer]) -> Block | None:
-        """The copy of these very buffers, if there is one."""
+        """The copy of these buffers, if there is one."""
         made = self._made.get(tuple(map(id, buffers)))
         return None if made is None else made[1]
 
@@ -70,7 +67,7 @@ class Copies:
         self._made[tuple(map(id, buffers))] = buffers, block
 
     def close(self) -> None:
-        """No further peer gets them. What was lent stays so until it is given back. Again: nothing."""
+        """No further peer gets the copies. Lent ones stay lent until they are released. Idempotent."""
         made, self._made = self._made, {}
         for _, block in made.values():
             self._arena.free(block)
@@ -79,8 +76,8 @@ class Copies:
 class Lender:
     """The sending half, for one peer process. Any thread.
 
-    Fractions of the arena's limit: share: what this peer may hold, soft: what may be in use in all, before peers are
-    asked to copy at once; most: what this peer may hold at all.
+    Fractions of the arena's limit: share: if this peer holds more, or soft: if more is in use in all, a peer is asked
+    to copy at once; most: the most that this peer may hold.
     refused: how often `lend` gave None, by reason.
     """
 
@@ -119,16 +116,16 @@ class Lender:
         cold: Callable[[], bool] | None = None,
         confirm: Callable[[int], bool] | None = None,
     ) -> tuple[Block, bool] | None:
-        """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
+        """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that the peer owns from now on.
 
-        others: that go into the same block, behind the first one.
-        copies: of buffers that others get, too: a block that is there is lent to this peer as well.
-        kept: a block that has the bytes already; it is lent as it is, but not twice at a time.
-        usable: asked, before anything is copied, whether the peer can use the segment of that index. soon: asked where
-        it cannot, whether the peer may be about to.
-        cold: asked whether cold memory is to be taken, where there is no other. confirm: asked after the copy, for a
-        segment that the peer could not use before it, whether it can by now; it may wait for that.
-        The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
+        others: go into the same block, after the first one.
+        copies: of buffers that other peers get, too: an existing copy is lent to this peer as well.
+        kept: a block that has the bytes already; it is lent without copying, but not twice at a time.
+        usable: asked, before anything is copied, whether the peer can use the segment of that index. soon: asked, if it
+        cannot, whether it may be able to soon.
+        cold: asked, if there is no warm room, whether cold memory may be taken. confirm: asked after the copy, for a
+        segment that was not usable before it, whether it is by now; it may wait for that.
+        The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` counts the reasons).
         """
         buffers = (buffer, *others)
         size = len(buffer) if not others else lay_out(map(len, buffers))[1]
@@ -154,7 +151,7 @@ class Lender:
                 reason = self._lease(block)
                 if not reason:
                     return block, self._lent > self._share or self.arena.used > self._soft
-        except OSError as error:  # what the system had promised it has not
+        except OSError as error:  # the system lacks memory that it had promised
             reason = f"memory: {error.strerror}"
         except Exception:
             if not self.arena.closed:
@@ -166,7 +163,7 @@ class Lender:
         return None
 
     def _reserve(self, size: int) -> str:
-        """Count so many bytes as lent; or why not."""
+        """Count so many bytes as lent; returns the reason if it cannot."""
         with self._lock:
             if self._retired:
                 return "retired"
@@ -188,8 +185,8 @@ class Lender:
         soon: Callable[[int], bool] | None,
         confirm: Callable[[int], bool] | None,
     ) -> str:
-        """Copy the buffers into a block, if the peer can use it; or why not. made: the block, if it has them already.
-        usable, soon, confirm: as of `lend`."""
+        """Copy the buffers into a block, if the peer can use it; returns the reason if not. made: the block, if it has
+        the bytes already. usable, soon, confirm: see `lend`."""
         segment = block.segment
         unusable = usable is not None and not usable(segment)
         if unusable and (soon is None or not soon(segment)):
@@ -202,7 +199,7 @@ class Lender:
         return "not mapped" if unusable and confirm is not None and not confirm(segment) else ""
 
     def _lease(self, block: Block) -> str:
-        """The block is the peer's; or why not. After the copy: until then `reclaim` must not free it."""
+        """Lease the block to the peer; returns the reason if not. After the copy: `reclaim` must not free it before."""
         with self._lock:
             if self._retired:
                 return "retired"
@@ -218,14 +215,14 @@ class Lender:
             self.arena.free(block)
 
     def taken_back(self, block: Block) -> None:
-        """The frame that mentions this block was not sent and never will be. Raises ValueError for no lease."""
+        """The frame with this block will not be sent. Raises ValueError if the peer does not hold it."""
         if block != self._leases.get(block.generation) and not self._reclaimed:
             raise ValueError(f"{block} is not lent")
         self.released((block,))
 
     def released(self, blocks: Sequence[Sequence[int]]) -> None:
-        """The peer is done with these blocks, each of which is the fields of a `Block`. Raises ProtocolError for one
-        that the peer does not hold."""
+        """The peer is done with these blocks, each of which is the fields of a `Block`. Raises ProtocolError for a
+        block that the peer does not hold."""
         for numbers in blocks:
             with self._lock:
                 if self._reclaimed:
@@ -238,12 +235,12 @@ class Lender:
             self.arena.free(block)
 
     def retire(self) -> None:
-        """The connection is gone: nothing more is lent; what is lent stays so."""
+        """The connection is gone: nothing more is lent; leases stay."""
         with self._lock:
             self._retired = True
 
     def reclaim(self) -> None:
-        """The peer's process is proved gone: its blocks are free. Again: nothing."""
+        """The peer's process is proved gone: its blocks are free. Idempotent."""
         with self._lock:
             self._retired = self._reclaimed = True
             blocks = list(self._leases.values())
@@ -258,7 +255,7 @@ class Lender:
 
 
 class Loan(weakref.ref[Bytes]):
-    """Knows when the last view of an adopted block has died: all of them keep the array itself alive."""
+    """Notes when the last view of an adopted block has died: all views keep the array itself alive."""
 
     __slots__ = ("block",)
     block: Block
@@ -267,15 +264,15 @@ class Loan(weakref.ref[Bytes]):
 class Borrower:
     """The receiving half, for one peer process. Any thread.
 
-    Nobody is told when the last view of a block has died: `drain` finds it. on_loan: called whenever it is to be looked
-    for from now on; from any thread.
+    The death of the last view of a block only notes it; `drain` then finds it. on_loan: called from any thread when
+    `drain` should be called from now on.
     """
 
     def __init__(self, on_loan: Callable[[], None]) -> None:
         self._on_loan = on_loan
         self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
         self._loans: dict[tuple[int, int], Loan] = {}  # by segment and offset
-        #: For `drain`; public so that one can look cheaply whether there is anything.
+        #: For `drain`; public, for a cheap check whether there is anything.
         self.released: deque[Loan | Block] = deque()
         self._pid = os.getpid()
         self._closed = False
@@ -312,7 +309,7 @@ class Borrower:
     def map(self, index: int, path: str, size: int, nonce: bytes) -> None:
         """Map the peer's segment, a file of `size` bytes that begins with `nonce`. Slow; for a thread.
 
-        Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what the peer says it is.
+        Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what the peer has announced.
         """
         known = self._mappings.get(index)
         if known is not None:
@@ -332,34 +329,34 @@ class Borrower:
         self._mappings[index] = (mapping, nonce)
 
     def touch_present(self, index: int) -> None:
-        """As `touch`, of what there is of a mapped segment."""
+        """`touch` all present pages of a mapped segment."""
         known = self._mappings.get(index)
         if known is not None and type(known[0]) is Mapping:
             for start, end in _present(known[0].memory.file.fd, known[0].size):
                 self.touch(index, start, end - start)
 
     def touch(self, index: int, start: int, size: int) -> None:
-        """Have these bytes of a mapped segment in this process's tables. Only a hint. Slow; for a thread."""
+        """Map these pages of a segment in this process. Only a hint. Slow; for a thread."""
         known = self._mappings.get(index)
         if known is not None and type(known[0]) is Mapping and 0 <= start <= start + size <= known[0].size:
             known[0].touch(start, start + size, MADV_POPULATE_READ, stop=lambda: self._closed)
 
     def adopt(self, numbers: object, copy: bool = False, private: bool = False) -> Bytes:
-        """The block of these numbers, as an array of bytes that is the caller's as long as any view of it lives.
+        """The block of these numbers, as an array of bytes that the caller owns as long as any view of it lives.
 
-        copy: as memory of its own; the block is released at once. private: others read the block, too, so that what is
-        written to the array is not written to the block; it is copied if the system maps no more.
+        copy: into memory of its own; the block is released at once. private: other peers read the block, too: writes to
+        the array do not reach the block; it is copied if the system allows no more mappings.
         Raises ProtocolError for numbers that name no block.
         """
         mapping = self._check(numbers)
-        block: Block = _new(Block, numbers)
+        block = Block(*numbers)  # type: ignore[misc]  # `_check` has seen four integers
         if isinstance(mapping, _Unsealed):
             read = mapping.read(block.offset, block.size)
             self._give_back(block)
             return read
         if block.size >= MIB:
             check_present(mapping.memory.file.fd, block.size)
-        # Over the mmap, not over an array: a view of a view would refer to that one and let the block die.
+        # Over the mmap itself: a view of an array would keep that array, and the block would die with this one.
         array: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, block.size, block.offset)
         if private:
             try:
@@ -371,7 +368,7 @@ class Borrower:
             taken = array.copy()
             self._give_back(block)
             return taken
-        # The last view may die in any thread, and in the midst of anything. What is called then needs no lock.
+        # The last view may die in any thread, at any time: `append` needs no lock.
         loan = Loan(array, self.released.append)
         loan.block = block
         self._loans[block.segment, block.offset] = loan
@@ -385,7 +382,7 @@ class Borrower:
         while released and os.getpid() == self._pid:
             try:
                 each = released.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last one
                 break
             if isinstance(each, Loan):
                 self._loans.pop((each.block.segment, each.block.offset), None)
@@ -395,12 +392,12 @@ class Borrower:
     def close(self) -> None:
         """Nothing is adopted or released any more. What was adopted stays valid as long as it lives.
 
-        In a forked child it is the parent's: what is written to it there is not shared (`segments`), and what was not
-        may change at any time, once the parent has let go of it.
+        In a forked child a page that the child has written is its own (`segments`); other pages may change at any time,
+        once the parent has released them.
         """
         self._closed = True
-        self._mappings = {}  # each goes with the last who refers to it
-        self._loans = {}  # a weak reference that is gone calls nobody
+        self._mappings = {}  # each is unmapped with its last user
+        self._loans = {}  # a deleted weak reference calls nothing
         self.released.clear()
 
     def _check(self, numbers: Any) -> Mapping | _Unsealed:
@@ -444,7 +441,7 @@ class _Unsealed:
 
 
 def check_file(fd: int, size: object, nonce: bytes) -> bool:
-    """Whether it is safe to map it. Raises ProtocolError if it is not what the peer says it is.
+    """Whether the file is safe to map. Raises ProtocolError if it is not what the peer has announced.
 
     False for a file of a file system without seals, such as one in a folder: it may be read, and not mapped.
     """
@@ -458,10 +455,10 @@ def check_file(fd: int, size: object, nonce: bytes) -> bool:
             raise
         seals = fcntl.F_SEAL_SEAL  # a file system without seals
     sealed = bool(seals & fcntl.F_SEAL_SHRINK)
-    if not sealed and seals != fcntl.F_SEAL_SEAL:  # nobody has to leave them out
+    if not sealed and seals != fcntl.F_SEAL_SEAL:  # a sealable file must be sealed
         raise ProtocolError("a segment that is not sealed")
-    # Memory in pages of another size may be promised and not be there: to touch it ends the process. The blocks of such
-    # a file are as long as its pages.
+    # Pages of another size may be promised and not be there: touching one kills the process. The file's block size is
+    # its page size.
     if sealed and status.st_blksize != PAGE:
         raise ProtocolError(f"a segment in pages of {status.st_blksize} bytes, which is no ordinary memory")
     if len(nonce) != NONCE_SIZE or not any(nonce) or os.pread(fd, NONCE_SIZE, 0) != nonce:
@@ -470,7 +467,7 @@ def check_file(fd: int, size: object, nonce: bytes) -> bool:
 
 
 def check_present(fd: int, size: int) -> None:
-    """See that a file takes up so many bytes of memory: who reads what is missing has to give the memory for it.
+    """Check that a file takes up so many bytes of memory: reading a missing page would allocate it.
 
     Raises ProtocolError.
     """
@@ -480,7 +477,7 @@ def check_present(fd: int, size: int) -> None:
 
 
 def _present(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Stretches of the file that take up memory. Only these are touched: reading a hole would fill it."""
+    """The ranges of the file that take up memory. Only these are touched: reading a hole would fill it."""
     end = 0
     while end < size:
         try:

@@ -1,14 +1,13 @@
-"""Events that two processes share and streams of CUDA work with: words in memory of the host.
+"""Events that two processes share and CUDA streams record and wait for: words in memory of the host.
 
-A stream records an event by writing a number to a word of it, and waits for it by waiting until the word has come so
-far: CUDA's *stream memory operations* (cuStreamWriteValue32, cuStreamWaitValue32). CUDA has events for this purpose,
-but they outlive no process: when one dies whose device has not done what it recorded, streams of other processes that
-wait for it wait for ever (pytorch#15974), and what those record anew is never done either. So it was seen on an H200
-with driver 580. Words can be written by anybody: whoever knows that a process is dead writes what that owes.
+A stream records an event by writing a number to a word, and waits for it until the word has reached the number: CUDA's
+*stream memory operations* (cuStreamWriteValue32, cuStreamWaitValue32). CUDA's own events do not outlive their process:
+if it dies before its device has done what it recorded, streams of other processes wait without end (pytorch#15974,
+observed on an H200 with driver 580). A word can be written by any process: a survivor writes the missing number.
 
-An event has a word for what the device of its maker has done, one for that of whoever opened it, and beside them what
-each of the two has been told to do, and which of them was told last. Only the owner of what the event guards records
-it, and hands the ownership on by a message: so a process reads there what the other one wrote before.
+For each of its two processes, maker and opener, an event has a word for what the device has done and one for what was
+recorded, and a word for who recorded last. Only the owner of what the event guards records it, and passes the ownership
+on by a message: a process therefore reads what the other one wrote before.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from .shm import check_file
 from .space import PAGE
 
 HANDLE_SIZE = 64
-# what it is, pid, descriptor, bytes of the memory, number of the event, nonce of the memory
+# kind, pid, descriptor, bytes of the memory, number of the event, nonce of the memory
 _HANDLE = struct.Struct(f"<4siiII{NONCE_SIZE}s")
 _KIND = b"asig"
 _HEADER = 64  # bytes before the first event: the nonce
 _CELL = 32  # bytes of an event
 _MOST_BYTES = 1 << 20  # of memory that another process names
-# Of the words of an event: done by the maker, done by the opener, recorded by the maker, by the opener, who was last.
+# Words of an event: done by the maker, done by the opener, recorded by the maker, by the opener, who recorded last.
 _MAKER, _OPENER = 0, 1
 _RECORDED, _LAST, _WORDS = 2, 4, 5
 _MASK = 0xFFFFFFFF
 
 
 class Memops(Protocol):
-    """What the driver does with such memory. Raises RuntimeError with what it says."""
+    """The driver's operations on such memory. All raise RuntimeError with the driver's error."""
 
     def register(self, address: int, size: int) -> int:
-        """Lock memory of the host for all devices; the address that they know it by."""
+        """Lock memory of the host for all devices; returns the address that devices use."""
 
     def unregister(self, address: int) -> None:
-        """The opposite. What was enqueued is done."""
+        """Unlock it. The work enqueued with it must be done."""
 
     def write_value(self, address: int, value: int, stream: Stream) -> None:
         """Enqueue a write of 32 bits, after all that the stream was given before."""
@@ -55,8 +54,8 @@ class Memops(Protocol):
 
 
 class _Page:
-    """Memory of some events, registered and mapped until `close`, or else as long as the process lives: streams write
-    to it and wait for it, whatever has become of the objects."""
+    """Memory of some events, registered and mapped until `close` or the end of the process: streams write to it and
+    wait for it, even if the objects are gone."""
 
     def __init__(self, memops: Memops, mapping: Mapping) -> None:
         self.mapping = mapping
@@ -65,13 +64,13 @@ class _Page:
         _registered.add(self)
 
     def close(self) -> None:
-        """What was enqueued with its events is done. Idempotent."""
+        """Let go of the memory. The work enqueued with its events must be done. Idempotent."""
         if self in _registered:
             _registered.discard(self)
             self._memops.unregister(self.mapping.address)
 
 
-# The driver's registrations concern the process, and outlive a worker that leaves some behind.
+# The driver registers memory for the whole process; a worker may leave some behind.
 _registered: set[_Page] = set()
 
 
@@ -91,8 +90,8 @@ class Signal:
         self._words = (ctypes.c_uint32 * _WORDS).from_address(page.mapping.address + place)
 
     def record(self, stream: Stream, *, again: bool = False) -> None:
-        """What the stream has been given so far is what those who wait from now on wait for. again: it may have been
-        interrupted in this very thing: no number is written twice."""
+        """A `wait` from now on waits for the work that the stream has been given so far. again: an earlier record may
+        have been interrupted after its write: skip its number."""
         words, side = self._words, self._side
         count = (words[_RECORDED + side] + (2 if again else 1)) & _MASK
         self._memops.write_value(self._address + 4 * side, count, stream)
@@ -100,25 +99,25 @@ class Signal:
         words[_LAST] = side
 
     def wait(self, stream: Stream) -> None:
-        """What the stream is given from now on comes after what was recorded last."""
+        """The stream does what it is given from now on after what was recorded last."""
         side = self._words[_LAST] & 1
         if not self._is_done(side):
             self._memops.wait_value(self._address + 4 * side, self._words[_RECORDED + side], stream)
 
     def done(self) -> bool:
-        """Whether that is done."""
+        """Whether the work recorded last is done."""
         return self._is_done(self._words[_LAST] & 1)
 
     def _is_done(self, side: int) -> bool:
         return (self._words[side] - self._words[_RECORDED + side]) & _MASK < 1 << 31  # as the driver compares
 
     def close(self) -> None:
-        """Let go of the memory of this event, and of all that were made or opened with it: what was enqueued with them
-        is done. Idempotent."""
+        """Let go of the memory of this event, and of all that were made or opened with it. The work enqueued with them
+        must be done. Idempotent."""
         self._page.close()
 
     def release(self) -> None:
-        """The other process is dead, and its devices do nothing any more: what they owe counts as done."""
+        """The other process is dead, and so is its devices' work: count what it recorded as done."""
         other = 1 - self._side
         self._words[other] = self._words[_RECORDED + other]
 
@@ -138,7 +137,7 @@ def make_signals(memops: Memops, index: int, count: int) -> list[Signal]:
 
 
 def open_signals(memops: Memops, index: int, handles: Sequence[bytes]) -> list[Signal]:
-    """Events of another process, all of which it has made together. RuntimeError if they cannot be had."""
+    """Events of another process, which it has made together. RuntimeError if they cannot be opened."""
     found = [_read(handle) for handle in handles]
     if not found:
         return []

@@ -1,15 +1,14 @@
 """Slots: memory files that many processes of one host read at once, each of which holds one value at a time.
 
-Who publishes a value copies it into a slot once. Each reader maps the file for itself alone (`PrivateMapping`): it
-reads what lies there without a copy, and may write, which makes a page of its own. Nothing here knows of names,
-versions or connections.
+The publisher of a value copies it into a slot once. Each reader maps the file privately (`PrivateMapping`): it reads
+the value without a copy, and a write makes a page of its own. This module knows no names, versions or connections.
 
 Who owns a slot
-1. From `SharedSlots.take` until the copy is done: who publishes.
-2. From then on nobody writes to it, as long as one reader has adopted it. Who publishes has to know them all; then it
-   gives the slot back (`SharedSlots.give`), and only then is the slot written to again.
-3. A view is adopted once at a time, and released by the last tensor over it. Before it is adopted again, what the
-   reader has written to it is forgotten: it would hide what the slot holds by then.
+1. From `SharedSlots.take` until the copy is done: the publisher.
+2. Afterwards no process writes to it while a reader has adopted it. The publisher keeps track of the readers; after the
+   last one it gives the slot back (`SharedSlots.give`), and only then may the slot be written to again.
+3. A view is adopted once at a time, and released with the last tensor over it. Before it is adopted again, the reader's
+   own writes are dropped: they would hide the slot's contents.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from .segments import HEADER, SEAL_FUTURE_WRITE, Bytes, OwnedDescriptor, Private
 from .shm import check_file, check_present
 from .space import MIB, PAGE
 
-#: Bytes from which on two threads copy a value. Who publishes computes meanwhile, so below it processor time counts for
-#: more than the wait: one thread needs 0.92 of what two need together, with 20 MB and readers that compute.
+#: Bytes from which on two threads copy a value. Below, processor time counts more than the wait, as the publisher
+#: computes meanwhile: one thread needs 0.92 of what two need together, with 20 MB and readers that compute.
 TWO_THREADS_SIZE = 64 * MIB
-# Free slots that are kept where fewer are in use.
+# Free slots that are kept even if fewer are in use.
 _MOST_FREE = 4
 
 
 def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], target: Bytes) -> None:
-    """Copy each buffer to its place, where it is long by two threads. Other threads run meanwhile."""
-    work: list[list[tuple[int, Bytes]]] = [[]]  # what is copied in one go: long buffers in parts, short ones together
+    """Copy each buffer to its place, with two threads if there is much. Other threads run meanwhile."""
+    work: list[list[tuple[int, Bytes]]] = [[]]  # the parts of one step: pieces of long buffers, short ones together
     size = 0
     for buffer, (start, length) in zip(buffers, spans, strict=True):
         data = numpy.frombuffer(buffer, numpy.uint8)
@@ -67,16 +66,16 @@ def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], tar
 
 
 class SharedSlot:
-    """One memory file. number: no other slot of the worker has or had it. size: bytes of the file.
+    """One memory file. number: unique among all slots of the worker. size: bytes of the file.
 
-    fd, nonce: by which other processes find it, and know that it is the right one. It is the only descriptor of it.
+    fd, nonce: other processes open the file by its only descriptor here, and check the nonce.
     """
 
     nonce: bytes
 
     def __init__(self, number: int, size: int, share: DescriptorShare | None = None) -> None:
-        """size: bytes of the whole file. share: leave to have it open. Raises OSError if the system has no memory for
-        it, or no such files."""
+        """size: bytes of the whole file. share: the right to have it open. Raises OSError if the system has no memory
+        for it, or no such files."""
         self.number = number
         self.size = size
         self._share = share
@@ -84,11 +83,11 @@ class SharedSlot:
         self.fd: int = self._mapping.memory.file.fd
 
     def bytes(self, size: int) -> Bytes:
-        """The first bytes of what it holds; each call makes an array of its own, that others may be told apart from."""
+        """The first bytes of its contents; each call makes an array of its own."""
         return numpy.frombuffer(self._mapping.memory, numpy.uint8, size, HEADER)
 
     def close(self) -> None:
-        """Let go of the file, which is closed with the last array over it here. Who has mapped it keeps it."""
+        """Let go of the file, which is closed with the last array over it here. Readers keep their mappings."""
         del self._mapping
         self._share = None
 
@@ -96,8 +95,8 @@ class SharedSlot:
 class SharedSlots:
     """The slots of one worker: those that are in use, and free ones, whose pages are there. Any thread.
 
-    They take their bytes of the limit of the arena, and their descriptors of what there may be. Free ones are few: not
-    more than are in use, but for a handful. What is too much is closed in the background.
+    Their bytes count against the limit of the arena, and their descriptors against `Descriptors`. There are not more
+    free ones than used ones, except for `_MOST_FREE`. The surplus is closed in the background.
     """
 
     def __init__(
@@ -106,13 +105,13 @@ class SharedSlots:
         descriptors: Descriptors | None = None,
         later: Callable[[Callable[[], None]], None] = lambda work: work(),
     ) -> None:
-        """later: has something done in the background that may take milliseconds."""
+        """later: runs a function that may take milliseconds in the background."""
         self._arena = arena
         self._descriptors = descriptors or Descriptors()
         self._later = later
         self._number = 0
         self._used: set[SharedSlot] = set()
-        self._free: list[SharedSlot] = []  # what was freed last comes last
+        self._free: list[SharedSlot] = []  # in the order in which they were freed
         self._idle: set[SharedSlot] = set()  # those that were free already when `trim` was called
         self._closed = False
         self._lock = Lock()
@@ -128,12 +127,12 @@ class SharedSlots:
         return len(self._used)
 
     def numbers(self) -> list[int]:
-        """Those of all slots there are: readers let go of the others."""
+        """The numbers of all slots: readers close their views of others."""
         with self._lock:
             return [slot.number for slot in [*self._used, *self._free]]
 
     def take(self, size: int) -> SharedSlot | None:
-        """A slot for so many bytes; None if there is no memory to be had for it."""
+        """A slot for so many bytes; None if there is no memory for it."""
         room = HEADER + -(-max(size, 1) // PAGE) * PAGE
         with self._lock:
             if self._closed:
@@ -147,7 +146,7 @@ class SharedSlots:
             return self._make(room)
 
     def _make(self, room: int) -> SharedSlot | None:
-        """A new slot of that size. Where there is no room or no descriptor for it, free ones are given back."""
+        """A new slot of that size. Closes free ones if there is no room or no descriptor for it."""
         while True:
             share = self._descriptors.take()
             if share is not None and self._arena.set_aside(room):
@@ -169,15 +168,15 @@ class SharedSlots:
             self._drop(self._free[0])
 
     def _fitting(self, room: int) -> SharedSlot | None:
-        """Of the free slots that fit the last one of the shortest: its pages may be in the caches.
+        """The best free slot: of the shortest that fit, the one freed last, as its pages may be in the caches.
 
-        None that is much too large: it would keep from being shared what nobody uses.
+        A slot much larger than needed does not count: its unused memory would be missing elsewhere.
         """
         fitting = [slot for slot in self._free if room <= slot.size <= 2 * room + MIB]
         return min(reversed(fitting), key=lambda each: each.size, default=None)
 
     def give(self, slot: SharedSlot) -> None:
-        """Nobody reads what the slot holds any more. Nothing once it is closed."""
+        """No reader uses the slot any more. Does nothing once it is closed."""
         surplus: list[SharedSlot] = []
         with self._lock:
             if slot in self._used:
@@ -209,12 +208,12 @@ class SharedSlots:
         self._arena.take_back(slot.size)
 
     def close(self) -> None:
-        """Let go of all of them; who has mapped one keeps it. Again: nothing."""
+        """Let go of all slots; readers keep their mappings. Idempotent."""
         with self._lock:
             self._let_go()
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of what is the parent's, without its lock."""
+        """In a forked child: let go of the parent's slots, without its lock."""
         self._lock = Lock()
         self._let_go()
 
@@ -226,18 +225,18 @@ class SharedSlots:
 
 
 class SlotView:
-    """A slot of any process of this host, mapped for one reader. On one thread, but for the end of what was adopted.
+    """A slot of any process of this host, mapped for one reader. On one thread; `on_release` runs in any.
 
-    stale: whether it may show what was written here, and not what the slot holds.
+    stale: whether it may show this reader's writes in place of the slot's contents.
     """
 
     def __init__(self, path: str, size: int, nonce: bytes, share: DescriptorShare | None = None) -> None:
         """path: of the file, as this process can open it. size: bytes of the file, which begins with `nonce`. share:
-        leave to have it open.
+        the right to have it open.
 
-        Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what its owner says it is.
+        Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what its owner has announced.
         """
-        # Kept, so that others may map what the slot holds when its owner has gone.
+        # Kept open: other processes may map the slot from here when its owner has gone.
         self._file = OwnedDescriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         with on_error(self._file.close):
             if not check_file(self._file.fd, size, nonce):
@@ -248,7 +247,7 @@ class SlotView:
         self.size = size
         self.nonce = nonce
         self._share = share
-        self._loan: weakref.ref[Bytes] | None = None  # all views of what was adopted keep the array itself alive
+        self._loan: weakref.ref[Bytes] | None = None  # to the adopted array, which all its views keep alive
         self.stale: bool = False
         self._pid = os.getpid()
 
@@ -259,15 +258,15 @@ class SlotView:
 
     @property
     def adopted(self) -> bool:
-        """Whether somebody uses what it holds."""
+        """Whether a view of an adopted array lives."""
         return self._loan is not None
 
     def adopt(self, size: int, on_release: Callable[[], None]) -> Bytes:
-        """The first bytes of what the slot holds, readable and writable, as long as any view of them lives.
+        """The first bytes of the slot's contents, readable and writable, as long as any view of them lives.
 
         on_release: called when the last view has died, in any thread and from inside the garbage collector: it must
         take no lock and not raise. It is not called in forked children. Raises ProtocolError for more bytes than there
-        are, or are in memory, or if it is in use.
+        are in the file or in memory, and if the slot is in use.
         """
         if self._loan is not None or not 0 <= size <= self.size - HEADER:
             raise ProtocolError(f"{size} bytes of a slot of {self.size} that is {'' if self._loan else 'not '}in use")
@@ -286,11 +285,11 @@ class SlotView:
         return array
 
     def let_go(self) -> None:
-        """Whatever was adopted stays valid, and nobody is told any more when it is released."""
+        """What was adopted stays valid; its `on_release` is not called."""
         self._loan = None
 
     def read(self, size: int) -> Bytes:
-        """A copy of the first bytes of what the slot holds, whatever this reader has written. Raises ProtocolError."""
+        """A copy of the first bytes of the slot's contents, without this reader's writes. Raises ProtocolError."""
         copy: Bytes = numpy.empty(size, numpy.uint8)
         rest = copy.data
         while rest:
@@ -303,7 +302,7 @@ class SlotView:
     def forget(self) -> None:
         """Give back the pages that the reader has written to, once it is released. May take milliseconds.
 
-        It is stale still where the system keeps them.
+        It stays stale if the system keeps them.
         """
         if self._loan is None and self.stale:
             with contextlib.suppress(OSError):

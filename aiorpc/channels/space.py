@@ -1,7 +1,7 @@
 """Which bytes of the arena are free: the arithmetic alone. Touches no memory; used by one thread at a time.
 
-Up to 1 MiB: slots of fixed sizes out of slabs of 2 MiB. Longer, or where there is no room for a slab: whole pages out
-of the extents, which join again when they are free.
+Blocks of up to 1 MiB: slots of fixed sizes in slabs of 2 MiB. Longer ones, or if there is no room for a slab: whole
+pages of the extents, which join again when they are free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOTS = tuple(sorted([KIB << k for k in range(5, 11)] + [(3 * KIB << k) // 2 for
 
 
 class Place(NamedTuple):
-    """Where a block stands and how much room it takes; slab: the slab that it is part of."""
+    """Where a block lies and how much room it takes; slab: the slab that contains it."""
 
     segment: int
     start: int
@@ -61,7 +61,7 @@ class Extents:
         return None if found is None else found[:2]
 
     def take_some(self, least: int, most: int) -> tuple[int, int, int] | None:
-        """Segment, start and size of `most` bytes, or of the longest range if that has `least`; else None."""
+        """Segment, start and size of `most` bytes, or of the longest range if it has `least`; None otherwise."""
         if not self._by_size:
             return None
         at = min(bisect_left(self._by_size, (most,)), len(self._by_size) - 1)
@@ -106,7 +106,7 @@ class Extents:
 
 
 class Space:
-    """The arithmetic of the arena: slots for small blocks, extents for large ones. Touches no memory; one thread."""
+    """Slots for small blocks, extents for large ones. See the module."""
 
     def __init__(self) -> None:
         self.extents: Extents = Extents()
@@ -123,7 +123,7 @@ class Space:
         return None if found is None else Place(*found, room)
 
     def give(self, place: Place) -> None:
-        """The room is free again."""
+        """The place is free again."""
         slab = place.slab
         if slab is None:
             self.extents.give(place.segment, place.start, place.room)
@@ -137,7 +137,7 @@ class Space:
             self._drop(slab)
 
     def drop_empty_slabs(self) -> None:
-        """Let their memory join the extents again."""
+        """Return their memory to the extents."""
         for slabs in self._slabs.values():
             for slab in [slab for slab in slabs if slab.empty]:
                 self._drop(slab)

@@ -1,10 +1,9 @@
-"""The devices that torch has, as an `Accelerator`: CUDA, and kinds whose module has streams and events as CUDA's has.
+"""The devices that torch has, as an `Accelerator`: CUDA, and other kinds whose module has streams and events as CUDA's.
 
-Nothing here starts a device: that is done by the first memory, stream or event that somebody asks for.
+This module starts no device; the first memory, stream or event on it does.
 
-Current streams and devices are asked for and set by ``torch.accelerator``: it does what the module of a kind does, in a
-third of the Python functions. Its streams are of a class that lacks what `Interprocess` needs to know of one, so those
-that are given out here are of the module's class.
+Current streams and devices are read and set by ``torch.accelerator``, in a third of the Python functions of the module
+of a kind. Its stream class lacks what `Interprocess` needs, so streams that are given out are of the module's class.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from .accelerator import Accelerator, Event, Interprocess, Stream
 from .cuda_runtime import find_runtime
 
 Tensor = torch.Tensor
-# In bytes. Up to here what lies in ordinary memory of the host goes through pinned memory on its way to a device.
+# In bytes. A shorter source in ordinary memory of the host goes through pinned memory on its way to a device.
 PINNED_DETOUR = 4 << 20
 # Streams of a device that are handed out in turn: as many as torch's pool has.
 POOL_STREAMS = 32
-# Objects for current streams that are kept: those of torch's pools, and then some of the program's own.
+# Objects for current streams that are kept: torch's pools, and some of the program's own.
 KNOWN_STREAMS = 256
 
 
 def find_accelerator() -> Accelerator | None:
-    """That of ``torch.accelerator`` if it can be used here, CUDA with its runtime library; None without a device.
+    """The accelerator of ``torch.accelerator``, for CUDA with its runtime library; None without a device.
 
     Makes no context on a device.
     """
@@ -45,7 +44,7 @@ def find_accelerator() -> Accelerator | None:
 class TorchAccelerator:
     """Devices of one kind. See `Accelerator`.
 
-    module: torch's module for them, if it is not to be looked up.
+    module: torch's module for them; None: found by the kind.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class TorchAccelerator:
         self._count = -1
         self._pools: dict[int, Iterator[Stream]] = {}
         self._known: dict[tuple[int, int], Stream] = {}  # by device and number of the stream
-        # Only CUDA has to be asked to sleep, in place of turning on a core, while it synchronises.
+        # Only CUDA needs to be told to sleep, instead of spinning, while it synchronises.
         self._event_options = {"blocking": True} if kind == "cuda" else {}
 
     def count(self) -> int:
@@ -69,7 +68,7 @@ class TorchAccelerator:
         return self._count
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is a strided tensor of torch's own types that lies on one of these."""
+        """Whether it is a strided tensor of torch's own types on one of these devices."""
         return (
             (type(tensor) is Tensor or type(tensor) is Parameter)
             and tensor.device.type == self.kind
@@ -98,15 +97,15 @@ class TorchAccelerator:
         return self._empty(size, device="cpu", pin_memory=True)
 
     def _empty(self, size: int, device: torch.device | str, *, pin_memory: bool = False) -> Tensor:
-        # What is made in inference mode can only be written there, and the caller's thread may be in it.
+        # A tensor made in inference mode can only be written in that mode, and the caller's thread may be in it.
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
     def move(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy on the stream, of the same size; the memory is not reused before.
 
-        torch's allocator of pinned memory sees to that by itself, the device's by `keep`. Ordinary memory has no such
-        allocator: a source of up to `PINNED_DETOUR` bytes is copied first, and else this waits for the stream.
+        For that torch's allocator of pinned memory keeps it, and `keep` the device's. Ordinary memory has no such
+        allocator: a source of up to `PINNED_DETOUR` bytes is first copied to pinned memory; otherwise this waits.
         """
         if not source.numel():
             return
@@ -119,7 +118,7 @@ class TorchAccelerator:
                 self.keep(side, stream)
 
     def _ordinary(self, tensor: Tensor) -> bool:
-        """Whether it is memory of the host that a device cannot be left alone with."""
+        """Whether it is memory of the host that a device cannot copy asynchronously."""
         return tensor.device.type == "cpu" and not tensor.is_pinned()
 
     def current(self, index: int) -> Stream:
@@ -127,7 +126,7 @@ class TorchAccelerator:
         key = index, self._current.current_stream(index).stream_id
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= KNOWN_STREAMS:  # of a program that makes streams itself, again and again
+            if len(self._known) >= KNOWN_STREAMS:  # the program makes new streams again and again
                 self._known.clear()
             known = self._known[key] = self._module.current_stream(index)
         return known
@@ -135,24 +134,24 @@ class TorchAccelerator:
     def fresh(self, index: int) -> Stream:
         """A stream other than the default one, in turn out of torch's pool of 32."""
         pool = self._pools.get(index)
-        if pool is None:  # two threads may make one each, of the same streams
+        if pool is None:  # two threads may both make one, of the same streams
             streams = [self._module.Stream(device=index) for _ in range(POOL_STREAMS)]
             pool = self._pools[index] = itertools.cycle(streams)
         return next(pool)
 
     def is_idle(self, stream: Stream) -> bool:
-        """Whether it has done all that it was given."""
+        """Whether it has done all work that it was given."""
         return bool(stream.query())
 
     def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
-        """Within it these are the current streams of this thread, each on its device; the current device stays.
+        """A context: these are the current streams of this thread, each on its device; the current device stays.
 
-        It may be entered again, also within itself, by one thread at a time.
+        It may be entered again, also inside itself, by one thread at a time.
         """
         return _Entered(self._current, streams)
 
     def keep(self, carrier: Tensor, stream: Stream) -> None:
-        """The memory is in use on that stream, too, until what the stream has by the time it is freed."""
+        """The stream uses the memory, too: it is reused only after what the stream has been given when it is freed."""
         carrier.record_stream(stream)
 
     def mark(self, stream: Stream) -> Event:
@@ -162,7 +161,7 @@ class TorchAccelerator:
         return event
 
     def wait(self, event: Event, stream: Stream) -> None:
-        """What the stream is given from now on comes after what the event has recorded."""
+        """The stream does what it is given from now on after what the event has recorded."""
         event.wait(stream)
 
     def synchronize(self, event: Event) -> None:
@@ -171,7 +170,7 @@ class TorchAccelerator:
 
 
 def _as_accelerator(module: ModuleType | Any) -> SimpleNamespace:
-    """What a kind that is not that of ``torch.accelerator`` has in place of it."""
+    """The functions of ``torch.accelerator`` for a kind that it does not serve."""
     return SimpleNamespace(
         current_stream=module.current_stream,
         set_stream=module.set_stream,
@@ -183,8 +182,8 @@ def _as_accelerator(module: ModuleType | Any) -> SimpleNamespace:
 class _Entered:
     """Streams that are current for a while.
 
-    Not `torch.cuda.StreamContext`: it is for one stream, and goes back to the device that was current by a way that
-    starts a device which nobody has used so far (500 MB of it).
+    `torch.cuda.StreamContext` will not do: it takes one stream, and going back to the previous device starts that
+    device if it is unused (500 MB).
     """
 
     __slots__ = ("_before", "_current", "_streams")
@@ -201,19 +200,19 @@ class _Entered:
         with on_error(self.__exit__):
             for stream in self._streams:
                 current = for_thread.current_stream(stream.device_index)
-                other = current.stream_id != stream.stream_id  # by their numbers: they may be of two classes
+                other = current.stream_id != stream.stream_id  # by number: they may be of two classes
                 if other:
                     self._set(stream)
                 before.append((current, other))
 
     def __exit__(self, *exc_info: object) -> None:
         for stream, other in reversed(self._before.pop()):
-            # Where nothing was set, what was done inside may have set another one.
+            # If nothing was set here, code inside may have set another stream.
             if other or self._current.current_stream(stream.device_index).stream_id != stream.stream_id:
                 self._set(stream)
 
     def _set(self, stream: Stream) -> None:
-        """To set a stream makes its device current; the guard puts back the one that was."""
+        """Setting a stream makes its device current; the guard restores the current device."""
         for_thread, index = self._current, stream.device_index
         if index == for_thread.current_device_index():
             for_thread.set_stream(stream)

@@ -1,7 +1,7 @@
-"""Functions and classes that go to another worker by value, with their annotations, whatever these name.
+"""Functions and classes that go to another worker by value, with their annotations.
 
-Python 3.14 looks annotations up when somebody asks for them, and they may name what is not there when the program runs.
-cloudpickle asks for those of functions, and leaves out those of classes.
+Python 3.14 evaluates annotations only on request, and they may name what does not exist when the program runs.
+cloudpickle requests those of functions, and leaves out those of classes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: How objects that stand for annotations are pickled, by their exact types, as in `reductions.OTHERS`.
+#: How objects that represent annotations are pickled, by their exact types, as in `reductions.OTHERS`.
 REFERENCES: dict[type, Callable[[Any, object], tuple[object, tuple[object, ...]]]] = {}
 
 if sys.version_info >= (3, 14):
     from annotationlib import Format, ForwardRef, get_annotations
 
     def readable(function: FunctionType) -> FunctionType:
-        """The function, or one like it, with texts as annotations, where these cannot be looked up."""
+        """The function; or a copy with annotations as texts, if they cannot be evaluated."""
         if _looked_up(function) is not None:
             return function
         like = FunctionType(
@@ -35,8 +35,9 @@ if sys.version_info >= (3, 14):
         return like
 
     def with_annotations(kind: type, reduced: T) -> T:
-        """What cloudpickle makes of a class, with its annotations if it goes by value: texts, if need be."""
-        if isinstance(reduced, tuple) and len(reduced) > 2:  # with a state, so it is no name of a type of Python's
+        """cloudpickle's result for a class, with annotations if it goes by value: as texts, if they cannot be
+        evaluated."""
+        if isinstance(reduced, tuple) and len(reduced) > 2:  # a state: it goes by value
             annotations: Mapping[str, object] | None = _looked_up(kind)
             if annotations is None:
                 annotations = get_annotations(kind, format=Format.STRING)
@@ -51,7 +52,7 @@ if sys.version_info >= (3, 14):
             return None
 
     def _reduce_reference(reference: ForwardRef, route: object) -> tuple[object, tuple[object, ...]]:
-        # A dataclass has them in place of types that are not there. They hold all names of the module they stand in.
+        # A dataclass has these in place of types that do not exist. They hold all names of their module.
         return ForwardRef, (reference.evaluate(format=Format.STRING),)
 
     REFERENCES[ForwardRef] = _reduce_reference
@@ -59,9 +60,9 @@ if sys.version_info >= (3, 14):
 else:
 
     def readable(function: FunctionType) -> FunctionType:
-        """The function: its annotations were looked up when it was defined."""
+        """The function: its annotations were evaluated when it was defined."""
         return function
 
     def with_annotations(kind: type, reduced: T) -> T:
-        """What cloudpickle makes of a class, which has its annotations."""
+        """cloudpickle's result for a class, which has its annotations."""
         return reduced

@@ -1,10 +1,10 @@
 """Values to and from the wire.
 
 A message carries a list of values (the arguments of a call, the one result of a reply) as `messages.Values`. Tensors
-always leave the body: also those inside pickled objects, where ``(load_tensor, index)`` stands for them; one with
-Python attributes is pickled for their sake. Tensors of other kinds are taken apart into such ones (`reductions`). A
-container is pickled rather than written as msgpack because msgpack would turn tuples into lists and bytearrays into
-bytes, and would forget which objects were the same.
+always leave the body, also those inside pickled objects, where ``(load_tensor, index)`` replaces them; a tensor with
+Python attributes is pickled because of these. Tensors of other kinds are taken apart into such ones (`reductions`). A
+container is pickled, because msgpack would turn tuples into lists and bytearrays into bytes, and would lose which
+objects were the same.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .reference_messages import PassedReference
 from .registered import MAIN_NAMES
 from .trees import read_tree, write_tree
 
-_STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
+_STACK_GLOBAL = b"\x93"  # the opcode with which a pickle of protocol 4 or later names a class or function
 
-_LONG = 1 << 20  # bytes: what is shorter does not matter where messages have their limits
+_LONG = 1 << 20  # bytes; shorter values do not matter for the limits of messages
 
 _MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 code_reduce = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -50,15 +50,15 @@ Past = reductions.Past
 class Outgoing:
     """What is collected while one message is encoded.
 
-    target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
-    that what it defines can go by name. route: for tensors on devices; None: there is none. apart: whether to note the
-    sparse tensors that require gradients; they are taken apart. safe: whether the group reads no pickles, so that
-    values go as a tree (`trees`). lent: the references that are kept until the call has its answer, which their owner
-    need not count; None if nothing can be lent, as nobody keeps it. on_unsent: what to undo if the frame never leaves.
+    target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, whose
+    definitions then go by name. route: for tensors on devices; None: there is none. apart: whether to note the sparse
+    tensors that require gradients; they are taken apart. safe: whether the group reads no pickles; then values go in
+    the safe encoding (`trees`). lent: the references that are kept until the call has its answer, which their owner
+    need not count; None if nothing can be lent. on_unsent: what to undo if the frame never leaves.
     most: bytes that a pickle may have; None: no limit.
-    posted: whether who hands the message to a link sees to that; until then whoever has made it does.
-    other_python: the minor version of Python there, if that is known and another one: no code travels by value then.
-    places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
+    posted: whether the sender of the message runs `on_unsent`; until then its maker does.
+    other_python: the minor version of Python there, if it is known and different: then no code travels by value.
+    places: by id, the positions in `tensors` of those that are values by themselves: one given twice arrives as one.
     """
 
     __slots__ = (
@@ -113,16 +113,17 @@ class Outgoing:
 
 
 class Travels(Protocol):
-    """What goes along as a remote reference: an RRef, for one."""
+    """A value that travels as a remote reference, such as an RRef."""
 
     def _travel(self, out: Outgoing, position: int | None) -> None:
-        """Put it into a message, as the value at that position or inside of another one (None)."""
+        """Put it into a message, as the value at that position or inside another one (None)."""
 
 
 class Incoming(NamedTuple):
-    """What the pickle of a message being decoded can refer to. past: None if no tensor that was taken apart has one.
+    """What the pickle of a message being decoded can refer to. past: gives tensors that were taken apart their
+    gradients; None if there are none.
 
-    safe: whether the group reads no pickles: what the message calls its pickle is a tree.
+    safe: whether the group reads no pickles: then the message's pickle is in the safe encoding.
     """
 
     tensors: Sequence[Tensor]
@@ -131,13 +132,13 @@ class Incoming(NamedTuple):
     safe: bool = False
 
 
-# Objects with a meaning of their own on the wire (RRef) ask these while they are pickled and unpickled.
+# Values with an encoding of their own (RRef) read these while they are pickled and unpickled.
 outgoing: ContextVar[Outgoing | None] = ContextVar("aiorpc_outgoing", default=None)
 incoming: ContextVar[Incoming | None] = ContextVar("aiorpc_incoming", default=None)
 
 
 def encode_values(values: list[Any], out: Outgoing) -> Values:
-    """The values as a message says them; tensors, buffers and references are left in `out`, for the caller to add.
+    """The values as they travel; tensors, buffers and references are left in `out`, for the caller to add.
 
     Raises SerializationError with the position of the value that cannot be serialised.
     """
@@ -160,7 +161,7 @@ def encode_values(values: list[Any], out: Outgoing) -> Values:
             kind is Tensor
             and id(value) not in out.places
             and (
-                # As `_goes_alone` says, without a call for each tensor.
+                # `_goes_alone`, without a call for each tensor.
                 value.is_cpu
                 and value.layout is torch.strided
                 and not (value.is_quantized or value.is_nested or value.__dict__)
@@ -187,7 +188,7 @@ def encode_values(values: list[Any], out: Outgoing) -> Values:
 
 
 def refer(value: Travels, position: int, out: Outgoing) -> None:
-    """A remote reference at that position goes along. Raises SerializationError if it cannot."""
+    """Put a remote reference at that position. Raises SerializationError if it cannot travel."""
     try:
         value._travel(out, position)
     except Exception as cause:
@@ -203,7 +204,7 @@ def _goes_alone(tensor: Tensor, position: int, route: TensorRoute) -> bool:
 
 
 def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) -> list[object]:
-    """The values of a message. Raises whatever unpickling raises, and ProtocolError for a message that is none."""
+    """The values of a message. Raises what unpickling raises, and ProtocolError for an invalid message."""
     values = message.values
     try:
         for position, tensor in zip(message.tensors_at, inside.tensors, strict=False):
@@ -222,18 +223,18 @@ def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) 
         except (TypeError, IndexError, ValueError) as error:
             raise ProtocolError(f"a message whose pickled values have no place: {error}") from None
     elif message.opaque_at:
-        raise ProtocolError("a message without the pickle that it speaks of")
+        raise ProtocolError("a message without its pickle")
     return values
 
 
 def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
-    """Whether these are plain values and builtin containers of them, few enough to look at: any pickle will do."""
+    """Whether these are few plain values and builtin containers of them: the standard pickler will do."""
     if len(items) > SIMPLE_SIZE:
         return False
     for item in items:
         kind = type(item)
         if kind in PLAIN:
-            if (kind is bytes or kind is str) and len(item) > _LONG:  # what it comes to is counted
+            if (kind is bytes or kind is str) and len(item) > _LONG:
                 return False
             continue
         if not depth or not (
@@ -246,10 +247,10 @@ def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
 
 
 def _pickle_all(values: list[object], positions: list[int], out: Outgoing) -> bytes:
-    """One pickle of the values at these positions, or one tree."""
+    """One pickle of the values at these positions, or one safe encoding."""
     opaque = tuple([values[position] for position in positions])
     if not out.safe and is_simple(opaque):
-        return pickle.dumps(opaque, 5)  # what the pickler of ours would write, in a fraction of the time
+        return pickle.dumps(opaque, 5)  # the same bytes as our pickler's, in a fraction of the time
     write = write_tree if out.safe else dumps
     token = outgoing.set(None if out.safe else out)
     try:
@@ -257,14 +258,14 @@ def _pickle_all(values: list[object], positions: list[int], out: Outgoing) -> by
     except TooLong:
         raise
     except Exception as error:
-        # Which one was it? Write them one by one; what they leave behind is thrown away with the message.
+        # Find the value to blame: write them one by one. Their traces in `out` are dropped with the message.
         for position, value in zip(positions, opaque, strict=True):
             try:
                 write(value, out)
             except Exception as cause:
                 path, inner = find_failing(value, lambda each: write(each, out), cause)
                 text = text_of(cause)
-                if out.safe and isinstance(cause, SerializationError):  # a tree's says what the value is
+                if out.safe and isinstance(cause, SerializationError):  # its text names the value
                     text = f"has at {path} what {text}" if path else text
                 else:
                     where = f" at {path} (a {_kind_of(inner)})" if path else ""
@@ -281,7 +282,7 @@ def _kind_of(value: object) -> str:
 
 
 def _hint(value: object) -> str:
-    """What to write in place of a value that cannot travel; empty if that is not known."""
+    """What to write instead of a value that cannot travel; empty if that is not known."""
     if isinstance(value, (GeneratorType, AsyncGeneratorType)):
         return "; send a list of its items, or write `yield` in the function that is called and use rpc.stream"
     if isinstance(value, CoroutineType):
@@ -301,28 +302,28 @@ class TooLong(SerializationError):
 
 
 class _Bounded(io.BytesIO):
-    """Takes no more bytes than a message may have: what is too long is refused before it is copied."""
+    """Takes no more bytes than a message may have: a longer pickle is refused before it is copied."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
-    def write(self, data: Buffer) -> int:  # type: ignore[override]  # what a pickler gives
+    def write(self, data: Buffer) -> int:  # type: ignore[override]  # a pickler writes buffers
         if self.tell() + len(data) > self._most:
             raise TooLong(f"more than {self._most} bytes")
         return super().write(data)
 
 
 def dumps(value: object, out: Outgoing) -> bytes:
-    """Pickle one object for the wire; its dense tensors go to `out`. Raises TooLong, and whatever pickling raises."""
+    """Pickle one object for the wire; its dense tensors go to `out`. Raises TooLong, and what pickling raises."""
     file = io.BytesIO() if out.most is None else _Bounded(out.most)
     _Pickler(file, out).dump(value)
     return file.getvalue()
 
 
 def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any:
-    """Unpickle one object from the wire. Raises whatever unpickling raises."""
-    if _STACK_GLOBAL not in data:  # nothing is looked up, so nothing of ours can be meant
+    """Unpickle one object from the wire. Raises what unpickling raises."""
+    if _STACK_GLOBAL not in data:  # it names nothing, so it needs no context
         return pickle.loads(data, buffers=buffers)
     token = incoming.set(message)
     try:
@@ -341,7 +342,7 @@ def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
 
 
 def _reduce_file(file: io.TextIOWrapper) -> reductions.Reduced:
-    """The streams of a process are those of the other one; a file stays where it is open."""
+    """The standard streams stand for those of the other process; other files cannot travel."""
     if file is sys.stdout or file is sys.stderr:
         reduced: reductions.Reduced = cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
         return reduced
@@ -354,11 +355,11 @@ def _reduce_file(file: io.TextIOWrapper) -> reductions.Reduced:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
 
-    # Before cloudpickle's, which sends what is in an open file.
+    # Before cloudpickle's, which would send the contents of an open file.
     dispatch_table: ClassVar[object] = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(self, file: io.BytesIO, out: Outgoing) -> None:
-        # Not a method of ours: a cycle would keep all that was pickled until the garbage collector comes by.
+        # A partial, not a method: a cycle would keep all that was pickled until the garbage collector runs.
         super().__init__(file, protocol=5, buffer_callback=partial(_take_buffer, out))
         self._out = out
 
@@ -387,10 +388,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if found is value:
                 return load_main, (value.__qualname__,)
         if isinstance(value, FunctionType) and getattr(value, "__module__", None) is None:
-            # It was made by `exec`, and is no module's. cloudpickle would look for it in all of them, which takes long,
-            # and those that make up what they are asked for, as torch.ops does, keep that.
+            # It was made by `exec`, and belongs to no module. cloudpickle would look for it in all modules, which takes
+            # long, and modules that invent attributes, such as torch.ops, would keep the invented one.
             return self._dynamic_function_reduce(value)
-        if isinstance(value, CodeType):  # whatever holds it: compiled for this version, another one dies of it
+        if isinstance(value, CodeType):  # in any container: code of another version would crash the interpreter
             return load_code, (_MINOR, value.co_filename, *code_reduce(value)[1])
         reduced = super().reducer_override(value)
         if isinstance(value, type):
@@ -415,7 +416,7 @@ def _needs_same_python(value: type | FunctionType, theirs: str) -> Serialization
 def load_code(python: str, file: str, *parts: Any) -> CodeType:
     """Used in pickles: compiled code, by the minor version of Python that has compiled it.
 
-    file: where its source stands, for tracebacks; cloudpickle 3.1.3 leaves that out.
+    file: of its source, for tracebacks; cloudpickle 3.1.3 leaves it out.
     """
     if python != _MINOR:
         made = python if isinstance(python, str) and len(python) < 8 and python.isascii() else "another version"
@@ -428,7 +429,7 @@ def load_code(python: str, file: str, *parts: Any) -> CodeType:
 
 
 def load_tensor(index: int) -> Tensor:
-    """Used in pickles: the tensor that left the pickle as number `index`."""
+    """Used in pickles: the tensor with that number in the message."""
     message = incoming.get()
     if message is None:
         raise ProtocolError("a tensor reference outside of a message")
@@ -452,7 +453,7 @@ def load_reference(index: int) -> object:
 
 
 def load_main(qualname: str) -> object:
-    """Used in pickles: what the main module calls `qualname`."""
+    """Used in pickles: the definition `qualname` of the main module."""
     found = find_main(qualname)
     if found is None:
         raise AttributeError(f"the main module here defines no {qualname!r}")
@@ -460,7 +461,7 @@ def load_main(qualname: str) -> object:
 
 
 def find_main(qualname: str) -> object:
-    """What the main module defines under that name, or None. Spawned children call theirs ``__mp_main__``."""
+    """The definition of that name in the main module, or None. Spawned children call it ``__mp_main__``."""
     for name in MAIN_NAMES:
         found: object = sys.modules.get(name)
         for part in qualname.split("."):

@@ -1,4 +1,4 @@
-"""Where in a value that part is which cannot be serialised. Looked for once that has failed, and at no other time."""
+"""Finds the part of a value that cannot be serialised. Used only after serialising has failed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import FunctionType
 from ..foreign import said
 from .packing import PLAIN
 
-# So many parts are tried, in so many seconds: a long list may have its bad item at the end.
+# Parts that are tried at most, and seconds: a long list may have its bad item at the end.
 _MOST, _SECONDS = 10_000, 0.5
-_SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")  # a class that has one of these pickles what it likes
+_SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")  # a class with one of these does not pickle its attributes
 _KEY = 40  # letters of a key that are shown
 
 
 def find_failing(value: object, write: Callable[[object], object], error: Exception) -> tuple[str, object]:
     """The path to the innermost part of a value that `write` raises for, such as ``['a'][3].lock``, and that part.
 
-    error: what it raises for the value; a part for which it raises another one is not to blame. The path is empty if
-    the value itself is to blame, or it is not found which part is.
+    error: what it raises for the value; a part for which it raises another error is not to blame. The path is empty if
+    the value itself is to blame, or no part is found.
     """
     path, left, until = "", _MOST, time.monotonic() + _SECONDS
     seen = {id(value)}
@@ -47,7 +47,7 @@ def _fails(part: object, write: Callable[[object], object], error: Exception) ->
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """The parts of a container, an object or a function, each with how it is reached from there."""
+    """The parts of a container, an object or a function, each with its step of the path."""
     if isinstance(value, dict):
         for key, part in list(value.items()):
             yield f"[{_shown(key)}]", part
@@ -70,7 +70,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """What a function that goes by value takes along."""
+    """The values that a function that goes by value takes along."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f".<{name}>", cell.cell_contents

@@ -1,9 +1,9 @@
-"""Families of messages: what the two ends of one thing, such as a channel, say to each other inside of an envelope.
+"""Families of messages: what the two ends of, for example, a channel send to each other inside an envelope message.
 
 A family declares its messages as NamedTuples and gives each of them a word. On the wire a message is the list of its
-word and its fields, in their order. `write` makes such a list, and `read` makes the message of one again: msgspec
-compares the number of the fields, their types, ranges and lengths with the annotations, all the way down, and `read`
-raises ProtocolError for what does not fit.
+word and its fields, in their order. `write` makes such a list, and `read` makes the message from it: msgspec compares
+the number of the fields, their types, ranges and lengths with the annotations, at all depths, and `read` raises
+ProtocolError for a mismatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .packing import MALFORMED, kind_shown, malformed
 
 M = TypeVar("M", bound=tuple[object, ...])
 T = TypeVar("T")
-_BUILTIN = (bytes,)  # msgpack has a type for these; else they would be read from text
+_BUILTIN = (bytes,)  # msgpack has a type for these; without this msgspec would read them from text
 
 
 class Family(Generic[M]):
@@ -30,19 +30,19 @@ class Family(Generic[M]):
         self._words = {declared: word for word, declared in classes.items()}
 
     def word(self, message: M) -> str:
-        """What that message is called on the wire."""
+        """The message's word on the wire."""
         return self._words[type(message)]
 
     def write(self, message: M) -> list[object]:
-        """The fields of an envelope."""
+        """The list of word and fields."""
         return [self._words[type(message)], *message]
 
     def read(self, fields: Any) -> M:
-        """The message that these fields are. Raises ProtocolError."""
+        """The message of such a list. Raises ProtocolError."""
         word = fields[0] if type(fields) is list and fields else None
         declared = self.classes.get(word) if type(word) is str else None
         if declared is None:
-            raise ProtocolError(f"a message about {self.name} that is none: {kind_shown(word)} is none of its words")
+            raise ProtocolError(f"a message about {self.name} is malformed: {kind_shown(word)} is none of its words")
         try:
             return msgspec.convert(fields[1:], declared, builtin_types=_BUILTIN)
         except MALFORMED as error:
@@ -50,7 +50,7 @@ class Family(Generic[M]):
 
 
 def reader_of(declared: type[T]) -> Callable[[object], T]:
-    """What makes a NamedTuple of a list of its fields; raises TypeError for any other value."""
+    """A function that makes a NamedTuple of a list of its fields; raises TypeError for any other value."""
 
     def read(fields: object) -> T:
         try:

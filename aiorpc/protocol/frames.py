@@ -9,12 +9,12 @@ Layout, little-endian:
 
 Invariants
 1. Every length is compared with its limit before any memory is taken for it. What is only announced takes no memory: a
-   segment gets its own when its first byte is due, and long ones lie in memory of which the system gives a page when
-   that is written to. So a decoder takes what has come, once more while a body is handed out, and a buffer to read into
-   (`read_size`). To let memory grow with what comes instead would copy or move it several times; what has to be bounded
-   apart is address space (`max_frame`).
+   segment gets its own when its first byte is due, and long ones lie in memory whose pages the system allocates at the
+   first write. So a decoder takes the memory of what has come, once more while a body is handed out, and a buffer to
+   read into (`read_size`). Growing memory would copy or move the bytes several times; instead address space is bounded
+   (`max_frame`).
 2. A frame is handed out whole, with buffers of its own: the decoder keeps no reference to them and never reuses them.
-3. After an error the decoder is spent; its position in the stream is unknown.
+3. After an error the decoder cannot be used any more; its position in the stream is unknown.
 4. `get_buffer` never returns an empty view.
 5. Call ids name calls of the side that opened the connection; both sides use that number. An id is never reused.
 """
@@ -38,19 +38,19 @@ HEAD = struct.Struct("<QIIBB")
 MAGIC = 0xA1
 # A receive buffer of this size takes a burst of small frames in one system call.
 READ_SIZE = 256 * 1024
-# So much is enough for a handshake: strangers may open many connections.
+# Enough for a handshake; strangers may open many connections.
 FIRST_READ_SIZE = 4 * 1024
-# Segments of at least so many bytes are written from where they are; below it a copy into the frame is cheaper.
+# Segments of at least so many bytes are written from their own memory; below it a copy into the frame is cheaper.
 DIRECT_SIZE = 32 * 1024
 MAX_SEGMENTS = 1 << 20
-# The first bytes of TLS: a record of the handshake, in whatever version.
+# The first bytes of TLS: a record of the handshake, in any version.
 _TLS_BEGINS = b"\x16\x03"
 
 
 class Kind(IntEnum):
     """What a frame means. Direction: > from the side that opened the connection, < from the other, = both."""
 
-    HELLO = 1  # = who I am, and a nonce (handshake.py)
+    HELLO = 1  # = the sender's identity and a nonce (handshake.py)
     PROOF = 2  # > proof of the shared secret
     REFUSED = 3  # < why this connection is not wanted
     CALL = 4  # > run a function
@@ -60,13 +60,13 @@ class Kind(IntEnum):
     ITEM = 8  # < one item of a stream
     CREDIT = 9  # > so many more items may come
     REFERENCE = 10  # > a message of reference counting (references.py)
-    GOODBYE = 11  # = I leave in good order
+    GOODBYE = 11  # = the sender leaves in good order
     WELCOME = 12  # < the proof was good, and here is mine; calls may come
     CHANNEL = 13  # = from a channel's one end to its other (channels/)
     PARCEL = 14  # = a message some of whose buffers go by channels (runtime/links/link.py)
     CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)
     ACK = 16  # = so many frames have come since the handshake; that number stands in place of the call id (session.py)
-    RELEASE = 17  # = blocks of shared memory are the receiver's again (channels/shared.py)
+    RELEASE = 17  # = blocks of shared memory go back to the receiver (channels/shared.py)
 
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.
@@ -76,7 +76,7 @@ RELEASE = int(Kind.RELEASE)
 
 
 class Frame(NamedTuple):
-    """One frame. body: msgpack bytes. segments: writable buffers, owned by whoever holds the frame."""
+    """One frame. body: msgpack bytes. segments: writable buffers, which belong to the holder of the frame."""
 
     kind: int
     call_id: int
@@ -104,8 +104,8 @@ _new_frame = tuple.__new__
 
 
 _MUCH = 16 * mmap.PAGESIZE
-_NOTHING = memoryview(bytearray())  # a segment without bytes: nobody can write to it, so all may have the same
-# A table of more lengths stays in one piece: as numbers of Python it would take several times its bytes.
+_NOTHING = memoryview(bytearray())  # a segment without bytes: nothing can be written to it, so all share it
+# A table of more lengths is kept as an array: as Python's numbers it would take several times its bytes.
 _FEW_SEGMENTS = 64
 
 
@@ -117,7 +117,7 @@ def _lengths(buffer: Buffer | mmap.mmap, at: int, count: int) -> Sequence[int]:
 
 
 def room(size: int) -> bytearray | mmap.mmap:
-    """Memory for bytes that arrive. Of much of it a page is taken when it is written to: most connections need few."""
+    """Memory for bytes that arrive. Large memory is mapped: a page is allocated at the first write to it."""
     if size < _MUCH:
         return bytearray(size)
     try:
@@ -127,8 +127,8 @@ def room(size: int) -> bytearray | mmap.mmap:
 
 
 def whole_frames(data: bytes) -> tuple[list[Frame], int]:
-    """The frames that these bytes begin with, as far as they are whole, and their length. No limits are looked at."""
-    # Whether one is whole is what `least_length` would say, which is a function more for each.
+    """The whole frames at the beginning of these bytes, and their length. Limits are not checked."""
+    # `least_length` inlined: a call less for each frame.
     frames: list[Frame] = []
     start, there = 0, len(data)
     size = HEAD.size
@@ -153,7 +153,7 @@ def whole_frames(data: bytes) -> tuple[list[Frame], int]:
 
 
 def least_length(data: bytes, start: int = 0) -> int:
-    """Bytes that the frame that begins there has at least, exactly so once its lengths are there; 0: none of ours."""
+    """Least bytes of the frame that begins there, exact once its lengths are there; 0: not a frame of ours."""
     size = HEAD.size
     if len(data) - start < size:
         return size
@@ -169,11 +169,11 @@ def least_length(data: bytes, start: int = 0) -> int:
 class FrameDecoder:
     """Turns a stream of bytes into frames. Feed it with `get_buffer` and `received`.
 
-    max_body, max_segment: limits in bytes; no segments are taken while the latter is 0. max_frame: of the segments of a
-    frame together. read_size: bytes that are read at once where nothing large is under way; what it is changed to holds
-    from the next time on that nothing is half read.
+    max_body, max_segment: limits in bytes; no segments are allowed while the latter is 0. max_frame: of the segments of
+    a frame together. read_size: bytes of one read while nothing large is under way; a change holds from the next time
+    on that nothing is half read.
     allocate: makes the writable buffer for one large segment of so many bytes.
-    place: says where the segment of a CHUNK belongs, from transfer, body and length; None while there can be none.
+    place: returns where the segment of a CHUNK belongs, from transfer, body and length; None while none may come.
     """
 
     def __init__(
@@ -192,17 +192,17 @@ class FrameDecoder:
         self.allocate = allocate
         self.place: Callable[[int, bytes, int], memoryview] | None = None
         self._buffer = room(read_size)
-        self._start = 0  # of the bytes not yet parsed
+        self._start = 0  # of the unparsed bytes
         self._end = 0
         self._large: _LargeFrame | None = None
         #: Whether a large buffer is under way.
         self.filling: bool = False
-        #: Whether what came began as TLS does: the other side has it, and this one has not.
+        #: Whether the stream began as TLS does: the other side uses it, and this one does not.
         self.saw_tls: bool = False
 
     @property
     def empty(self) -> bool:
-        """Whether all that came were whole frames."""
+        """Whether no frame is incomplete."""
         return self._large is None and self._start == self._end
 
     @property
@@ -212,7 +212,7 @@ class FrameDecoder:
         return (large.call_id, large.size) if large is not None and large.kind == CHUNK else None
 
     def feed(self, data: Buffer) -> list[Frame]:
-        """Take bytes of the stream that were read elsewhere; returns and raises what `received` does."""
+        """Take bytes of the stream that were read elsewhere; returns and raises the same as `received`."""
         rest = memoryview(data)
         frames: list[Frame] = []
         while rest:
@@ -224,15 +224,15 @@ class FrameDecoder:
         return frames
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; as long as may usefully be read at once."""
+        """Where to read the next bytes into; as long as one read should be."""
         if self._large is not None:
             return self._large.remaining()
         return memoryview(self._buffer)[self._end :]
 
     def received(self, count: int) -> list[Frame]:
-        """`count` bytes were put into the last buffer; returns the frames that this completed.
+        """`count` bytes were read into the last buffer; returns the frames that this completed.
 
-        Raises ProtocolError when the stream is not ours or asks for more than the limits.
+        Raises ProtocolError for a stream that is not ours, or exceeds the limits.
         """
         if self._large is not None:
             return self._received_large(count)
@@ -248,7 +248,7 @@ class FrameDecoder:
             need = size + body_length
             if end - start < need:
                 break
-            # What Frame(...) does, without its call into Python: most frames are made here.
+            # Most frames are made here: `tuple.__new__` saves a call.
             frames.append(_new_frame(Frame, (kind, call_id, bytes(buffer[start + size : start + need]), ())))
             start += need
             need = size
@@ -350,7 +350,7 @@ class FrameDecoder:
 
 
 class _LargeFrame:
-    """A frame whose segments are received straight into their own memory, which is made for one after the other."""
+    """A frame whose segments are received straight into their own memory, which is allocated one after the other."""
 
     def __init__(
         self,
@@ -366,11 +366,11 @@ class _LargeFrame:
         self.segments: list[bytearray | memoryview] = []
         self._lengths = lengths
         self._allocate = allocate
-        self._view: memoryview | None = None  # the rest of the segment that is under way
+        self._view: memoryview | None = None  # the rest of the current segment
         self._begin()
 
     def _begin(self) -> None:
-        """Make the memory of the next segment; none of those without bytes."""
+        """Allocate the next segment with bytes."""
         self._view = None
         while self._view is None and len(self.segments) < len(self._lengths):
             length = self._lengths[len(self.segments)]
@@ -393,7 +393,7 @@ class _LargeFrame:
         return self._view is None
 
     def remaining(self) -> memoryview:
-        assert self._view is not None, "it is dropped when it is complete"
+        assert self._view is not None, "a complete one is dropped"
         return self._view
 
     def filled(self, count: int) -> bool:
@@ -405,7 +405,7 @@ class _LargeFrame:
         return self._view is None
 
     def take(self, data: memoryview) -> int:
-        """Copy what has arrived already; returns how much of it was ours."""
+        """Copy bytes that have arrived already; returns how many belong to this frame."""
         taken = 0
         while self._view is not None and taken < len(data):
             view = self._view

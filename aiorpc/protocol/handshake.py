@@ -1,34 +1,35 @@
-"""Who is on the other end: versions, identities and a mutual proof of the shared secret.
+"""The handshake: versions, identities and a mutual proof of the shared secret.
 
     opener                                   acceptor
     HELLO version, record, nonce, whom -->
                                     <--      HELLO version, nonce
     PROOF takes, proof("opener")    -->      ready
-    ready                           <--      WELCOME takes, proof("acceptor"), the first that bears a seal
+    ready                           <--      WELCOME takes, proof("acceptor"), the first with a MAC
 
-The opener proves itself first, and says whom it wants: it knows that from the store. So whoever connects to a worker
-and does not know the secret learns the version and whether there are seals, and no more: neither name, host, process
-nor script. The acceptor compares whom the opener wants with itself, by hashes. A proof is HMAC-SHA256 over the role,
-both HELLOs and the acceptor's whole record, which each side takes from what it knows; the role label keeps one side's
+The opener proves itself first, and names the worker that it wants, which it knows from the store. A stranger who
+connects to a worker without the secret learns the version and whether there are MACs, but no name, host, process or
+script. The acceptor compares the wanted worker with itself, by hashes. A proof is HMAC-SHA256 over the role, both
+HELLOs and the acceptor's whole record, which each side takes from its own knowledge; the role label keeps one side's
 proof from being played back as the other's. The opener sends no call before it has checked the acceptor's proof. Bodies
 are msgpack of plain values; nothing is unpickled before the other side's proof was checked.
 
-What a proof gives away. Whoever gets one, and the two HELLOs, can try secrets by himself as fast as he can compute. So
-a secret of people goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`).
-docs/inside/decisions/secret.md says who can get one, and why nothing ends that. TLS hides the proofs from readers.
+What a proof gives away: anyone who has one and the two HELLOs can test guessed secrets offline, at full speed. A secret
+chosen by people therefore goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`).
+docs/inside/decisions/secret.md lists who can get a proof, and why that cannot be prevented. TLS hides the proofs from
+readers of the network.
 
-Each says with its proof how much it takes (`max_incoming_bytes`), so that the other one sends no message that would end
-the connection.
+Each side announces with its proof how much it takes (`max_incoming_bytes`): the other side sends no message that would
+end the connection.
 
-The opener sends nothing between its proof and the WELCOME, so that the acceptor's strict limits hold for every byte
-before the proof.
+The opener sends nothing between its proof and the WELCOME: the acceptor's strict limits hold for every byte before the
+proof.
 
-Both say in their HELLO whether what follows is sealed (seal.py); if they differ the connection is refused. The keys,
-one for each direction, come from the secret and both HELLOs: they are good for this connection alone. The acceptor
-seals from its WELCOME on, the opener behind it; the opener takes nothing without a seal behind its own proof, and the
-acceptor nothing behind the opener's. So no byte behind a proof goes without one, and whoever carries a handshake to and
-fro gets nothing out of it. A refusal that follows on a wrong proof bears no seal, as there is no key for it: an opener
-that waits for a sealed WELCOME takes it for what it is, a secret that does not match.
+Both announce in their HELLO whether MACs follow (seal.py); if they differ the connection is refused. The keys, one for
+each direction, come from the secret and both HELLOs: they are good for this connection alone. The acceptor uses MACs
+from its WELCOME on, the opener from its next frame on; after its own proof the opener accepts only bytes with a MAC,
+and so does the acceptor after the opener's. Every byte after a proof therefore has a MAC, and a relay of the handshake
+gains nothing. A refusal of a wrong proof has no MAC, as there is no key for it: an opener that waits for a WELCOME with
+a MAC takes it for a secret that does not match.
 
 The states of both sides are the tables `OPENER` and `ACCEPTOR` of `states`.
 """
@@ -53,13 +54,13 @@ from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 VERSION = 7
 NONCE_SIZE = HASH_SIZE = 32
 WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
-# Longest body taken from somebody who has not proved anything yet, in bytes.
+# Longest body that is accepted before the other side's proof, in bytes.
 MAX_BODY = 16 * 1024
-# What who has no limit says that it takes.
+# A worker without a limit announces that it takes so much.
 MOST = 1 << 62
-# Characters of what somebody else has said that are shown.
+# Characters that are shown of the other side's text.
 SHOWN = 300
-# Which connection it is, and what follows the handshake: see `Introduction.flags`.
+# Bits of `Introduction.flags`.
 PIPE, SEALED, SAFE, LASTING, RESUME = 1, 2, 4, 8, 16
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
@@ -68,7 +69,7 @@ _Flags = Annotated[int, Meta(ge=0, le=PIPE | SEALED | SAFE | LASTING | RESUME)]
 
 
 class Hello(Fields):
-    """The first that either side says. In this form for ever, whatever the version."""
+    """The first message of either side. Its form never changes, in any version."""
 
     #: An Introduction of the opener, or a Challenge of the acceptor, as bytes: the proofs are made from both.
     introduction: bytes
@@ -77,7 +78,7 @@ class Hello(Fields):
 
 
 class Introduction(Fields):
-    """What the opener says. Its first field keeps its place for ever; the others may differ between versions."""
+    """The opener's HELLO. Its first field never changes; the others may differ between versions."""
 
     #: Of the protocol.
     version: int
@@ -85,56 +86,55 @@ class Introduction(Fields):
     record: list[str | int]
     #: 32 random bytes, never used again.
     nonce: _Nonce
-    #: The worker that is wanted: the SHA-256 of its incarnation.
+    #: The wanted worker: the SHA-256 of its incarnation.
     whom: _Hash
     #: What the opener knows of it: the SHA-256 of its record, as msgpack.
     known: _Hash
     #: The number that the opener gave to its link with the acceptor.
     link: int
-    #: PIPE: this is the second connection of that link, for chunks. SEALED: what follows the handshake bears seals.
-    #: SAFE: whoever says this reads no pickles, and sends none. LASTING: this side acknowledges what it receives, and
-    #: keeps what it sends until it is acknowledged, if the other side does so too. RESUME: this is a new socket for a
-    #: connection that has broken, the first one of that link, or with PIPE the second one; each side begins again
-    #: behind the frames that the other one has, as PROOF and WELCOME say.
+    #: PIPE: this is the second connection of that link, for chunks. SEALED: MACs follow the handshake. SAFE: the sender
+    #: reads no pickles, and sends none. LASTING: this side acknowledges what it receives, and keeps what it sends until
+    #: it is acknowledged, if the other side does so too. RESUME: this is a new socket for a broken connection, the
+    #: first one of that link, or with PIPE the second one; each side begins again after the frames that the other one
+    #: has, according to PROOF and WELCOME.
     flags: _Flags
 
 
 class Challenge(Fields):
-    """What the acceptor answers. Its first field keeps its place for ever; the others may differ between versions."""
+    """The acceptor's HELLO. Its first field never changes; the others may differ between versions."""
 
     #: Of the protocol.
     version: int
     #: 32 random bytes, never used again.
     nonce: _Nonce
-    #: SEALED, SAFE and LASTING, as in an Introduction.
+    #: SEALED, SAFE and LASTING, see Introduction.
     flags: _Flags
 
 
-# In front of the proof: how many bytes of tensors of one message the side that proves itself takes, or where a
-# connection goes on, how many frames it has received.
+# A number in front of the proof: how many bytes of tensors of one message the sender takes, or for a resumed connection
+# how many frames it has received.
 _NUMBER = 8  # bytes
 
 
 class Handshake:
     """One side of the exchange. `start` (opener only) and `feed` return what to write; `peer` is set once READY.
 
-    proved: whether the acceptor has checked the opener's proof: all that it says from then on bears a seal.
-    expect: whom the opener wants to reach, to the last word; None makes an acceptor.
+    proved: whether the acceptor has checked the opener's proof: from then on it uses MACs.
+    expect: the record of the worker that the opener wants to reach; None makes an acceptor.
     accept: asked by the acceptor about the record of an opener that has proved itself, and whether that opens a link;
     returns a reason to refuse it, or None. link, pipe: the number that the opener gave to its link with the acceptor,
-    and whether this is the second connection of it, for chunks; the acceptor learns both. sealed: what follows bears
-    seals, see `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that
-    worker with that number; None if there is none, which ends the handshake. The proofs of a second connection are made
-    with it, which both sides of the first one know alone: no other member opens it in their name.
-    binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
-    proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
-    safe: whether we read no pickles. lasting: whether we want a session (protocol/session.py), and once READY whether
-    both sides do.
-    received: how many frames of a connection that has broken the opener has received, if this is a new socket for it.
-    goes_on: asked by the acceptor, once the opener of such a one has proved itself: how many frames of the same
-    connection it has received itself. The proofs are made with the `session` of its link. takes: how many bytes of
-    tensors of one message we take. theirs: what the other side takes, or where a connection goes on, has received, once
-    READY.
+    and whether this is the second connection of it, for chunks; the acceptor learns both. sealed: MACs follow, see
+    `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that worker with
+    that number; None if there is none, which ends the handshake. The proofs of a second connection are made with it,
+    which only the two sides of the first one know: no other member can open it in their name.
+    binding: a value that both ends of the connection below have in common and nothing in between can have
+    (`TlsLayer.binding`); proofs and keys are made over it. It has to be set before the first frame; empty without TLS.
+    safe: whether this side reads no pickles. lasting: whether this side wants a session (protocol/session.py), and once
+    READY whether both sides do.
+    received: how many frames of a broken connection the opener has received, if this is a new socket for it.
+    goes_on: asked by the acceptor, once the opener of a resumed connection has proved itself: how many frames of it the
+    acceptor has received. The proofs are made with the `session` of its link. takes: how many bytes of tensors of one
+    message this side takes. theirs: the number from the other side's proof (see above), once READY.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Handshake:
         return encode_frame(Kind.HELLO, 0, pack(Hello(self._mine, b"")))
 
     def feed(self, frame: Frame) -> list[Buffer]:
-        """The peer's next frame. Raises PeerRefused or ProtocolError, with `refusal` as the frame to send first."""
+        """Take the peer's next frame. Raises PeerRefused or ProtocolError; then send the frame of `refusal` first."""
         try:
             return self._feed(frame)
         except (PeerRefused, ProtocolError):
@@ -202,14 +202,14 @@ class Handshake:
             raise
 
     def keys(self) -> tuple[bytes, bytes]:
-        """For the seals of what we send, and of what we receive. Once both HELLOs were said."""
+        """The keys of the MACs of what we send, and of what we receive. Once both HELLOs were exchanged."""
         if self.state not in (HandshakeState.PROVED, HandshakeState.READY) and not self.proved:
             raise RpcUsageError(f"a handshake that is {self.state.value} has no keys")
         ours, theirs = ("opener", "acceptor") if self._opener else ("acceptor", "opener")
         return self._keyed(f"seal of {ours}"), self._keyed(f"seal of {theirs}")
 
     def session(self) -> bytes:
-        """What the two sides of this connection know, and nobody else who has not heard the handshake."""
+        """A value that only the two sides of this connection know."""
         return self._keyed("session")
 
     def _feed(self, frame: Frame) -> list[Buffer]:
@@ -253,13 +253,13 @@ class Handshake:
         self.link, self.pipe, self.resumes = theirs.link, bool(theirs.flags & PIPE), bool(theirs.flags & RESUME)
         peer = WorkerRecord.from_wire(theirs.record)
         whom, known = _hashes(self.record)
-        # We do not say who we are: nothing is proved yet.
+        # Refuse without our name: the opener has proved nothing yet.
         if theirs.whom != whom:
             raise PeerRefused("another worker is here than the one that is wanted; that one may have been restarted")
         if theirs.known != known:
             raise PeerRefused(
                 "the worker that is wanted is here, but it says something else of itself than the rendezvous store "
-                "says of it: somebody else has written into the store"
+                "says of it: another process has written into the store"
             )
         self._check_flags(peer, theirs.flags)
         if (self.pipe or self.resumes) and self._session_of is not None:
@@ -284,7 +284,7 @@ class Handshake:
             )
         if bool(flags & SAFE) != self.safe:
             ours, theirs = ("safe", "free") if self.safe else ("free", "safe")
-            # To a stranger we do not say who we are; the opener knows whom it has called.
+            # The opener gets no name of ours before its proof; the acceptor's name is known to the opener.
             we = f"worker {self.record.name!r} has" if self._opener else "the worker that it called has"
             raise PeerRefused(
                 f"worker {peer.name!r} has serialization={theirs!r}, and {we} {ours!r}; give it the same value on all "
@@ -298,7 +298,7 @@ class Handshake:
         return hmac.digest(self._secret, message, "sha256")
 
     def _proof(self, role: str) -> bytes:
-        """What this side says in PROOF or WELCOME."""
+        """The body of PROOF or WELCOME."""
         number = self._received if self.resumes else self._takes
         return number.to_bytes(_NUMBER, "little") + self._keyed(self._label(role, number))
 
@@ -314,13 +314,13 @@ class Handshake:
 
 
 def _hashes(record: WorkerRecord) -> tuple[bytes, bytes]:
-    """Of its incarnation, and of all of it."""
+    """The hashes of its incarnation, and of the whole record."""
     whole = pack(record.to_wire())
     return hashlib.sha256(record.incarnation.encode()).digest(), hashlib.sha256(whole).digest()
 
 
 def shown(said: str) -> str:
-    """What somebody else has said, for logs and errors: one line of bounded length, whatever the words are."""
+    """Text of another process, for logs and errors: one line of bounded length."""
     return legible(said[:SHOWN])
 
 
@@ -330,7 +330,7 @@ def refusal(reason: str) -> list[Buffer]:
 
 
 class _Versioned(Struct, array_like=True):
-    """The first field of an introduction of any version; what follows is not looked at."""
+    """The first field of an introduction of any version; the rest is ignored."""
 
     version: int
 
@@ -342,13 +342,13 @@ read_hello = reader(Hello)
 
 
 def read_introduction(data: Buffer) -> Introduction:
-    """What a Hello of an opener says; its record is not looked at. PeerRefused: another version. ProtocolError."""
+    """The opener's part of a Hello; its record is not checked. PeerRefused: another version. ProtocolError."""
     _check_version(data)
     return _read_introduction(data)
 
 
 def read_challenge(data: Buffer) -> Challenge:
-    """What a Hello of an acceptor says. Raises PeerRefused for another version, or ProtocolError."""
+    """The acceptor's part of a Hello. Raises PeerRefused for another version, or ProtocolError."""
     _check_version(data)
     return _read_challenge(data)
 

@@ -29,19 +29,19 @@ RecordFields = Annotated[list[str | int], msgspec.Meta(max_length=32)]
 
 
 def check_name(name: object) -> str:
-    """Return `name` if it can name a worker; RpcUsageError says what is wrong with it otherwise."""
+    """Return `name` if it can name a worker; raise RpcUsageError with the reason otherwise."""
     return _check("Worker", name)
 
 
 def check_object_name(name: object) -> str:
-    """Return `name` if an object can be served under it; RpcUsageError says what is wrong with it otherwise."""
+    """Return `name` if an object can be served under it; raise RpcUsageError with the reason otherwise."""
     return _check("Object", name)
 
 
 def legible(text: str) -> str:
-    """A text that stands in a record for people, such as the name of a host, as a record may have it.
+    """A text for people, such as the name of a host, in a form that a record may have.
 
-    The kernel takes any bytes for the name of a host. Those that are no UTF-8 come as halves of surrogates, which no
+    The kernel accepts any bytes as the name of a host. Bytes that are not UTF-8 come as lone surrogates, which no
     record can carry, and control characters would reach the terminals of others.
     """
     return "".join(each if each.isprintable() else "?" for each in text[:_TEXT_LIMIT])
@@ -81,12 +81,11 @@ class WorkerRecord:
     name: as in WorkerInfo. id: its number in the group, which no other worker of the group has or had. incarnation:
     random hex, new for every init. host: identity of the host, its namespaces and its user (equal on both sides: unix
     sockets and pidfd work). hostname, pid: for people. main: identity of the main module. unix_path: path of its unix
-    socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if nowhere. role: what it says it is in the
-    group, by which others decide what they run for it; "" if nothing. tls: "1.3" if it speaks nothing but TLS
-    there, and over TCP at all; "" if it speaks none. Behind `UNUSABLE` stands why it cannot: such a worker joins
-    only to tell the others, which would wait for it. rank: its place in the group, the id of its WorkerInfo. It is
-    its id, but in a worker that has taken the place of one that was lost. python, torch, aiorpc: the versions that it
-    runs; "" if it does not say.
+    socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if nowhere. role: the role that it claims in the
+    group, for which others decide what they run; "" for none. tls: "1.3" if it speaks TLS over TCP; "" if it does not.
+    After `UNUSABLE` comes the reason why it cannot: such a worker joins only to tell the others, which would wait for
+    it. rank: its place in the group, the id of its WorkerInfo. It equals the id, except in a worker that has taken the
+    place of a lost one. python, torch, aiorpc: the versions that it runs; "" if unknown.
     """
 
     name: _Text
@@ -101,7 +100,7 @@ class WorkerRecord:
     tcp_port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     role: _Text = ""
     tls: _Text = ""
-    rank: _Id = -1  # the id, where nothing else is said
+    rank: _Id = -1  # the id, if it is not given
     python: _Version = ""
     torch: _Version = ""
     aiorpc: _Version = ""
@@ -140,7 +139,7 @@ class WorkerRecord:
             raise malformed("a worker record", error) from None
         if not all(is_text(each) for each in value if isinstance(each, str)):
             raise ProtocolError("a worker record with text that is no UTF-8")
-        # Their own texts show what was sent.
+        # The errors of these functions would show the text of another process.
         try:
             check_name(record.name)
         except RpcUsageError:

@@ -1,4 +1,4 @@
-"""Sets of ids that were counted up: what they hold lies close together, and takes no memory for each id."""
+"""Sets of ids that were counted up: stored as ranges, they take little memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class IdSet(Set[int]):
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self._starts: list[int] = []
-        self._ends: list[int] = []  # of each range: the first number behind it
+        self._ends: list[int] = []  # of each range: the number after its last one
         for number in ids:
             self.add(number)
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[Sequence[int]]) -> IdSet:
-        """What `ranges` has given. ValueError unless each is two integers, and they are in order and apart."""
+        """The reverse of `ranges`. ValueError unless each is two integers, and they are in order and apart."""
         made, last = cls(), None
         for start, end in ranges:
             if type(start) is not int or type(end) is not int or end <= start or (last is not None and start <= last):
@@ -41,13 +41,13 @@ class IdSet(Set[int]):
         return made
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The first number of each range, and the first one behind it, in order."""
+        """The first number of each range, and the one after its last, in order."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def add(self, number: int) -> None:
-        """Enter a number; nothing happens if it is there."""
+        """Add a number, unless it is there."""
         starts, ends = self._starts, self._ends
-        at = bisect_right(starts, number)  # of the first range behind it
+        at = bisect_right(starts, number)  # of the first range after it
         if at and number < ends[at - 1]:
             return
         after, before = at < len(starts) and starts[at] == number + 1, at > 0 and ends[at - 1] == number

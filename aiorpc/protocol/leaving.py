@@ -1,10 +1,10 @@
 """Who is in a group, who leads it, and how all leave together: the decisions, without I/O and without time.
 
 A group of fixed size is a star: every member makes itself known to the leader, the live member with the lowest id. The
-leader sees a member die and tells the others; when it dies itself, the next one leads. In a group that is joined freely
-nobody leads. A worker leaves by one rule: it closes its door, and goes once what it had accepted by then is over. A
-member of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect:
-each member goes on serving until all have entered, and then all close their doors.
+leader sees a member die and tells the others; when it dies itself, the next one leads. A free group has no leader. A
+worker leaves by one rule: it closes its door, and goes once the calls that it had accepted by then are over. A member
+of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect: each
+member goes on serving until all have entered, and then all close their doors.
 
     member                         leader
     ENTER (a call)         -->     notes it; once every live member has entered:
@@ -13,49 +13,48 @@ each member goes on serving until all have entered, and then all close their doo
     GOODBYE                        GOODBYE
 
 Why two rounds: an idle worker wakes up only by a call, and behind a closed door calls start only at workers that are
-not idle. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under way in
-between. Without the door a thread that makes calls back to back would keep all members for ever.
+not idle. If all were idle in both rounds and no member's count of calls changed between them, nothing was under way in
+between. Without the door a thread that makes calls back to back could keep all members without end.
 
 One `GroupTable` per worker. Its methods take events and return what is to be done, in order; they never block, and must
-be called by one thread at a time. The leader's own ENTER is a message to itself. What holds, and the test in
-`tests/protocol/test_leaving.py` that pins each:
+be called by one thread at a time. The leader's own ENTER is a message to itself. The guarantees, with their tests in
+`tests/protocol/test_leaving.py`:
 
-1. Nobody leaves before every live member has entered, whatever was lost before, unless its user bounds the waiting.
+1. No member leaves before every live member has entered, after any losses, unless its user bounds the waiting.
    `test_l1_nobody_is_let_go_before_all_have_entered`, `test_l1_a_loss_ends_nobodys_waiting_for_the_living`
-2. Nobody is let go while a call is under way between live members, unless a bound was passed.
+2. No member is let go while a call is under way between live members, unless a bound was passed.
    `test_l2_only_two_equal_idle_rounds_let_go`
 3. Once all live members have entered and the calls are over that were accepted by then, all are let go in a bounded
-   number of steps, whatever their programs begin meanwhile.
+   number of steps, even if their programs begin new calls meanwhile.
    `test_l3_all_are_let_go_once_they_are_idle`, `test_l3_a_poll_closes_the_door`
-4. A death leaves no live member waiting for ever: whoever waited for the dead one goes on without it, and whoever had
-   entered at a leader that is gone enters at the next one.
+4. A death leaves no live member waiting: a member that waited for the dead one goes on without it, and a member that
+   had entered at a dead leader enters at the next one.
    `test_l4_a_death_is_waited_for_by_nobody`, `test_l4_a_member_enters_again_at_the_next_leader`,
    `test_l4_who_leads_after_a_goodbye_looks_after_the_rest`
-5. The leader is the live member with the lowest id, and only a member that leads in its own view polls, answers or
+5. The leader is the live member with the lowest id, and only a member that believes itself the leader polls, answers or
    reports. `test_l5_the_live_member_with_the_lowest_id_leads`, `test_l5_a_lost_leader_is_replaced`
 6. Nothing is sent to a member that is known to be gone. `test_l6_nothing_is_told_to_the_gone`
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
-8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
-9. A joining member in the place of a member that is gone is let in by the leader, and is a member once all living ones
-know
-   it. `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`,
+8. The loss or goodbye of a member is reported once, and is final. `test_l8_a_member_goes_once`
+9. The leader admits a joining member in the place of a lost one. It is a member once all living ones know it.
+   `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_who_has_left_leaves_room_as_well`,
    `test_l9_a_newcomer_is_welcome_once_all_know_it`, `test_l9_a_newcomer_is_waited_for_as_any_member`,
    `test_l9_nobody_comes_once_the_group_is_let_go`, `test_l9_a_newcomer_whose_leader_is_lost_is_out`,
    `test_l9_who_leads_since_a_goodbye_looks_after_all_once_one_comes`
 
-How a joining member comes (the store is where it meets the leader; all else goes over connections that are proved):
+How a joining member comes (it meets the leader in the store; all later messages go over proved connections):
 
     joining member                       store              leader                               others
-    claims the rank     -->        claim      <--     looks, while a place is vacant
+    claims the rank     -->        claim      <--     reads, while a place is vacant
     reads               <--        answer     <--     ADMIT: who is in the group
-    ARRIVE (a call)     ------------------------->    takes it for a member
-                                                      INTRODUCE (calls)         -->        take it for a member
+    ARRIVE (a call)     ------------------------->    treats it as a member
+                                                      INTRODUCE (calls)         -->        treat it as a member
     its `init` returns  <-------------------------    answers ARRIVE, once all have answered or are gone
 
-If the leader is lost in the midst of that, some may have heard of the joining member and some not. So its number is
-void: it ends, as if it had died, and begins anew as another joining member, as long as it has time. Whoever has heard
-of the first one finds it dead, the next leader at once, because a leader looks after all members that it knows.
+If the leader is lost during that, only some may know the joining member. Its number is then void: it ends, as if it had
+died, and begins anew as another joining member, if it has time. Members that knew the first one find it dead; the next
+leader at once, because a leader watches all members that it knows.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ from .ids import IdSet
 from .places import Places
 from .states import LEAVING, RETURNING, ROUNDS, Leaving, PlaceState, ReturnEvent, Returning, Rounds, Step, Turn
 
-#: Of the members of a free group that are gone, at least so many are remembered.
+#: Least number of departed members of a free group that are remembered.
 REMEMBERED = 64
 
 
 class Activity(NamedTuple):
-    """What a worker answers to a poll. calls: how many calls of users it has made and served so far."""
+    """The answer to a poll. calls: how many calls of users the worker has made and served so far."""
 
     idle: bool
     calls: int
@@ -83,7 +82,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Tell `to` that we are a member, over a connection that is then kept."""
+    """Tell `to` that this worker is a member, over a connection that is then kept."""
 
     to: WorkerRecord
 
@@ -92,7 +91,7 @@ class Attend:
 class Follow:
     """Make sure that this worker hears of the death of `to`.
 
-    Its process is watched if that can be done from here; otherwise a connection is kept to it, as for Attend.
+    Its process is watched if that is possible from here; otherwise a connection is kept to it, as for Attend.
     """
 
     to: WorkerRecord
@@ -109,14 +108,14 @@ class ReportLost:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A member is new here: this worker's user wants to know."""
+    """A member is new here: tell the program."""
 
     member: WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member is lost: all that waits for it here fails. error: what was raised, None if nothing was."""
+    """A member is lost: all that waits for it here fails. error: the exception behind it, if any."""
 
     member: WorkerRecord
     cause: str
@@ -132,14 +131,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A member has been gone for so long, and so many since, that nothing needs to be remembered of it."""
+    """A member was gone for so long that nothing needs to be remembered of it."""
 
     member: WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who is in the group, as the leader tells a joining member: the members that live, those that were lost, and why.
+    """The group for a joining member, from the leader: the members that live, those that were lost, and why.
 
     left: those that have left before it came.
     """
@@ -151,7 +150,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Say in the store that this joining member may take the place that it claims, and who is in the group."""
+    """Write into the store that this joining member may take the place that it claims, and who is in the group."""
 
     joiner: WorkerRecord
     roster: Roster
@@ -159,7 +158,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Say in the store, or as the answer to its ARRIVE, that this joining member cannot have the place, and why."""
+    """Answer in the store, or to its ARRIVE, that this joining member cannot have the place, and why."""
 
     joiner: WorkerRecord
     reason: str
@@ -175,7 +174,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell `to` of that joining member, as a call. The event `introduced` follows, or the loss of `to`."""
+    """Tell `to` of that joining member, by a call. The event `introduced` follows, or the loss of `to`."""
 
     to: WorkerRecord
     joiner: WorkerRecord
@@ -183,7 +182,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """All members know that joining member: answer its ARRIVE with who is in the group by now."""
+    """All members know that joining member: answer its ARRIVE with the present roster."""
 
     joiner: WorkerRecord
     roster: Roster
@@ -191,9 +190,9 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class SendEnter:
-    """Tell the leader `to`, which may be this worker, that our program is done; how that call ends is an event.
+    """Tell the leader `to`, which may be this worker, that our program is done. An event follows:
 
-    `enter_answered`: it returned. `enter_failed`: it raised, as it has to when the leader is gone.
+    `enter_answered` when the call returned, `enter_failed` when it raised, as it must when the leader is gone.
     """
 
     to: WorkerRecord
@@ -201,7 +200,7 @@ class SendEnter:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnters:
-    """These members may leave: answer their ENTERs. One that is gone needs no answer, but its call has to end."""
+    """These members may leave: answer their ENTERs. A call of a dead member has to end, too."""
 
     members: tuple[int, ...]
 
@@ -210,7 +209,7 @@ class AnswerEnters:
 class Poll:
     """Ask these members, this worker among them, for their activity. The event `polled` follows.
 
-    first: whether the time for all the rounds starts with this one.
+    first: whether the time limit of all rounds starts with this one.
     """
 
     members: tuple[WorkerRecord, ...]
@@ -219,22 +218,22 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Wait a little, longer each time in the same rounds. The event `rested` follows."""
+    """Wait a little, longer each time within the same rounds. The event `rested` follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """All are let go although these members still have calls under way, or have not answered. Log that."""
+    """All are let go although these members still have calls under way, or have not answered: log it."""
 
     busy: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CloseDoor:
-    """From now on nothing that this worker's program begins is taken; what it waits for has a grace.
+    """From now on refuse what this worker's program begins; calls that it waits for get a grace.
 
-    alone: whether it leaves by itself: then nothing new that others send is taken, either. Else they close their doors,
-    too, and what comes is part of what they had accepted.
+    alone: whether it leaves by itself: then new calls of others are refused, too. Otherwise the others close their
+    doors as well, and what still comes belongs to calls that they had accepted.
     """
 
     alone: bool
@@ -247,7 +246,7 @@ class AwaitIdle:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Leave now. complete: whether the work of all is over, as far as this worker can know. Comes at most once."""
+    """Leave now. complete: whether all work is over, as far as this worker knows. At most once."""
 
     complete: bool
 
@@ -280,9 +279,9 @@ Outputs = list[Output]
 class GroupTable:
     """One worker's view of its group.
 
-    worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
-    leave at any time. joiner: this worker takes the place of one that is gone, and is not known to the others yet.
-    Ids of workers are never used twice.
+    worker_id: this worker's id. members: the known records, its own included. free: members join and leave at any time.
+    joiner: this worker takes the place of a departed member, and the others do not know it yet.
+    Ids of workers are never reused.
     """
 
     def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool, joiner: bool = False) -> None:
@@ -290,20 +289,20 @@ class GroupTable:
         self.free = free
         self.members: dict[int, WorkerRecord] = {record.id: record for record in members}
         self.lost: dict[int, WorkerInfo] = {}
-        self.gone: IdSet = IdSet()  # of all who were lost or have left
-        self._departed: deque[WorkerRecord] = deque()  # of a free group: those of them that are remembered
+        self.gone: IdSet = IdSet()  # of all that were lost or have left
+        self._departed: deque[WorkerRecord] = deque()  # of a free group: the departed members that are remembered
         self._largest = len(self.members)
         self.leaving: Leaving = Leaving.WORKING
         self.rounds: Rounds = Rounds.GATHERING
         self.places: Places = Places(self.members.values())
         self.returning: Returning = RETURNING.initial if joiner else Returning.MEMBER
         self._introducing: dict[int, set[int]] = {}  # by joining member: the members that have not answered yet
-        self._middle = self.leader  # of the star, when we last made ourselves known
+        self._middle = self.leader  # the leader to which we have last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
         self._hosts_store = False
-        self._waiting: dict[int, None] = {}  # who has entered and waits for the answer, in that order
+        self._waiting: dict[int, None] = {}  # members that have entered and wait for the answer, in that order
         self._answered: set[int] = set()
-        self._previous: dict[int, Activity | None] | None = None  # what the last round found
+        self._previous: dict[int, Activity | None] | None = None  # the answers of the last round
 
     @property
     def leader(self) -> int:
@@ -312,17 +311,17 @@ class GroupTable:
 
     @property
     def leads(self) -> bool:
-        """Whether that is this worker."""
+        """Whether this worker is the leader."""
         return self.leader == self.worker_id
 
     def live(self) -> list[WorkerRecord]:
-        """The members that have neither left nor been lost, this worker among them. Any thread."""
+        """The members that have neither left nor been lost, including this worker. Any thread."""
         return [record for record in list(self.members.values()) if record.id not in self.gone]
 
     # -- members come and go ----------------------------------------------------------------------------------------
 
     def start(self) -> Outputs:
-        """This worker is ready to serve: make it known to the leader, or to everybody in a free group."""
+        """This worker is ready to serve: make it known to the leader, or to all members of a free group."""
         if self.free:
             return [Attend(record) for record in self._others()]
         self._middle = self.leader
@@ -332,7 +331,7 @@ class GroupTable:
         return [Attend(self.members[self.leader])]
 
     def join(self, record: WorkerRecord) -> Outputs:
-        """A member is there, as it has said itself or as the rendezvous says. Nothing follows if it was known."""
+        """A member announces itself, or the rendezvous names it. Nothing follows if it was known."""
         if record.id in self.members or record.id in self.gone:
             return []
         self.members[record.id] = record
@@ -357,16 +356,16 @@ class GroupTable:
         """A member has said goodbye. Nothing follows if it is gone already, or if it is this worker."""
         if record.id in self.gone or record.id == self.worker_id:
             return []
-        if self.free:  # one that has left as soon as it came may not have been known
+        if self.free:  # it may have left before it was known here
             self.members.setdefault(record.id, record)
         self.gone.add(record.id)
         self.places.part(record)
         return [*self._part(record.id), Left(record), *self._after_parting(), *self._forget(record)]
 
     def _forget(self, departed: WorkerRecord) -> Outputs:
-        """In a free group, where any number of workers may come and go, only the latest that are gone are remembered.
+        """In a free group, where any number of workers may come and go, only the latest departed are remembered:
 
-        So many as there ever were at once, and at least `REMEMBERED`; of the others no more than that they are gone.
+        as many as there ever were members at once, and at least `REMEMBERED`. Of the others only the ids stay.
         """
         if not self.free:
             return []
@@ -382,8 +381,8 @@ class GroupTable:
         return [record for record in self.live() if record.id != self.worker_id]
 
     def _take_over(self) -> Outputs:
-        """The leader is gone: a new one takes its place, and says all that the old one may not have come to say."""
-        if self.free or self.returning is not Returning.MEMBER:  # who is no member yet is known to nobody
+        """The leader is gone: a new one takes its place, and repeats the reports that the old one may not have sent."""
+        if self.free or self.returning is not Returning.MEMBER:  # the others do not know this worker yet
             return []
         return [*self.start(), *self._report(self._losses)]
 
@@ -393,7 +392,7 @@ class GroupTable:
         return [ReportLost(other, record, cause) for record, cause in losses for other in self._others()]
 
     def _part(self, member: int) -> Outputs:
-        """Forget what this worker, as the leader, has from a member that is gone: its ENTER, and that it is told."""
+        """Drop what this worker, as the leader, has of a departed member: its ENTER, and its open announcements."""
         self._answered.discard(member)
         self._introducing.pop(member, None)
         welcome = [each for joiner in list(self._introducing) for each in self.introduced(member, joiner)]
@@ -403,21 +402,20 @@ class GroupTable:
         return [AnswerEnters((member,)), *welcome]
 
     def _after_parting(self) -> Outputs:
-        """What follows once a member is gone: it may have been the last one that the others waited for."""
+        """A member is gone: it may have been the last one that the others waited for."""
         if self.leaving is Leaving.STAYING and not self._others():
             return self._finish(Step.ALONE)
         return self._begin_rounds()
 
-    # -- joining members in vacant places, as the leader
-    # --------------------------------------------------------------------
+    # -- joining members in vacant places, as the leader ------------------------------------------------------------
 
     @property
     def admits(self) -> bool:
-        """Whether this worker is to look for joining members: it leads a group that goes on, and a place is vacant."""
+        """Whether this worker must look for joining members: it leads a group that goes on, and a place is vacant."""
         return not self.free and self.leads and not self._is_over() and bool(self.places.vacant())
 
     def apply(self, joiner: WorkerRecord) -> Outputs:
-        """A claim for a place stands in the store. Nothing follows where this worker cannot decide that, or not now."""
+        """A claim for a place is in the store. Nothing follows if this worker cannot decide it, or not now."""
         if self.free or not self.leads or self._is_over() or joiner.id in self.members:
             return []
         objection = self.places.objection(joiner)
@@ -431,16 +429,17 @@ class GroupTable:
         return Roster(tuple(self.live()), tuple(self._losses), tuple(left))
 
     def expects(self, stranger: WorkerRecord) -> bool:
-        """Whether an unknown worker may be a member: this one has admitted it, or is new itself and knows not all."""
+        """Whether an unknown worker may be a member: this one has admitted it, or is new itself and does not know
+        all."""
         return self.returning is not Returning.MEMBER or self.places.promised.get(stranger.rank) == stranger
 
     def arrive(self, joiner: WorkerRecord) -> Outputs:
-        """A joining member has proved itself, and wants to be a member."""
+        """A joining member has proved itself, and asks to become a member."""
         if self._is_over():
             return [Refuse(joiner, "all members are leaving just now; it can be in the group that they form next")]
         if self.places.promised.get(joiner.rank) != joiner:
             return [Refuse(joiner, "it was not admitted, or another one was")]
-        # Who leads since the one before has left has looked after nobody so far: the group goes on, as this one comes.
+        # A leader since the goodbye of the last one has not watched the others so far; now the group goes on.
         outputs: Outputs = self._take_over() if self._middle != self.worker_id else []
         others = self._others()
         outputs.append(Replaced(joiner, self.places.take(joiner)))
@@ -465,11 +464,10 @@ class GroupTable:
         """Whether this worker has let the others go, or goes itself."""
         return bool(self._answered) or self.leaving is Leaving.LEFT
 
-    # -- joining members, as another member, and as the joining member
-    # ------------------------------------------------------------
+    # -- joining members, as another member, and as the joining member ----------------------------------------------
 
     def introduce(self, joiner: WorkerRecord) -> Outputs:
-        """The leader says that a joining member has the place of one that is gone here, too."""
+        """The leader reports that a joining member has the place of a departed one."""
         if joiner.id in self.members:
             return []
         before = self.places.introduce(joiner)
@@ -477,7 +475,7 @@ class GroupTable:
         return [Replaced(joiner, before), *(self._take_over() if self._middle != self.leader else [])]
 
     def in_the_way(self, joiner: WorkerRecord) -> WorkerRecord | None:
-        """The member that is in the place of that joining member, and not known to be gone."""
+        """The member in the place of that joining member, if it is not known to be gone."""
         holder = self.places.holders.get(joiner.rank)
         taken = holder is not None and holder.id < joiner.id and self.places.state(joiner.rank) is PlaceState.HELD
         return holder if taken else None
@@ -490,7 +488,7 @@ class GroupTable:
         return outputs
 
     def _learn(self, roster: Roster) -> Outputs:
-        """What the leader says of the others: joining members like this one may have come, and members may be gone."""
+        """Take the leader's roster: other joining members may have come, and members may be gone."""
         outputs: Outputs = []
         for record in (*roster.members, *(lost for lost, _ in roster.lost), *roster.left):
             if record.id not in self.members:
@@ -504,12 +502,12 @@ class GroupTable:
         return outputs + [output for lost, cause in roster.lost for output in self.lose(lost, cause)]
 
     def turned_away(self) -> None:
-        """This worker cannot be a member: it is refused, or the leader is lost and with it who has heard of it."""
+        """This worker cannot be a member: it is refused, or lost with the leader those that know of it."""
         gone = self.returning is Returning.ARRIVING and self._middle in self.gone
         self._return(ReturnEvent.LEADER_GONE if gone else ReturnEvent.TURNED_AWAY)
 
     def welcomed(self, roster: Roster) -> Outputs:
-        """All members know this worker, and this is who they are."""
+        """All members know this worker; the roster lists them."""
         outputs = self._learn(roster)
         self._return(ReturnEvent.WELCOMED)
         return outputs if self.leader == self._middle else [*outputs, *self._take_over()]
@@ -522,7 +520,7 @@ class GroupTable:
     def leave(self, *, hosts_store: bool = False) -> Outputs:
         """The user of this worker has asked it to leave. Only once.
 
-        hosts_store: whether this process serves the store, which ends with it: then nobody could join or be found.
+        hosts_store: whether this process serves the store, which ends with it: then no worker could join or be found.
         """
         if not self.free:
             self._step(Step.ENTER)
@@ -531,7 +529,7 @@ class GroupTable:
         return [] if self._stays() else self._finish(Step.FINISH)
 
     def all_entered(self, leader: int) -> Outputs:
-        """That member polls this worker, and says by that that all leave. Only the leader can know."""
+        """That member polls this worker: all members leave, if it is the leader."""
         if self.leaving is not Leaving.ENTERED or leader != self.leader:
             return []
         self._step(Step.ALL_ENTERED)
@@ -549,11 +547,11 @@ class GroupTable:
         return self._finish(Step.REFUSED)
 
     def idle(self) -> Outputs:
-        """No call of users is under way at this worker any more. Follows on AwaitIdle."""
+        """No call of users is under way at this worker any more. Follows AwaitIdle."""
         return [] if self._stays() else self._go(Step.IDLE)
 
     def _stays(self) -> bool:
-        """Whether others need the store; also those that have come just now."""
+        """Whether others need the store, including members that have just come."""
         if self.free and self._hosts_store and self._others():
             self._step(Step.NEEDED)
         return self.leaving is Leaving.STAYING
@@ -563,15 +561,15 @@ class GroupTable:
         return [CloseDoor(alone=True), AwaitIdle()]
 
     def give_up(self) -> Outputs:
-        """This worker stops waiting, whatever the others do. Nothing follows if it has been let go before."""
-        if self.leaving is Leaving.LEFT:  # a bound may be passed in the moment in which we are let go
+        """This worker stops waiting for the others. Nothing follows if it has been let go before."""
+        if self.leaving is Leaving.LEFT:  # a bound may pass at the moment in which we are let go
             return []
         return self._go(Step.GIVE_UP)
 
     def _send_enter(self) -> Outputs:
-        """To the leader of now. If that is us because others have left, we begin only here to look after the rest.
+        """To the present leader. If this worker leads because others have left, it begins only here to watch the rest.
 
-        At their goodbye it would have been too early: where all leave one by one, each would take those that have just
+        At their goodbye it would have been too early: if all leave one by one, each would take those that have just
         left without a word to it for lost.
         """
         outputs = self._take_over() if self.leads and self._middle != self.worker_id else []
@@ -587,9 +585,9 @@ class GroupTable:
     # -- leaving, as the leader -------------------------------------------------------------------------------------
 
     def enter(self, member: int) -> Outputs:
-        """That member has entered. It may know that this worker leads before this worker knows it itself.
+        """That member has entered. It may know that this worker leads before this worker itself does.
 
-        Then nothing follows until the members that come before this worker are gone here, too.
+        Then nothing follows until the members with lower ids are gone here, too.
         """
         if member in self._answered:
             return [AnswerEnters((member,))]
@@ -599,8 +597,8 @@ class GroupTable:
     def polled(self, answers: Mapping[int, Activity | None], *, overdue: bool) -> Outputs:
         """A round is over.
 
-        answers: of each member that was polled, None if it has not answered. overdue: whether the time is up. A member
-        that has not answered does not count as idle: its process may be stopped, or a handler holds the interpreter.
+        answers: of each polled member, None if it has not answered. overdue: whether the time is up. A member without
+        an answer does not count as idle: its process may be stopped, or a handler holds the interpreter.
         """
         if not self._have_all_entered():
             self._turn(Turn.JOINING)
@@ -624,7 +622,7 @@ class GroupTable:
         return [self._poll(first=False)]
 
     def _begin_rounds(self) -> Outputs:
-        """Ask all for their activity, if all live members have entered and some of them still wait for the answer."""
+        """Poll all members, if all live ones have entered and some still wait for the answer."""
         if self.rounds is not Rounds.GATHERING or not self._waiting or not self._have_all_entered():
             return []
         self._turn(Turn.COMPLETE)
@@ -638,7 +636,7 @@ class GroupTable:
         return Poll(tuple(self.live()), first)
 
     def _found(self, answers: Mapping[int, Activity | None]) -> dict[int, Activity | None]:
-        """The answers of a round that count: those of members that went in the course of it do not."""
+        """The answers of a round without those of members that have gone meanwhile."""
         return {member: activity for member, activity in answers.items() if member not in self.gone}
 
     def _let_go(self) -> Outputs:

@@ -1,7 +1,7 @@
-"""The main module, where others call it by the name that it is imported by: a script that runs is ``__main__``.
+"""The main module under its import name: a script that runs is ``__main__``.
 
-Python imports the file of a script a second time for whoever names it so, and what the script has in its globals is
-not there. Others may well name it so: they import the functions that they call from it.
+Python imports the file of a script a second time under its import name, without the script's globals. Other workers may
+use that name, because they import the functions that they call from it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .registered import MAIN_NAMES
 
 
 def is_main(module: str) -> bool:
-    """Whether that is a name of the main module, as far as that can be told without an import.
+    """Whether that is a name of the main module. Nothing is imported to find out.
 
-    A second copy of it that the program has imported itself is another module.
+    A second copy that the program has imported itself is another module.
     """
     if module in MAIN_NAMES:
         return True
@@ -27,7 +27,7 @@ def is_main(module: str) -> bool:
     parent, _, last = module.rpartition(".")
     if not isinstance(file, str) or last != os.path.splitext(os.path.basename(file))[0]:
         return False
-    if parent and parent not in sys.modules:  # to look into it would import it
+    if parent and parent not in sys.modules:  # `find_spec` would import it
         return False
     try:
         spec = find_spec(module)
@@ -38,6 +38,6 @@ def is_main(module: str) -> bool:
 
 
 def unite(module: str) -> None:
-    """See to it that an import of that name gives the main module, if it is a name of that."""
+    """Make an import of that name give the main module, if it is a name of it."""
     if module not in sys.modules and is_main(module):
         sys.modules.setdefault(module, sys.modules["__main__"])

@@ -1,17 +1,16 @@
 """The messages of the wire: one class for each, from which it is written and read.
 
-The body of a message is the msgpack array of the fields of its class, all of them, in their order. A message whose
-class has no fields has an empty body. Reading compares the number of the fields, their types, ranges and lengths with
-the declaration, all the way down, and raises ProtocolError for a body that does not fit. So nothing behind this module
-looks at a body again, or at a field by its number.
+The body of a message is the msgpack array of all fields of its class, in their order. A message whose class has no
+fields has an empty body. Reading compares the number of the fields, their types, ranges and lengths with the
+declaration, at all depths, and raises ProtocolError for a mismatch. The code above this module never sees a body.
 
-msgspec does both in C (`bench/wire.py` has the figures). Two rules keep what a peer sent harmless. No field is declared
-as `Any`: msgspec would make maps with any keys of it, and a sender may choose numbers whose hashes collide. Nothing is
-nested more deeply than the declarations are, so a body cannot announce lists in lists that are not there.
+msgspec does both in C (`bench/wire.py` has the figures). Two rules keep a peer's messages harmless. No field is
+declared as `Any`: msgspec would make maps with any keys of it, and a sender may choose numbers whose hashes collide.
+Messages are not nested more deeply than their declarations: a body cannot announce lists in lists that are not there.
 
-Bodies of the handshake that a worker of another version has to understand (HELLO, REFUSED) keep their form for ever;
-see `handshake`. Messages of reference counting have classes of their own in `reference_messages`, and the two ends of a
-channel have messages that the channel declares; here are the envelopes that they travel in.
+Bodies of the handshake that a worker of another version has to understand (HELLO, REFUSED) never change their form; see
+`handshake`. Messages of reference counting are declared in `reference_messages`, those of channels by each channel;
+their envelopes are here.
 
 `docs/inside/wire.md` is made from these classes.
 """
@@ -37,20 +36,20 @@ M = TypeVar("M")
 #: A count, or a position.
 Count = Annotated[int, Meta(ge=0)]
 Number = None | bool | int | float
-if TYPE_CHECKING:  # users' values take the places of those that travel apart
+if TYPE_CHECKING:  # before encoding, users' values are in the places of None
     Plain = Any
 else:
     Plain = Number | str | list[Number] | dict[str, Number]
 
 
 class Fields(Struct, array_like=True, forbid_unknown_fields=True):
-    """What travels as the array of its fields."""
+    """Base of messages that travel as the array of their fields."""
 
 
 class TensorEntry(NamedTuple):
     """What a message says about one of its tensors (`channels/layout.py`)."""
 
-    #: The number of the buffer that its bytes are in; -1 if it has none, -2 if they stand in the next field.
+    #: The number of the buffer with its bytes; -1 if it has none, -2 if they are in the next field.
     buffer: int
     #: Where they begin in the buffer, in bytes; or the bytes themselves.
     offset: int | bytes
@@ -62,8 +61,7 @@ class TensorEntry(NamedTuple):
     strides: Sequence[int] | None
     #: The sum of 1: it requires gradients, 2: it is a Parameter, 4: to be conjugated, 8: to be negated.
     flags: int
-    #: The device of the receiver that it is for; nil for the host's memory. Its bytes are on that device, or come from
-    #: the host.
+    #: Its device at the receiver; nil for the host's memory. Its bytes are on that device, or come from the host.
     target: str | None
 
 
@@ -74,17 +72,17 @@ class Recorded(Fields):
     context: int
     #: The number of the message in that context, at its sender.
     number: int
-    #: Which tensors require gradients, by their numbers in the table; those that were taken apart count on from there.
+    #: Which tensors require gradients, by their numbers in the table; those taken apart have the numbers after it.
     places: list[Count]
-    #: What is behind each of them (`autograd/reach.py`), as worker, message and place of each; nil if all may be.
+    #: The graph behind each of them (`autograd/reach.py`), as worker, message and place; nil if it may be anything.
     behind: list[list[int] | None]
 
 
 class Values(Fields):
     """User's values as they travel: the arguments of a call, the one result of a reply, one item of a stream."""
 
-    #: The values themselves, where they are None, bool, int, float or str. Where all values are plain, one of them may
-    #: be a list of the first four, or a dict of them by str. Others leave None in their place.
+    #: The values themselves, if they are None, bool, int, float or str. If all values are plain, one of them may be a
+    #: list of the first four, or a dict of them by str. Others leave None in their place.
     values: list[Plain]
     #: Those that are bytes, each with its position in `values`.
     data: Sequence[tuple[Count, bytes]] = ()
@@ -92,21 +90,21 @@ class Values(Fields):
     tensors_at: Sequence[Count] = ()
     #: Positions in `values` that were pickled.
     opaque_at: Sequence[Count] = ()
-    #: One pickle (protocol 5) of the tuple of those, so that what they share stays shared; nil if there are none. In a
-    #: group with safe serialization it is written in the safe encoding (`trees`).
+    #: One pickle (protocol 5) of the tuple of those, which keeps what they share; nil if there are none. In a group
+    #: with safe serialization it is in the safe encoding (`trees`).
     pickled: bytes | None = None
     #: How many segments of the frame are out-of-band buffers of that pickle; they come last.
     buffers: Count = 0
-    #: What the receiver has to know of each tensor; nil if there are none.
+    #: The description of each tensor; nil if there are none.
     table: Sequence[TensorEntry] | None = None
-    #: The remote references inside; also a message that cannot be unpickled has to take them.
+    #: The remote references in the values. They are taken even if the values cannot be unpickled.
     references: Sequence[PassedReference] = ()
-    #: What the autograd context has to say of the tensors; nil outside of any.
+    #: The autograd context's record of the tensors; nil outside of any.
     gradients: Recorded | None = None
 
 
 class ByName(Struct, array_like=True, forbid_unknown_fields=True, tag=1, frozen=True):
-    """A function that the callee does not know yet: its name, and the number that it has from now on."""
+    """A function that the callee does not know yet: its name, and its number from now on."""
 
     number: int
     name: str
@@ -136,14 +134,14 @@ class Fetch(Struct, array_like=True, forbid_unknown_fields=True, tag=4, frozen=T
     key: int
 
 
-#: What a call names: a function by the number that a ByName gave to it; the first of the values (nil).
+#: The function of a call: its number from a ByName, one of the classes above, or nil for the first of the values.
 Function = int | ByName | Method | ObjectMethod | Fetch | None
 
 
 class Call(Fields):
     """Run a function. Sent by the side that opened the connection."""
 
-    #: A number; a ByName, Method, ObjectMethod or Fetch, each behind its tag 1 to 4; nil if the function itself is the
+    #: A number; a ByName, Method, ObjectMethod or Fetch, each after its tag 1 to 4; nil if the function itself is the
     #: first of the values.
     function: Function
     #: The arguments.
@@ -152,27 +150,27 @@ class Call(Fields):
     names: list[str] | None = None
     #: Seconds left until the caller gives up; nil: it never does.
     remaining: float | None = None
-    #: Of a call that a handler makes: the first call of the chain, as its caller and the number that it had there. A
-    #: worker that leaves knows by it what belongs to a call that it serves. nil in that first call.
+    #: For a call that a handler makes: the first call of the chain, as its caller and the number that it had there. A
+    #: leaving worker recognises by it the calls of those that it serves. nil in the first call.
     origin: tuple[int, int] | None = None
-    #: `traceparent` and `tracestate` of what the call is part of; nil if there is none. What W3C does not have so is
+    #: `traceparent` and `tracestate` of the call's trace; nil if there is none. Values that W3C does not allow are
     #: ignored.
     trace: TraceContext | None = None
     #: The autograd context that the call is made in; nil outside of any.
     autograd: int | None = None
     #: How many items of a stream may be sent; nil if the call is no stream.
     credit: Count | None = None
-    #: The reference that the result becomes the value of; the caller's fork of it has the next number. nil if the
-    #: result is wanted itself.
+    #: The reference whose value the result becomes; the caller's fork of it has the next number. nil if the caller
+    #: wants the result itself.
     creates: ReferenceId | None = None
-    #: For an idempotent call, which its callee runs at most once however often it comes: the number that it has among
-    #: those of its caller, and how often it was sent before; nil for all others. Streams, and calls that create a
-    #: reference, are none.
+    #: For an idempotent call, which its callee runs at most once even if it comes several times: its number among those
+    #: of its caller, and how often it was sent before; nil for all others. Streams, and calls that create a reference,
+    #: are never idempotent.
     once: tuple[int, int] | None = None
 
 
 class Reply(Fields):
-    """The result of a call; of calls of the runtime's own it may be several."""
+    """The result of a call; calls of the runtime's own may have several."""
 
     #: One value; for those calls all of them, side by side.
     payload: Values
@@ -188,7 +186,7 @@ class Item(Fields):
 class Error(Fields):
     """The exception that a call has raised."""
 
-    #: The type, with its module if that is not builtins.
+    #: The type, with its module unless that is builtins.
     type_name: str
     #: Its text.
     message: str
@@ -196,8 +194,8 @@ class Error(Fields):
     traceback: str
     #: The name of the worker that raised it.
     worker: str
-    #: The exception itself, if it can be rebuilt; else nil. In a group with safe serialization the fields of an error
-    #: of aiorpc's own: a list of one map, as msgpack.
+    #: The exception itself, if it can be rebuilt; otherwise nil. In a group with safe serialization the fields of an
+    #: error of aiorpc's own: a list of one map, as msgpack.
     pickled: bytes | None
     #: Whether the call may be sent again: nothing was run, or the answer of an idempotent call is kept.
     again: bool
@@ -206,7 +204,7 @@ class Error(Fields):
 class Cancel(Fields):
     """The caller does not wait for that call any more."""
 
-    #: Whether its time was up. Else its caller gave up.
+    #: Whether its time was up. If not, its caller gave up.
     expired: bool
 
 
@@ -223,14 +221,14 @@ _ERROR_NAME = r"\A([^\W\d]\w{0,99})?\Z"
 class Goodbye(Fields):
     """The sender leaves in good order."""
 
-    #: The name of the error that has ended its program; "" for none. It stands in errors and logs of others.
+    #: The name of the error that has ended its program; "" for none. It appears in errors and logs of others.
     failed: Annotated[str, Meta(pattern=_ERROR_NAME)]
 
 
 class Ack(Fields):
     """So many frames have come since the handshake, all kinds counted: that number stands in place of the call id.
 
-    It is for the connection (protocol/session.py), and only where both ends want a session.
+    It belongs to the connection (protocol/session.py), and is used only if both ends want a session.
     """
 
 
@@ -248,7 +246,7 @@ class Parcel(Fields):
 
     #: The kind of the message.
     kind: int
-    #: For each buffer the number of its channel, and what that needs to receive it: the fields that it declares.
+    #: For each buffer the number of its channel, and the channel's descriptor: the fields that the channel declares.
     wires: list[tuple[int, list[int | str | list[list[int]]]]]
     #: The body of the message.
     body: bytes
@@ -258,15 +256,15 @@ class Chunk(NamedTuple):
     """A piece of a large buffer, which is the one segment of the frame. Packed as two u64, not as msgpack."""
 
     #: Where the piece begins in the buffer, in bytes; 2^64 - 1, without a segment: no more of it comes, and `size` is 1
-    #: if a message that names the transfer was sent, else 0.
+    #: if a message with the transfer was sent, 0 if not.
     offset: int
     #: The size of the whole buffer, in bytes.
     size: int
 
 
 class Release(Fields):
-    """Blocks of shared memory are the receiver's again. It comes just before an answer, as a rule, and is taken where
-    that is: by the loop, or by a thread that waits for the answer."""
+    """Blocks of shared memory go back to the receiver. It usually comes just before an answer, and the thread that
+    takes the answer takes it, too: the loop, or a waiting thread."""
 
     #: Segment, offset, size and generation of each, as it was lent; the lender compares them with what it has lent.
     blocks: list[tuple[int, int, int, int]]
@@ -276,8 +274,8 @@ Message = Call | Reply | Item | Error | Cancel | Credit | Goodbye | Ack | Channe
 WithValues = Call | Reply | Item
 V = TypeVar("V", Call, Reply, Item)
 
-#: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
-#: those of reference counting in `reference_messages`.
+#: The class of each kind of message whose body is written and read here. The handshake's are in `handshake`, and those
+#: of reference counting in `reference_messages`.
 CLASSES: dict[int, type[Any]] = {
     Kind.CALL: Call,
     Kind.REPLY: Reply,
@@ -302,7 +300,7 @@ _LONG = frozenset((str, bytes))
 
 
 def write(message: Message) -> bytes:
-    """The body of a message. Raises OverflowError or UnicodeEncodeError for a value that msgpack cannot say."""
+    """The body of a message. Raises OverflowError or UnicodeEncodeError for a value that msgpack cannot express."""
     if isinstance(message, WithValues):
         if bytes in map(type, message.payload.values):
             return _pack_bytes(message)
@@ -311,11 +309,10 @@ def write(message: Message) -> bytes:
 
 
 def write_plain(kind: int, call_id: int, message: V, limit: int) -> list[Buffer] | None:
-    """The frame of a message whose values are plain: most calls that have to be quick, and their answers, are of this
-    kind, and this is all that they need.
+    """The frame of a message whose values are plain: the short path of most quick calls and their answers.
 
-    limit: bytes that the body may have. None if a value is not plain, or the frame cannot be. One of the values may be
-    a short list of numbers, or a dict of them. Not two: if they are the same one they have to arrive as such.
+    limit: bytes that the body may have. None if a value is not plain, or the frame would be too long. One of the values
+    may be a short list of numbers, or a dict of them. Not two: they may be the same object, and must stay the same.
     """
     values = message.payload.values
     kinds = set(map(type, values))
@@ -324,7 +321,8 @@ def write_plain(kind: int, call_id: int, message: V, limit: int) -> list[Buffer]
     try:
         body = _pack_bytes(message) if bytes in kinds else pack(message)
     except (OverflowError, ValueError, TypeError):
-        # An int beyond 64 bits, a str that is no text, one that is too long, a list that another thread changes.
+        # An int beyond 64 bits, a str with lone surrogates, a value that is too long, a list that another thread
+        # changes.
         return None
     return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body] if len(body) <= limit else None
 
@@ -341,7 +339,7 @@ def _is_short(values: list[Any], limit: int) -> bool:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether that is a short list of numbers, or a dict of them by str."""
+    """Whether it is a short list of numbers, or a dict of them by str."""
     if type(value) not in CONTAINERS or len(value) > SIMPLE_SIZE:
         return False
     if type(value) is dict:
@@ -350,8 +348,8 @@ def _is_flat(value: Any) -> bool:
 
 
 def _pack_bytes(message: WithValues) -> bytes:
-    """The body of a message with bytes among its values: msgspec cannot tell them from str in one list, so they have a
-    field of their own, for as long as this takes."""
+    """The body of a message with bytes among its values. msgspec cannot tell them from str in one list: while this
+    runs they are in a field of their own."""
     payload = message.payload
     values = payload.values
     plain, data = values.copy(), []
@@ -367,12 +365,12 @@ def _pack_bytes(message: WithValues) -> bytes:
 
 
 def without_function(body: bytes, function: Function) -> bytes:
-    """A call without its function: what it has in common for all of its receivers. function: that of this body."""
+    """The part of a call's body that is the same for all receivers. function: the function of this body."""
     return body[1 + len(pack(function)) :]
 
 
 def with_function(function: Function, rest: bytes) -> bytes:
-    """The body of a call of that function. rest: what `without_function` gave."""
+    """The body of a call of that function. rest: from `without_function`."""
     return _CALL + pack(function) + rest
 
 
@@ -382,7 +380,7 @@ def write_chunk(chunk: Chunk) -> bytes:
 
 
 def is_error_name(name: str) -> bool:
-    """Whether a goodbye may say that: it stands in errors and logs of others."""
+    """Whether a goodbye may have that error name, which appears in errors and logs of others."""
     return re.search(_ERROR_NAME, name) is not None
 
 
@@ -390,7 +388,7 @@ def is_error_name(name: str) -> bool:
 
 
 def reader(declared: type[M]) -> Callable[[Buffer], M]:
-    """What reads bodies of that class. It raises ProtocolError."""
+    """A function that reads bodies of that class, and raises ProtocolError."""
     decode = Decoder(declared).decode
 
     def read(body: Buffer) -> M:
@@ -451,7 +449,7 @@ def read_channel(body: Buffer) -> ChannelMessage:
     """The ChannelMessage of a body; the channel compares its fields with its own declarations. Raises ProtocolError."""
     message = unpack(body)
     if len(message) != 2 or type(message[0]) is not int or type(message[1]) is not list:
-        raise ProtocolError("a message of a channel that is none")
+        raise ProtocolError("a message of a channel is malformed")
     return ChannelMessage(*message)
 
 
@@ -469,7 +467,7 @@ def _read_ack(body: Buffer) -> Ack:
     return Ack()
 
 
-#: How a body of each kind is read.
+#: The reader of each kind's body.
 READERS: dict[int, Callable[[Buffer], Any]] = {
     Kind.CALL: read_call,
     Kind.REPLY: lambda body: Reply(read_values(body)),
@@ -487,11 +485,11 @@ READERS: dict[int, Callable[[Buffer], Any]] = {
 
 
 def read(kind: int, body: Buffer) -> Any:
-    """The message of that kind that a body is. Raises ProtocolError; also for a kind whose body is not read here."""
+    """The message of that kind in a body. Raises ProtocolError, also for a kind whose body is not read here."""
     found = READERS.get(kind)
     if found is None:
         raise ProtocolError(f"a message of kind {kind}, which is not read here")
     return found(body)
 
 
-_CALL = pack(Call(None, Values([])))[:1]  # how each begins: an array of so many fields
+_CALL = pack(Call(None, Values([])))[:1]  # the first byte: an array of so many fields

@@ -11,19 +11,19 @@ import msgspec
 from ..errors import ProtocolError
 from .frames import Buffer
 
-#: Bytes. What is longer is looked through before it is unpacked.
+#: Bytes. A longer body is checked before it is unpacked.
 LONG = 1024
-#: Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
+#: Exact types that msgpack brings back unchanged. No bool subclass exists; int subclasses (enums) are not exact.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
-#: Of them those of which many take no more room if one is written as often as it is named.
+#: Those of them whose copies take no more room than references.
 NUMBERS = frozenset((type(None), bool, int, float))
-#: Exact types of which msgpack brings back as themselves what has only `NUMBERS` in it, under keys that are str.
+#: Exact types that msgpack brings back unchanged if they contain only `NUMBERS`, by keys that are str.
 CONTAINERS = frozenset((list, dict))
 #: Containers with more items than this are left to the general pickler.
 SIMPLE_SIZE = 64
-#: What msgspec raises for bytes that are not what is declared: its own errors and UnicodeDecodeError are ValueErrors.
+#: msgspec's errors for bytes that do not fit the declaration; its own errors and UnicodeDecodeError are ValueErrors.
 MALFORMED = (ValueError, RecursionError, OverflowError)
-# Characters of what an error says of a body.
+# Characters of msgspec's error in ours.
 _SHOWN = 200
 
 #: A message body from plain values, declared messages, and lists or tuples of them. Any thread.
@@ -31,13 +31,14 @@ pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def malformed(what: str, error: Exception) -> ProtocolError:
-    """The error for bytes that are no such thing. msgspec names types and places, and of what was sent only tags."""
-    said = "".join(each if each.isprintable() else "?" for each in str(error)[:_SHOWN])
-    return ProtocolError(f"{what} that is none: {said or type(error).__name__}")
+    """The error for invalid bytes. msgspec's text names types and places, and of the contents only tags."""
+    text = "".join(each if each.isprintable() else "?" for each in str(error)[:_SHOWN])
+    return ProtocolError(f"{what} is malformed: {text or type(error).__name__}")
 
 
 def is_text(text: str) -> bool:
-    """Whether msgpack can say it: not with halves of surrogates, which are valid in str and JSON, and not in UTF-8."""
+    """Whether msgpack can encode the text: not with lone surrogates, which are valid in str and JSON, but not in
+    UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,12 +47,12 @@ def is_text(text: str) -> bool:
 
 
 def kind_shown(value: object) -> str:
-    """What an error may say of a value of the runtime's own that a peer sent: only what type it is of."""
+    """A peer's value of the runtime's own, for errors: only its type."""
     return f"a {type(value).__name__}"
 
 
 def shown(value: object) -> str:
-    """What an error may say of a value that a peer sent: a number, or how a text begins; of all else only its type."""
+    """A peer's value, for errors: a number, or the beginning of a text; for others only the type."""
     kind = type(value)
     if kind is str:
         return repr(str(value)[:60])
@@ -66,10 +67,10 @@ def no_extension(code: int, data: bytes) -> NoReturn:
 
 
 def look_through(body: Buffer) -> None:
-    """See that all that is announced is there, before anything is made of it; raises what msgpack raises.
+    """Check that all that is announced is there, before anything is made of it; raises msgpack's errors.
 
-    msgpack lets a list announce as many items as there are bytes, and makes room for them at once; one inside of it may
-    do so again. That is nothing in what is short, and would be gigabytes in what has a megabyte.
+    msgpack lets a list announce as many items as there are bytes, and makes room for them at once; so does each list
+    inside it. In a short body that is little, in a megabyte it would be gigabytes.
     """
     look = msgpack.Unpacker(max_buffer_size=len(body), strict_map_key=False)
     look.feed(body)
@@ -77,9 +78,9 @@ def look_through(body: Buffer) -> None:
 
 
 def unpack(body: Buffer) -> list[Any]:
-    """The fields of a body whose declaration is looked up by its first field. Raises ProtocolError if it is no list.
+    """The fields of a body whose declaration depends on its first field. Raises ProtocolError if it is no list.
 
-    msgpack refuses maps by anything but text and bytes here, whose hashes a sender cannot choose; msgspec would not.
+    msgpack allows maps only by text and bytes, whose hashes a sender cannot choose; msgspec would allow others.
     """
     try:
         if len(body) > LONG:

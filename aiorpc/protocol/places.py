@@ -1,7 +1,7 @@
-"""The places of a group of fixed size, in the view of one worker: who has each, and who may take one that is vacant.
+"""The places of a group of fixed size, in the view of one worker: who has each, and who may take a vacant one.
 
-A place is a rank with its name. A process that takes one is a new worker: its id is one that nobody has had, so nothing
-that is kept by ids (references, contexts, calls) can mistake it for the one before. No I/O.
+A place is a rank with its name. A process that takes one is a new worker with a new id: what is kept by ids
+(references, contexts, calls) cannot mistake it for the one before. No I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .states import PLACE, PlaceEvent, PlaceState
 
 
 class Places:
-    """holders: by rank, the member that has the place, or had it last. promised: by rank, whom the leader admitted."""
+    """holders: by rank, the member that has the place, or had it last. promised: by rank, the admitted worker."""
 
     def __init__(self, members: Iterable[WorkerRecord]) -> None:
         self.holders: dict[int, WorkerRecord] = {}
@@ -23,15 +23,15 @@ class Places:
         self._states = dict.fromkeys(self.holders, PLACE.initial)
 
     def state(self, rank: int) -> PlaceState:
-        """Of that place. KeyError if the group has none of that rank."""
+        """The state of that place. KeyError if the group has no such rank."""
         return self._states[rank]
 
     def vacant(self) -> list[int]:
-        """The ranks whose members are gone, and that nobody has taken."""
+        """The ranks whose members are gone, and whose places are not taken."""
         return [rank for rank, state in self._states.items() if state in (PlaceState.VACANT, PlaceState.PROMISED)]
 
     def part(self, record: WorkerRecord) -> None:
-        """A member is gone. Nothing happens if another one has its place by now."""
+        """A member is gone. Does nothing if another one has its place by now."""
         if self.holders.get(record.rank) == record and self._states[record.rank] is PlaceState.HELD:
             self._next(record.rank, PlaceEvent.GONE)
 
@@ -49,18 +49,18 @@ class Places:
         return ""
 
     def promise(self, record: WorkerRecord) -> None:
-        """The leader admits a joining member, to which there is no objection."""
+        """The leader admits a joining member without objection."""
         self._next(record.rank, PlaceEvent.ADMIT)
         self.promised[record.rank] = record
 
     def take(self, record: WorkerRecord) -> WorkerRecord:
-        """A joining member that was promised its place has arrived; the record of the member before."""
+        """A joining member has arrived at its promised place; returns the record of the member before."""
         self._next(record.rank, PlaceEvent.ARRIVED)
         del self.promised[record.rank]
         return self._hold(record)
 
     def introduce(self, record: WorkerRecord) -> WorkerRecord:
-        """Another worker leads, and says who has a place that is vacant now; the record of the member before."""
+        """Another worker leads, and has given a vacant place; returns the record of the member before."""
         self._next(record.rank, PlaceEvent.INTRODUCED)
         return self._hold(record)
 

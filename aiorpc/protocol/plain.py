@@ -1,9 +1,9 @@
-"""Whether a pickle is made of plain values alone, and costs what its length says.
+"""Whether a pickle is made of plain values alone, and its cost is bounded by its length.
 
-The unpickler of Python does whatever a pickle says, and some bytes suffice for a key whose hash takes years, for room
-for a billion objects, or for values nested so deeply that the process ends. So a pickle is first read here, by the
-opcodes that a pickler writes for plain values, and no others. What is counted is how much there is of the values when
-each is written out as often as it is referred to: whoever walks through them does so once for each of these.
+Python's unpickler runs any code that a pickle names, and a few bytes suffice for a key whose hash takes years, for room
+for a billion objects, or for nesting that overflows the stack. A pickle is therefore read here first, and only the
+opcodes that a pickler writes for plain values are allowed. A value counts each time that it is referred to, as code
+that walks through the values visits it each time.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from typing import Any
 
 from .tables import Tables
 
-# How deeply values may be nested: what walks through them (a hash, a comparison) needs a bit of stack for each level.
+# Depth of nesting: recursive functions (a hash, a comparison) need a bit of stack for each level.
 _DEEPEST = 512
-# How much may be referred to: for each byte, and in any case. Of text a piece counts as much as a number.
+# Values that may be referred to: for each byte, and in any case. A piece of text of 16 bytes counts as one value.
 _MOST, _ANYWAY, _TEXT_PIECE = 16, 1 << 16, 16
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray))
 
 
 def names_nothing(data: bytes | None) -> bool:
-    """Whether a pickle can run no code, as it names nothing, and is read in a time that its length says.
+    """Whether a pickle can run no code, as it names nothing, and is read in a time that depends on its length.
 
-    None, which stands for no values at all, is one. So is what `pickle` writes with protocol 4 or 5 for None, bool,
-    int, float, str, bytes and bytearray, and for lists, tuples, dicts, sets and frozensets of these, up to a depth of
-    512. A container may be referred to several times, but not contain itself.
+    True for None, and for what `pickle` writes with protocol 4 or 5 for None, bool, int, float, str, bytes and
+    bytearray, and for lists, tuples, dicts, sets and frozensets of these, up to a depth of 512. A container may be
+    referred to several times, but not contain itself.
     """
     if data is None:
         return True
     try:
         _PlainPickle(data).read()
-    except Exception:  # whatever it is, it is no such pickle
+    except Exception:
         return False
     return True
 
 
 class _PlainPickle:
-    """Reads one pickle. What is on its stack has begun where that many values had been counted."""
+    """Reads one pickle. `_begun`: for each item of the stack, how many values had been counted before it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
-        self._frame = -1  # where the one that is read ends
+        self._frame = -1  # the end of the current frame
         self._count = 0
         self._most = _MOST * len(data) + _ANYWAY
         self._stack: list[object] = []
         self._begun: list[int] = []
         self._marks: list[int] = []
         self._memo: list[tuple[object, int]] = []  # each with its place on the stack
-        # Of containers, by id: how much is in them, once that is final, and how deeply it is nested.
+        # Of containers, by id: how many values are in them, once that is final, and how deeply they are nested.
         self._weights: dict[int, int] = {}
         self._depths: dict[int, int] = {}
         self._tables = Tables(len(data))
 
     def read(self) -> object:
-        """Its value. Raises some exception for what is no pickle of plain values."""
+        """The value. Raises an exception for anything that is no pickle of plain values."""
         data, codes = self._data, _CODES
         while True:
             code = data[self._at]
@@ -105,13 +105,13 @@ class _PlainPickle:
         self._marks.append(len(self._stack))
 
     def container(self, made: object) -> None:
-        """An empty one is on the stack."""
-        self._weights.pop(id(made), None)  # of another one that is gone
+        """Push an empty container."""
+        self._weights.pop(id(made), None)  # of a former object with the same id
         self._depths[id(made)] = 1
         self._push(made)
 
     def joined(self, make: Callable[[list[object]], object], count: int | None = None) -> None:
-        """In place of its items there is a container that is made of them: of those behind the mark, or of so many."""
+        """Replace items by a container that is made of them: the items after the mark, or so many."""
         first = self._marks.pop() if count is None else len(self._stack) - count
         if first < (self._marks[-1] if self._marks else 0):
             raise ValueError("items that are not there")
@@ -125,7 +125,7 @@ class _PlainPickle:
         self._begun[-1] = begun
 
     def filled(self, kind: type[Any], count: int | None = None) -> None:
-        """The container under those items gets them."""
+        """Add items to the container under them."""
         first = self._marks.pop() if count is None else len(self._stack) - count
         if first - 1 < (self._marks[-1] if self._marks else 0):
             raise ValueError("a container that is not there")
@@ -146,7 +146,7 @@ class _PlainPickle:
         return frozenset(self._tables.members(items))
 
     def _settle(self, first: int) -> int:
-        """From that place of the stack on, what lies there is final. Returns how deeply it is nested."""
+        """Finish the values from that position of the stack on. Returns how deeply they are nested."""
         depth = 0
         if not _SCALARS.issuperset(map(type, self._stack[first:])):
             for place in range(first, len(self._stack)):
@@ -175,7 +175,7 @@ class _PlainPickle:
             self._push(value, _weight_of(value))
             return
         if place < len(self._stack) and self._stack[place] is value:
-            self._final(place)  # if it is still to be filled, it contains itself: that is refused then
+            self._final(place)  # if items are added later, it contains itself, and `filled` refuses it
         self._push(value, self._weights[id(value)])
 
     # --- scalars ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What workers say to each other about published values, and which names and numbers there can be. Without I/O.
+"""The messages about published values, and their limits. Without I/O.
 
 The messages are arguments and results of calls of the runtime's own, as MessagePack arrays of their fields. Each is
-read by its declaration: a call with one that does not fit ends with ProtocolError.
+read by its declaration: a call with an invalid one ends with ProtocolError.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .identity import NAME_LIMIT as WORKER_NAME_LIMIT
 
 #: Characters that a name has less of.
 NAME_LIMIT = 128
-#: Versions that one message may say of a subscription: far more than it is lent, which copies what comes beyond a few.
+#: Versions of a subscription that one message may name: far more than are lent, as further ones are copied.
 VERSIONS_LIMIT = 4096
-#: Versions count from 1 on, and go no further than this.
+#: Versions count from 1 to this.
 LAST_VERSION = (1 << 62) - 1
 _NAME = re.compile(r"[A-Za-z0-9\-_:./]+")
 
@@ -35,22 +35,22 @@ _Spans = Annotated[list[_Span], Meta(max_length=MAX_SEGMENTS)]
 
 
 class Lease(Struct, frozen=True, array_like=True):
-    """Who may publish a name, as it stands in the store of the group, and as the one who may says to all members."""
+    """The right to publish a name: in the store of the group, and in the publisher's message to all members."""
 
     #: The name.
     name: _Name
-    #: How many have had the name, this one counted. Of two leases the one with more turns is the later one.
+    #: How many have had the name, including this one. Of two leases the later one has more turns.
     turn: _Number
     #: The id of the worker that has it.
     publisher: _Number
-    #: What that worker is called.
+    #: The name of that worker.
     worker: _Worker
     #: Its first version.
     first: _Number
 
 
 class Unpublished(Struct, frozen=True, array_like=True):
-    """I do not publish that name any more: subscriptions to it end, and others may lease it."""
+    """The sender does not publish that name any more: subscriptions to it end, and others may lease it."""
 
     name: _Name
     #: That of the lease that has ended.
@@ -58,23 +58,23 @@ class Unpublished(Struct, frozen=True, array_like=True):
 
 
 class Want(Struct, frozen=True, array_like=True):
-    """Give me the newest version of that name, once it is newer than what I have."""
+    """Ask for the newest version of that name, once it is newer than `have`."""
 
     name: _Name
-    #: The number of the subscription, at the worker that has it.
+    #: The number of the subscription, at the subscriber.
     subscription: _Number
-    #: The newest version that it has whole; 0 for none.
+    #: The newest version that the subscriber has whole; 0 for none.
     have: _Number
     #: Whether it can map memory of this host.
     maps: bool
     #: Versions that it does not use any more.
     released: _Versions
-    #: Whether it asks for all readers of its host, to fetch the version in pieces.
+    #: Whether it fetches the version in pieces, for all readers of its host.
     leads: bool
 
 
 class AskLeader(Struct, frozen=True, array_like=True, tag=0):
-    """In place of a version: ask that worker, which fetches for all readers of your host; it may be you."""
+    """Instead of a version: ask the worker that fetches for all readers of your host; it may be you."""
 
     name: _Name
     #: Its id.
@@ -84,7 +84,7 @@ class AskLeader(Struct, frozen=True, array_like=True, tag=0):
 
 
 class PieceWanted(Struct, frozen=True, array_like=True):
-    """Give me these bytes of a version, once you have them; they come as a tensor."""
+    """Ask for these bytes of a version, once the receiver has them; they come as a tensor."""
 
     name: _Name
     version: _Number
@@ -94,7 +94,7 @@ class PieceWanted(Struct, frozen=True, array_like=True):
 
 
 class VersionArrived(Struct, frozen=True, array_like=True):
-    """I have that version whole. It has come from the worker that fetches for my host, which does not say so for me."""
+    """The sender has that version whole. It came from the host's leader, which does not report it."""
 
     name: _Name
     subscription: _Number
@@ -102,7 +102,7 @@ class VersionArrived(Struct, frozen=True, array_like=True):
 
 
 class StillFetching(Struct, frozen=True, array_like=True):
-    """I go on fetching for the readers of my host."""
+    """The sender goes on fetching for the readers of its host."""
 
     name: _Name
 
@@ -111,7 +111,7 @@ class VersionsReleased(Struct, frozen=True, array_like=True):
     """These versions of that subscription are not used any more."""
 
     name: _Name
-    #: 0 for what the worker has fetched in pieces, and does not fetch from here any more.
+    #: 0 for versions that the worker has fetched in pieces, and does not fetch from here any more.
     subscription: _Number
     versions: _Versions
 
@@ -133,32 +133,32 @@ class SlotOffer(Struct, frozen=True, array_like=True):
     fd: _Number
     #: Bytes of the file.
     size: _Number
-    #: What it begins with.
+    #: The first bytes of the file.
     nonce: bytes
 
 
 class Edition(Struct, frozen=True, array_like=True, tag=1):
-    """A version, as it is given to one reader: how it is to be read, and where its bytes are."""
+    """A version for one reader: how to read it, and where its bytes are."""
 
     version: Annotated[int, Meta(ge=1, le=LAST_VERSION)]
-    #: The id of the worker that has published it, and what that is called.
+    #: The id of the worker that has published it, and its name.
     publisher: _Number
     worker: _Worker
-    #: How many bytes all of its buffers take together.
+    #: The bytes of all of its buffers together.
     size: _Number
     #: Where each of its buffers begins in them, and how long it is.
     spans: _Spans
     #: Where the bytes are; nil if they come with the answer.
     offer: SlotOffer | None
-    #: Whether the reader is to copy them and release them at once, because it has not released others.
+    #: Whether the reader must copy them and release them at once, because it has not released others.
     copy: bool
     #: The numbers of all slots that the worker has: the reader unmaps the others.
     slots: _Versions
-    #: The main module of the worker that has published it: others read the second form of what it says of its value.
+    #: The main module of the publisher: readers with another one read the second form of the value's description.
     main: str
-    #: For who leads: the worker that has the pieces, or will have them; nil for others.
+    #: For a leader: the worker that has the pieces, or will have them; nil for others.
     source: _Number | None
-    #: The roles of the worker that has published it and of those that have handed it on, as the one who answers knows.
+    #: The roles of the publisher and of those that have handed it on, as the answering worker knows them.
     roles: list[_Worker]
 
     def __post_init__(self) -> None:
@@ -167,31 +167,31 @@ class Edition(Struct, frozen=True, array_like=True, tag=1):
 
 
 class LatestWanted(Struct, frozen=True, array_like=True):
-    """What do you have of that name?"""
+    """Ask for the versions that the receiver has of that name."""
 
     name: _Name
 
 
 class LeaveWanted(Struct, frozen=True, array_like=True):
-    """May I publish that name, as far as you would read it?"""
+    """Ask whether the receiver's rights allow the sender to publish that name."""
 
     name: _Name
 
 
 class DigestWanted(Struct, frozen=True, array_like=True):
-    """What is the digest of that version that you have published?"""
+    """Ask for the digest of a version that the receiver has published."""
 
     name: _Name
     version: _Number
 
 
 class Latest(Struct, frozen=True, array_like=True):
-    """What the worker has of that name."""
+    """The versions that the sender has of that name."""
 
     name: _Name
     #: The newest version that it has published or read; 0 for none.
     newest: _Number
-    #: The newest one that it can hand on, although it has not published it; 0 for none.
+    #: The newest one that it can hand on without having published it; 0 for none.
     kept: _Number
 
 
@@ -218,16 +218,16 @@ VERSION: Decoder[Edition | AskLeader] = Decoder(Edition | AskLeader)
 
 
 def write(message: Struct) -> bytes:
-    """The message as it travels."""
+    """The message in bytes."""
     return encode(message)
 
 
 def read(decoder: Decoder[M], answer: object) -> M:
-    """The message that another worker has answered with. Raises ProtocolError for anything else."""
+    """The message in another worker's answer. Raises ProtocolError for anything else."""
     try:
         return decoder.decode(answer)  # type: ignore[arg-type]  # it raises TypeError for what has no bytes
     except (MsgspecError, TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"an answer about published values that is none: {error!s:.200}") from None
+        raise ProtocolError(f"an answer about published values is malformed: {error!s:.200}") from None
 
 
 def is_name(name: object) -> bool:
@@ -246,9 +246,9 @@ def check_name(name: object) -> str:
 
 
 def needed(quorum: float | None, readers: int) -> int:
-    """How many readers a quorum is: a number of them, or a share above 0 and up to 1.0 of those there are; None: all.
+    """How many readers a quorum is: a number of them, or a share above 0 and up to 1.0 of all readers; None: all.
 
-    A share is one reader at least, where there is any. Raises RpcUsageError for what is neither.
+    A share is at least one reader, if there are any. Raises RpcUsageError for other values.
     """
     if quorum is None:
         return readers
@@ -262,5 +262,5 @@ def needed(quorum: float | None, readers: int) -> int:
 
 
 def share_of(share: float, members: int) -> int:
-    """How many of so many a share asks for, rounded up: one at least, where there is any."""
+    """A share of so many, rounded up: at least one, if there are any."""
     return min(members, max(1, math.ceil(share * members - 1e-9)))  # of ten 0.3 are three, not four

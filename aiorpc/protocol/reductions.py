@@ -10,13 +10,13 @@ The parts are dense tensors, which leave the pickle and travel as buffers; the p
     storage, typed and untyped         a tensor over it, so that it shares with the tensors of the message
     array that is not contiguous       a contiguous copy
 
-Whatever pickles itself (jagged nested tensors, subclasses with ``__reduce_ex__`` or in ``copyreg``), wrapper
+Tensors that pickle themselves (jagged nested tensors, subclasses with ``__reduce_ex__`` or in ``copyreg``), wrapper
 subclasses, meta tensors and Parameters of these kinds are left to torch; the tensors inside come back here. Attributes
 travel. Hooks, graphs and ``grad`` stay behind, as with ``torch.save``; tensors that require gradients arrive as leaves
-that require them, but for sparse ones inside of an autograd context (`codec.load_past`).
+that require them, except sparse ones inside an autograd context (`codec.load_past`).
 
-Devices: what lies on one travels if the route of the message leads from it (`TensorRoute`; None: there is no route).
-The parts say where they arrived, and what is made of them is made there.
+Devices: a tensor on a device travels if the route of the message leads from that device (`TensorRoute`; None: there is
+no route). The tensor is put together on the device where its parts have arrived.
 
 The functions ``load_*`` are named in pickles.
 """
@@ -41,7 +41,7 @@ UninitializedBuffer = torch.nn.parameter.UninitializedBuffer
 
 # Arrays up to this many bytes may be written into the pickle.
 _SMALL = 4096
-# Stored integers of quantised types; those not here put several elements into a byte.
+# Stored integers of quantised types; the types that are missing here pack several elements into a byte.
 STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _SPARSE_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
@@ -50,10 +50,10 @@ _KNOWN_LAYOUTS = (torch.strided, *_SPARSE, torch.jagged)
 
 
 class TensorRoute(Protocol):
-    """Says which tensors that lie on devices may go to a worker."""
+    """Knows which tensors on devices may go to a worker."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor can go as it is; False if it has to be taken apart.
+        """Whether a tensor can go as a whole; False if it has to be taken apart.
 
         Raises SerializationError if it cannot go at all.
         """
@@ -62,16 +62,16 @@ class TensorRoute(Protocol):
         """Whether tensors on that device can go to the worker."""
 
 
-# What ``__reduce_ex__`` gives, other than a name: what makes the object, the arguments of that, and what else there is.
+# The result of ``__reduce_ex__`` unless it is a name: a callable, its arguments, and optional further items.
 Reduced: TypeAlias = tuple[object, tuple[object, ...], *tuple[object, ...]]
-# Gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
+# Gives a tensor that was taken apart, by its number among those, its place in the graph of the message.
 Past = Callable[[int, Tensor], Tensor]
 
 
 def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
     """Whether a tensor is described by dtype, shape and strides over bytes, on a CPU or a device that the route takes.
 
-    The functions below are for others.
+    The functions below are for other tensors.
     """
     if route is not None and not tensor.is_cpu:
         return route.takes(tensor)
@@ -85,9 +85,9 @@ def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
 
 
 def reduce_tensor(tensor: Tensor, route: TensorRoute | None = None) -> Reduced | None:
-    """How a tensor that is not dense is pickled, as ``__reduce_ex__`` would say it; None: as torch does.
+    """The ``__reduce_ex__`` result for a tensor that is not dense; None: use torch's own.
 
-    Raises SerializationError for one that cannot travel.
+    Raises SerializationError for a tensor that cannot travel.
     """
     kind = type(tensor)
     if kind is UninitializedParameter or kind is UninitializedBuffer:
@@ -113,13 +113,13 @@ def _refuse(tensor: Tensor, route: TensorRoute | None) -> None:
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # imported by whoever made one
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # imported when the first one is made
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def jagged_class() -> type[Tensor] | None:
-    """The class of nested tensors of the jagged layout; None while nobody has made one."""
-    module = sys.modules.get("torch.nested._internal.nested_tensor")  # imported by whoever made one
+    """The class of nested tensors of the jagged layout; None before the first one is made."""
+    module = sys.modules.get("torch.nested._internal.nested_tensor")
     kind: type[Tensor] | None = None if module is None else module.NestedTensor
     return kind
 
@@ -138,13 +138,13 @@ def _reduce_plain(tensor: Tensor) -> Reduced | None:
 
 
 def with_state(reduced: Reduced, tensor: Tensor) -> Reduced:
-    """The same, and the attributes of the tensor."""
+    """Add the attributes of the tensor."""
     state = tensor.__getstate__()
     return reduced if not state else (*reduced, state, None, None, restore_state)
 
 
 def restore_state(tensor: Tensor, state: object) -> None:
-    """Used in pickles: what ``__getstate__`` said about a tensor, attributes in its dictionary and in slots."""
+    """Used in pickles: restore the ``__getstate__`` of a tensor, attributes in its dictionary and in slots."""
     if type(tensor).__setstate__ is not Tensor.__setstate__:
         tensor.__setstate__(state)
         return
@@ -173,7 +173,7 @@ def _reduce_sparse(tensor: Tensor) -> Reduced:
     else:
         coalesced, parts = False, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     *indices, values = parts
-    # Indices that were expanded go as what they are: trees copy them, and no more than there is.
+    # Expanded indices go as a dense copy: the safe encoding's reader allows no others.
     own = [each.contiguous() for each in indices]
     return load_sparse, (tensor.layout, tensor.size(), coalesced, grad, *own, values)
 
@@ -183,9 +183,9 @@ def load_sparse(
 ) -> Tensor:
     """Used in pickles: a sparse tensor of these parts. Raises SerializationError.
 
-    check: whether its indices are looked at where that waits for a device; on the CPU they are, since torch writes to
-    whatever place they name. Not torch's own function: that keeps all it makes in a list, for a check that only the end
-    of `torch.load` makes.
+    check: whether to check the indices even if that waits for a device; on the CPU they are always checked, since torch
+    writes to any place that they name. Not by torch's own function, which keeps all it makes in a list for a check at
+    the end of `torch.load`.
     """
     device = parts[0].device
     check = check or device.type == "cpu"
@@ -208,9 +208,9 @@ def load_sparse(
 
 
 def _check_compressed(compressed: Tensor, plain: Tensor) -> None:
-    """See that the compressed indices rise from 0 to as many as there are plain ones. Raises ValueError if not.
+    """Check that the compressed indices rise from 0 to the number of plain ones. Raises ValueError if not.
 
-    torch's own check reads past the end of the plain indices where the others say so.
+    torch's own check may read past the end of the plain indices.
     """
     if compressed.dim() != plain.dim() or compressed.shape[:-1] != plain.shape[:-1] or not compressed.shape[-1]:
         raise ValueError("indices that do not belong together")
@@ -243,7 +243,7 @@ def load_quantised(dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale:
         made = torch._empty_per_channel_affine_quantized(
             size, scales=scale[0], zero_points=scale[1], axis=scale[2], dtype=dtype, device=stored.device
         )
-    if packed:  # torch counts a byte for each element, and would find the storage too short
+    if packed:  # torch counts a byte for each element, and would consider the storage too short
         made.untyped_storage().copy_(stored.untyped_storage())
         return made
     return made.set_(stored.untyped_storage(), int(stored.storage_offset()), size, stored.stride())
@@ -264,14 +264,14 @@ def _reduce_nested(tensor: Tensor) -> Reduced:
 def load_nested(buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
     """Used in pickles: a nested tensor over one buffer. Raises SerializationError."""
     if sizes.dim() != 2 or not len(sizes) or sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
-        # One of no parts ends the process where it is used.
+        # A nested tensor without parts would crash the process when it is used.
         raise SerializationError("a nested tensor of no parts, or of sizes, strides and offsets that do not fit")
     made: Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
     return made.requires_grad_() if grad else made
 
 
 def load_jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int, grad: bool) -> Tensor:
-    """A nested tensor of the jagged layout. dim: which dimension is, counted with that of the batch in front."""
+    """A nested tensor of the jagged layout. dim: the ragged dimension, counting the batch dimension in front."""
     from torch.nested._internal.nested_tensor import NestedTensor  # imports half of torch's compiler
 
     made: Tensor = NestedTensor(values, offsets, lengths=lengths, _ragged_idx=dim, requires_grad=grad)
@@ -293,7 +293,7 @@ def _reduce_subclass(tensor: Tensor) -> Reduced | None:
         return None
     grad = tensor.requires_grad
     if tensor.layout is torch.strided:
-        plain = _over_memory(tensor, tensor.dtype)  # not detach(): that may be the class's own
+        plain = _over_memory(tensor, tensor.dtype)  # not detach(), which the class may define
     elif dispatches:
         return None
     else:
@@ -311,7 +311,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _reduce_uninitialized(tensor: Tensor) -> Reduced:
-    data = tensor.data  # what may be asked of one before it has a shape
+    data = tensor.data  # usable before it has a shape
     return with_state((type(tensor), (tensor.requires_grad, data.device, data.dtype)), tensor)
 
 
@@ -324,7 +324,7 @@ def _over_storage(storage: torch.UntypedStorage) -> Tensor:
 
 def _over_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A plain tensor over the same memory, of a type with elements of the same size."""
-    if tensor._is_zerotensor():  # it stands for zeros, and its storage for no memory
+    if tensor._is_zerotensor():  # zeros without memory
         return torch.zeros(tensor.size(), dtype=dtype, device=tensor.device)
     storage = tensor.untyped_storage()
     if not storage.nbytes() and tensor.numel():  # set_ would give it new memory
@@ -345,7 +345,7 @@ def reduce_storage(storage: torch.UntypedStorage, route: TensorRoute | None) -> 
 
 
 def load_storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Used in pickles: the storage of a tensor. It cannot be resized, for its memory was received."""
+    """Used in pickles: the storage of a tensor. It cannot be resized, as its memory was received."""
     return tensor.untyped_storage()
 
 
@@ -359,7 +359,7 @@ def load_typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> tor
 
 
 def _reduce_array(array: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]], route: object) -> object:
-    """One that has gaps would be written into the pickle: numpy lends only memory that is all its own."""
+    """Copy an array with gaps, which would be written into the pickle: numpy lends only contiguous memory."""
     if array.nbytes <= _SMALL or array.flags.forc or array.dtype.hasobject:
         return NotImplemented
     axes = sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True)

@@ -1,6 +1,6 @@
-"""What the reference tables of two workers say to each other, and what a table tells its runtime to do.
+"""The messages between the reference tables of two workers, and the outputs of a table for its runtime.
 
-`docs/inside/counting.md` has the table of messages; `references` says when each is sent.
+`docs/inside/counting.md` has the table of messages; `references` sends them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class ReferenceId(NamedTuple):
     worker: Number
     #: That worker's running number.
     number: Number
-    #: Random for a reference, so that a worker without it cannot name it; 0 for a fork, which is worth nothing alone.
+    #: Random for a reference: a worker that was not given it cannot name it. 0 for a fork, which is useless alone.
     key: Annotated[int, Meta(ge=0)] = 0
 
     def __repr__(self) -> str:
-        """Without the key: it is nobody's business who reads logs and errors."""
+        """Without the key, which must not get into logs and errors."""
         return f"({self.worker}, {self.number})"
 
 
-LENT = ReferenceId(0, 0, 1)  # in place of a fork, which never has a key: nobody counts this handle
+LENT = ReferenceId(0, 0, 1)  # in place of a fork, which never has a key: this handle is not counted
 
 
 def unguessable() -> Iterator[int]:
-    """Keys of references. Each is taken by one call in C, which asks the system for many at once."""
+    """Keys of references. One call in C takes each; it asks the system for many at once."""
     return chain.from_iterable(map(_KEYS.unpack, iter(partial(os.urandom, _KEYS.size), None)))
 
 
@@ -60,17 +60,17 @@ class PassedReference(NamedTuple):
     #: The receiver's fork, which the sender has named; (0, 0, 1), `LENT`, for a reference that a call lends to its
     #: owner, and keeps until the call has ended.
     fork: ReferenceId
-    #: Which of the values it is; nil if it is inside of one that was pickled.
+    #: Its position among the values; nil if it is inside a pickled one.
     position: int | None = None
 
 
 def all_lent(passed: Sequence[PassedReference]) -> bool:
-    """Whether nobody counts any of these, so that nothing will be said about them."""
+    """Whether none of these is counted, so no message about them will follow."""
     return all(each.fork == LENT for each in passed)
 
 
 class Add(NamedTuple):
-    """Count this fork, which somebody else than you has passed to me."""
+    """Count this fork, which another worker than you has passed to me."""
 
     rref: ReferenceId
     fork: ReferenceId
@@ -88,7 +88,7 @@ class Gone(NamedTuple):
 
     rref: ReferenceId
     fork: ReferenceId
-    #: For whoever uses the reference.
+    #: For users of the reference.
     reason: str
 
 
@@ -106,7 +106,7 @@ class Del(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Have you created that reference, which somebody wants to have counted?"""
+    """Have you created that reference, which another worker wants to have counted?"""
 
     rref: ReferenceId
 
@@ -124,7 +124,7 @@ class Abandon(NamedTuple):
     fork: ReferenceId
     #: Whether the call that creates it may still arrive.
     coming: bool
-    #: For whoever else uses the reference.
+    #: For other users of the reference.
     reason: str
 
 
@@ -145,16 +145,16 @@ MESSAGES: Family[Message] = Family(
 )
 
 FREED = "the owner has freed the value: a worker that passed the reference on was lost before the receiver was counted"
-PASSED_TWICE = "whoever passed the reference on has given the same fork of it to another worker, too"
+PASSED_TWICE = "the worker that passed the reference on has given the same fork of it to another worker, too"
 REFUSED = "the value will not be created"
-# Characters of a reason that are kept, and told to others: there may be one for each reference.
+# Characters of a reason that are kept and passed on: there may be one for each reference.
 REASON_LIMIT = 1000
 UNSENT = "the call that was to create the value was never sent"
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `message` to worker `to`, behind what it was sent before."""
+    """Send `message` to worker `to`, after all earlier ones."""
 
     to: int
     message: Message
@@ -162,9 +162,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """No holder is left, or the value will never come: drop it, also if it comes later; who waits for it here fails.
+    """No holder is left, or the value will never come: drop it, even if it comes later, and fail those who wait here.
 
-    May be said again for the same reference: when somebody registered after the value was freed, and was refused.
+    May be repeated for the same reference: a worker may register after the value was freed, and is refused.
     """
 
     rref: ReferenceId
@@ -172,7 +172,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The owner counts this fork. Said at most once, and not after `drop`."""
+    """The owner counts this fork. At most once, and not after `drop`."""
 
     rref: ReferenceId
     fork: ReferenceId
@@ -180,7 +180,7 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """This fork can never be used: pending and later uses fail with `reason`. Said at most once, not after `drop`."""
+    """This fork can never be used: pending and later uses fail with `reason`. At most once, not after `drop`."""
 
     rref: ReferenceId
     fork: ReferenceId
@@ -192,20 +192,20 @@ Outputs = list[Output]
 
 
 class Role(enum.StrEnum):
-    """What a line of `ReferenceTable.live` is about."""
+    """The kind of an entry of `ReferenceTable.live`."""
 
     OWNER = "owner"  # a handle here to a value here
     USER = "user"  # a handle here to a value elsewhere
     FORK = "fork"  # a handle elsewhere to a value here
     WAITING = "waiting"  # a handle elsewhere to a value whose creation has not arrived here
-    TOMBSTONE = "tombstone"  # a value that will never exist here; its creator's last word is awaited
+    TOMBSTONE = "tombstone"  # a value that will never exist here; its creator's last message is awaited
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One live reference as this worker knows it. `fork` is None, and `holder` the creator, for a tombstone.
 
-    holder: worker id of who has the handle. pins: forks passed on that are not counted yet. dropped: the handle here
+    holder: id of the worker with the handle. pins: forks passed on that are not counted yet. dropped: the handle here
     has died, and the fork waits for its confirmation or its pins.
     """
 
@@ -240,7 +240,7 @@ class Counts:
 
 
 def read(fields: list[object]) -> Message:
-    """The message that these fields of a body are. Raises ProtocolError."""
+    """The message with these fields. Raises ProtocolError."""
     message = MESSAGES.read(fields)
     if isinstance(message, Gone | Abandon) and len(message.reason) > REASON_LIMIT:
         message = message._replace(reason=message.reason[:REASON_LIMIT])

@@ -6,8 +6,8 @@ receiver's own fork is counted. `docs/inside/counting.md` numbers the guarantees
 states.
 
 One `ReferenceTable` per worker. Its methods take events and return what is to be done, in order; they never block, and
-must be called by one thread at a time. What a worker says to itself (a reference to its own value) is handled inside
-the call that causes it, in the order of a connection.
+must be called by one thread at a time. A worker's messages to itself (about references to its own values) are handled
+inside the call that causes them, in order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class _Value(enum.Enum):
 
 @dataclass(slots=True)
 class _Fork:
-    """A fork held here. counted: the owner knows it, so DEL tells its end. parent: who awaits our CHILD_OK."""
+    """A fork held here. counted: the owner knows it, so DEL tells its end. parent: the worker that awaits our
+    CHILD_OK."""
 
     rref: ReferenceId
     fork: ReferenceId
@@ -95,9 +96,9 @@ class _Owned:
 class ReferenceTable:
     """The references one worker holds, and those that others hold to its values.
 
-    worker_id: this worker's id. Ids of workers are never used twice, not even by a worker that comes back. members: the
-    ids that workers of this group can have; None where others may join. most: how many forks of values here another
-    worker may have by what it says itself, before that is a ProtocolError. keys: of the references named here.
+    worker_id: this worker's id. Ids of workers are never reused, not even by a worker that comes back. members: the ids
+    that workers of this group can have; None if others may join. most: how many forks of values here another worker may
+    name by its own messages; more are a ProtocolError. keys: of the references named here.
     """
 
     def __init__(
@@ -151,26 +152,26 @@ class ReferenceTable:
         return self._abandon(rref, fork, UNSENT, coming=False)
 
     def created(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
-        """The owner answered the call of `create`. Ignored when that creation was given up before."""
+        """The owner answered the call of `create`. Ignored if that creation was given up before."""
         held = self._creation(rref, fork)
         if held is not None:
             self._confirm(held)
         return self._finish()
 
     def creation_failed(self, rref: ReferenceId, fork: ReferenceId, reason: str, *, answered: bool = True) -> Outputs:
-        """The owner answered the call of `create` with an error, or (answered=False) we gave up waiting for that.
+        """The owner answered the call of `create` with an error, or (answered=False) we stopped waiting for the answer.
 
-        Answered is also what could not be sent: nothing of it will come there. It may be that the value exists all the
-        same, as an error others can fetch; here the reference is broken.
+        answered is true also if the call could not be sent: nothing of it will arrive. The value may exist
+        nevertheless, as an error that others can fetch; here the reference is broken.
         """
         return self._abandon(rref, fork, reason, coming=not answered)
 
     def encode(
         self, rref: ReferenceId, fork: ReferenceId, to: int, position: int | None = None
     ) -> tuple[PassedReference, Outputs]:
-        """What to put into a frame for worker `to` so that it gets a fork of its own; `fork` stays counted meanwhile.
+        """Prepare a frame to worker `to`, which gets a fork of its own; `fork` stays counted meanwhile.
 
-        position: which of the values it is, if it is one by itself. A frame that is not sent needs `unsend` for each of
+        position: among the values, if it is a value by itself. A frame that is not sent needs `unsend` for each of
         its children. Raises RpcUsageError, and changes nothing, when this fork is not held here or is broken.
         """
         held = self._forks.get(fork)
@@ -179,7 +180,7 @@ class ReferenceTable:
         if held.state is _State.BROKEN:
             raise RpcUsageError(f"a broken reference cannot be passed on: {held.reason}")
         child = self._new_id()
-        if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
+        if to not in self._departed:  # after `lost(to)` nothing would ever release the child
             self._keep_for(held, child, to)
         return PassedReference(rref, held.owner, child, position), self._finish()
 
@@ -195,7 +196,7 @@ class ReferenceTable:
 
         Every reference of a frame that arrived must be decoded once, even if its handle is dropped at once (a body
         that cannot be unpickled, a cancelled call): the sender waits for it. Raises ProtocolError, and changes nothing,
-        on what no worker can send.
+        for an impossible reference.
         """
         self._check_passed(passed, sender)
         rref, owner, fork, _ = passed
@@ -208,7 +209,7 @@ class ReferenceTable:
         elif self._members is not None and owner not in self._members:
             self._break(held, _no_member(owner))
         elif owner == self.worker_id and direct and fork not in self._granted:
-            self._break(held, REFUSED)  # while the frame travelled from us to us
+            self._break(held, REFUSED)  # decided while the frame travelled from us to us
         elif direct:
             self._outputs.append(Confirmed(rref, fork))
         else:
@@ -232,7 +233,7 @@ class ReferenceTable:
         """
         owned: _Owned | None
         if rref is None:
-            fork = rref = self._new_id(next(self._keys))  # as torch has it: programs compare the numbers
+            fork = rref = self._new_id(next(self._keys))  # equal as in torch: programs compare the numbers
             owned = _Owned(rref, _Value.CREATED)
         else:
             fork = self._new_id()
@@ -248,9 +249,9 @@ class ReferenceTable:
     def on_create(self, rref: ReferenceId, fork: ReferenceId, sender: int) -> Outputs:
         """A call that creates `rref` arrived from `sender`: its fork counts, and early ADDs are answered.
 
-        To be called for every such call, also for a refused one (its value is then the error). If Free comes back,
-        the creator has given up and no other worker holds it: the call need not run. Raises ProtocolError, and changes
-        nothing, on impossible ids.
+        Called for every such call, also for a refused one (its value is then the error). If Free is returned, the
+        creator has given up and no other worker holds it: the call need not run. Raises ProtocolError, and changes
+        nothing, for impossible ids.
         """
         owned = self._owned.get(rref)
         if rref.worker != sender or fork != fork_of_creator(rref) or not (0 <= rref.number < LARGEST and rref.key >= 0):
@@ -271,14 +272,14 @@ class ReferenceTable:
         return owned is not None and owned.value is not _Value.NEVER
 
     def refusal(self, rref: ReferenceId) -> str | None:
-        """Why the value of `rref` will never be, as its creator has said; None if that has not said so."""
+        """Why the value of `rref` will never exist, from its creator; None if the creator has not given it up."""
         owned = self._owned.get(rref)
         return owned.reason if owned is not None and owned.value is _Value.NEVER else None
 
     # -- both -------------------------------------------------------------------------------------------------------
 
     def on_message(self, sender: int, message: Message) -> Outputs:
-        """A message of another worker's table. Raises ProtocolError, and changes nothing, when it cannot be right."""
+        """A message of another worker's table. Raises ProtocolError, and changes nothing, for an impossible one."""
         if sender == self.worker_id:
             raise ProtocolError("a worker does not send reference messages to itself")
         if sender not in self._departed:
@@ -347,7 +348,7 @@ class ReferenceTable:
     def _abandon(self, rref: ReferenceId, fork: ReferenceId, reason: str, *, coming: bool) -> Outputs:
         held = self._creation(rref, fork)
         if held is not None:
-            # Third workers may have registered already: the owner has to refuse them until our DEL ends it.
+            # Other workers may have registered already: the owner has to refuse them until our DEL ends it.
             self._send(held.owner, Abandon(rref, fork, coming, reason))
             self._break(held, reason, counted=True)
         return self._finish()
@@ -359,11 +360,11 @@ class ReferenceTable:
         if fork in self._forks:
             raise ProtocolError(f"fork {fork} was passed twice")
         if sender == owner and rref.worker == self.worker_id and rref.number >= self._next:
-            # Said of the value of another worker, it may be what the sender was told: `_on_add` answers it.
+            # About another worker's value the sender may have been misinformed: `_on_add` answers that.
             raise ProtocolError(f"reference {rref} was never named by this worker")
 
     def _keep_for(self, held: _Fork, child: ReferenceId, to: int) -> None:
-        """Let the child be alive while it travels: counted at once if we own the value, else by pinning our fork."""
+        """Keep the child alive while it travels: count it at once if we own the value; pin our fork otherwise."""
         if held.owner == self.worker_id:
             self._owned[held.rref].forks[child] = to
             self._granted[child] = held.rref
@@ -386,7 +387,7 @@ class ReferenceTable:
         self._settle(held)
 
     def _break(self, held: _Fork, reason: str, *, counted: bool = False) -> None:
-        """counted: the owner still knows this fork, so its pins hold and its end must be told."""
+        """counted: the owner still knows this fork, so its pins hold and DEL must tell its end."""
         if held.state is _State.BROKEN and not held.counted:
             return
         if held.state is not _State.BROKEN:
@@ -430,7 +431,7 @@ class ReferenceTable:
 
     def _on_child_ok(self, sender: int, child: ReferenceId) -> None:
         fork = self._pinned.get(child)
-        if fork is None:  # released before: that broken fork needed no pins any more
+        if fork is None:  # released before: a broken fork needs no pins
             return
         if self._forks[fork].pins[child] != sender:
             raise ProtocolError(f"CHILD_OK for {child} from worker {sender}, which it was not passed to")
@@ -442,8 +443,8 @@ class ReferenceTable:
         held = self._forks.get(fork_of_creator(rref))
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
             self._send(sender, Never(rref))
-        # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
-        # An id that was never named here is no fault of the sender: another worker may have passed it on.
+        # No answer otherwise: CREATE or ABANDON is on its way, or the answer to it is.
+        # An id that was never named here may come from another worker; the sender is not to blame.
 
     # -- the owner's half -------------------------------------------------------------------------------------------
 
@@ -462,7 +463,7 @@ class ReferenceTable:
             self._send(sender, Gone(rref, fork, _no_member(rref.worker)))
         elif owned is None:
             self._name(sender)
-            # Not created yet, or freed long ago? Only the creator can tell; remembering all that was freed cannot end.
+            # Not created yet, or freed long ago? Only the creator knows; remembering all freed values would not end.
             self._owned[rref] = _Owned(rref, _Value.AWAITED, waiting={fork: sender})
             self._send(rref.worker, Ask(rref))
         elif owned.value is _Value.CREATED:
@@ -478,7 +479,7 @@ class ReferenceTable:
     def _bring_to_life(self, owned: _Owned, fork: ReferenceId, sender: int) -> None:
         if owned.value is _Value.AWAITED:
             owned.forks[fork] = sender
-        # Else it was given up: the fork is in the set, or its DEL has been here.
+        # In other states the fork is in the set, or its DEL has been here.
         owned.value, owned.coming = _Value.CREATED, False
         self._owned[owned.rref] = owned
         waiting, owned.waiting = owned.waiting, {}
@@ -496,7 +497,7 @@ class ReferenceTable:
         self._uncount(owned, fork)
 
     def _name(self, sender: int) -> None:
-        """Another worker has named one more fork of a value here. ProtocolError: it has too many."""
+        """Another worker names one more fork of a value here. ProtocolError: it has too many."""
         said = self._said.get(sender, 0) + 1
         if said > self._most:
             raise ProtocolError(
@@ -517,11 +518,11 @@ class ReferenceTable:
         if rref.worker != sender or fork != fork_of_creator(rref):
             raise ProtocolError(f"ABANDON of {rref} from worker {sender}, which did not create it")
         owned = self._owned.get(rref) or _Owned(rref, _Value.AWAITED)
-        if owned.value is _Value.CREATED:  # users can fetch the error, which is its value
+        if owned.value is _Value.CREATED:  # users can fetch its value, which is the error
             return
         if owned.value is _Value.NEVER:
             raise ProtocolError(f"reference {rref} was abandoned twice")
-        # The creator knows; its fork stays until it says DEL, and with it the refusal.
+        # The creator knows; its fork, and with it the refusal, stays until its DEL.
         if owned.forks.pop(fork, None) is None:
             self._name(sender)
         self._refuse(owned, reason)
@@ -558,7 +559,7 @@ class ReferenceTable:
     # -- departures, sending, reports ---------------------------------------------------------------------------------
 
     def forget(self, worker_id: int) -> None:
-        """A worker that is gone was not named for long. Who is named and is not there is `unknown`."""
+        """Drop a worker that is long gone. If its id is used again, `unknown` answers."""
         self._departed.discard(worker_id)
 
     def _depart(self, worker_id: int, how: str) -> Outputs:
@@ -600,7 +601,7 @@ class ReferenceTable:
             self._outputs.append(Send(to, message))
 
     def _finish(self) -> Outputs:
-        """Handle what this worker said to itself, then hand out what is to be done."""
+        """Handle this worker's messages to itself, then return the outputs."""
         while self._loopback:
             message = self._loopback.popleft()
             self._handlers[type(message)](self.worker_id, *message)
@@ -614,7 +615,7 @@ class ReferenceTable:
 
 
 def _no_member(worker_id: int) -> str:
-    return f"there is no worker {worker_id} in the group: whoever passed the reference on has invented it"
+    return f"there is no worker {worker_id} in the group: the worker that passed the reference on has invented it"
 
 
 def _held_by(forks: dict[ReferenceId, int], worker_id: int) -> list[ReferenceId]:

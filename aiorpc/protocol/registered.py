@@ -1,9 +1,9 @@
-"""Which classes and functions of a program may be named in messages that are written without pickle (`trees`).
+"""The classes and functions of a program that messages without pickle may name (`trees`).
 
-An entry is an exact object under the one name that it has, ``module:qualname``. A name in a message is only looked up
-here: nothing is imported for it, and no attribute is walked. What stands in the registry of
-``torch.serialization.add_safe_globals`` does not count. It says which names files may hold that the user has chosen to
-load, often added because an error message said so, and functions that build anything may be among them.
+An entry is an exact object under its one name, ``module:qualname``. A name in a message is only looked up here: nothing
+is imported for it, and no attribute is followed. The registry of ``torch.serialization.add_safe_globals`` does not
+count: it lists names for files that the user has chosen to load, often added because an error message demanded it, and
+may contain functions that build anything.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TypeVar
 from ..errors import RpcUsageError, SerializationError
 from .packing import shown
 
-#: What the main module is called; spawned children call theirs by the second name.
+#: The names of the main module; spawned children use the second one.
 MAIN_NAMES = ("__main__", "__mp_main__")
 
 T = TypeVar("T", bound=Callable[..., object])
 
-# Their instances are callables, classes or modules that are made of arguments: a sender could name anything by them.
+# Their instances are callables, classes or modules made from arguments: a sender could name anything with them.
 _MAKE_ANYTHING = (
     type,
     types.FunctionType,
@@ -41,17 +41,17 @@ NAMEABLE = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Registered:
-    """A registry. It is read by any thread, and entries are only added."""
+    """A registry. Any thread may read it; entries are never removed."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, object] = {}
         self._names: dict[object, str] = {}
 
     def add(self, thing: object) -> None:
-        """Enter a class or a function; again, it changes nothing.
+        """Add a class or a function. Idempotent.
 
-        RpcUsageError for what is neither, for what would let a sender name anything, for what was defined inside of a
-        function, and if another object is entered under that name, unless that one's module has gone.
+        RpcUsageError for other objects, for those with which a sender could name anything, for definitions inside a
+        function, and if another object has that name, unless the module of that one has gone.
         """
         if not isinstance(thing, NAMEABLE):
             raise RpcUsageError(
@@ -59,7 +59,7 @@ class Registered:
             )
         if isinstance(thing, type) and issubclass(thing, _MAKE_ANYTHING):
             raise RpcUsageError(
-                f"{thing.__qualname__} cannot be registered: whoever sends one could name anything by it"
+                f"{thing.__qualname__} cannot be registered: the sender of one could name anything with it"
             )
         name = name_of(thing)
         if name is None or "<" in name:
@@ -84,7 +84,7 @@ class Registered:
             return None
 
     def find(self, name: object) -> object:
-        """What is entered under that name. SerializationError if nothing is."""
+        """The entry under that name. SerializationError if there is none."""
         found = self._by_name.get(name) if type(name) is str else None
         if found is None:
             raise SerializationError(
@@ -94,7 +94,7 @@ class Registered:
         return found
 
     def find_class(self, name: object) -> type:
-        """The same, where only a class will do."""
+        """`find` for a class. SerializationError if the entry is a function."""
         found = self.find(name)
         if not isinstance(found, type):
             raise SerializationError(f"has an object of {shown(name)}, which is registered as a function")
@@ -110,7 +110,7 @@ def name_of(thing: object) -> str | None:
 
 
 def _stands(name: str, thing: object) -> bool:
-    """Whether the module that defined it still has it under its name."""
+    """Whether the defining module still has the object under its name."""
     module, _, qualname = name.partition(":")
     found: object = sys.modules.get(module) if module != MAIN_NAMES[0] else sys.modules.get(thing.__module__)
     for part in qualname.split("."):
@@ -118,7 +118,7 @@ def _stands(name: str, thing: object) -> bool:
     return found is thing
 
 
-#: What the programs of this process have registered; as with the pickle registry of Python, all workers in it share it.
+#: The registrations of this process; all workers in it share them, as they share Python's pickle registry.
 registered: Registered = Registered()
 registered.add(Counter)
 
@@ -126,16 +126,16 @@ registered.add(Counter)
 def register_safe(thing: T, *others: Callable[..., object]) -> T:
     """Allow that messages name these classes and functions, in a group with ``serialization="safe"``.
 
-    Returns the first, so that it may stand above a class as a decorator. Any thread. All workers that receive such
-    objects register them under the same name, before they arrive.
+    Returns the first, so it may be used as a decorator of a class. Any thread. All workers that receive such objects
+    register them under the same name, before they arrive.
 
-    Any member may then send objects of the class with whatever attributes: they are made by ``__new__`` without
-    ``__init__`` and filled by ``__setstate__``, or as the class's own ``__reduce__`` asks for, by calling the class. So
-    register classes that only hold data. The class itself may be passed as a value, too. A registered function may be
-    passed as a value, and is never called because a message asks for it.
+    Any member may then send objects of the class with any attributes: they are made by ``__new__`` without ``__init__``
+    and filled by ``__setstate__``, or by calling the class if its own ``__reduce__`` asks for that. Therefore register
+    only classes that hold data. The class itself may be passed as a value, too. A registered function may be passed as
+    a value, and a message never makes it run.
 
-    Raised here: RpcUsageError for what is no class and no function, for a name that is taken, and for classes by which
-    anything could be named.
+    Raised here: RpcUsageError for objects that are neither class nor function, for a name that is taken, and for
+    classes with which anything could be named.
     """
     for each in (thing, *others):
         registered.add(each)

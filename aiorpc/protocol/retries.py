@@ -1,8 +1,8 @@
 """When a call is tried again, how long the pause before that is, and when there is no further try. No I/O, no clock.
 
 The pause is exponential with full jitter: of random length up to a bound that doubles with each try. Callers that have
-failed together come back apart then, and with the least work for all (Brooker, "Exponential Backoff and Jitter", AWS
-Architecture Blog, 2015).
+failed together then come back at different times, which causes the least work for all (Brooker, "Exponential Backoff
+and Jitter", AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeGuard
 from ..errors import RpcUsageError
 from .states import RETRIED, RetriedEvent, RetriedState
 
-MOST = 1000  # tries of one call that may be asked for
+MOST = 1000  # tries of one call, at most
 
 
 class Backoff(NamedTuple):
@@ -25,14 +25,14 @@ class Backoff(NamedTuple):
 
 
 def check_retries(retries: object) -> int:
-    """Return how often a call is tried again; RpcUsageError for what is no such number."""
+    """Return how often a call is tried again; RpcUsageError for an invalid number."""
     if isinstance(retries, bool) or not isinstance(retries, int) or not 0 <= retries <= MOST:
         raise RpcUsageError(f"retries must be an integer from 0 to {MOST}, not {retries!r:.40}")
     return retries
 
 
 def check_backoff(backoff: object) -> Backoff:
-    """Bounds from what a program says: seconds for the first pause, or those and for the longest. RpcUsageError."""
+    """Bounds from a program's value: seconds of the first pause, or of the first and the longest. RpcUsageError."""
     first, longest = backoff if isinstance(backoff, (tuple, list)) and len(backoff) == 2 else (backoff, None)
     if not _is_duration(first) or not (longest is None or _is_duration(longest)):
         raise RpcUsageError(
@@ -50,7 +50,7 @@ class Tries:
     """The tries of one call; see the module. One thread at a time.
 
     state: in the table RETRIED. made: tries that were begun. deadline: when the call ends, in seconds of the clock that
-    `failed` is asked with; None: never.
+    `failed` gets; None: never.
     """
 
     def __init__(self, retries: int, backoff: Backoff, deadline: float | None, random: Random) -> None:
@@ -62,7 +62,7 @@ class Tries:
         self._random = random
 
     def failed(self, now: float) -> float | None:
-        """A try has failed in a way that another one may not: seconds until that; None if there is none."""
+        """A try has failed, and another one may succeed: seconds until that; None if there is none."""
         # A bound past which doubling would only overflow.
         bound = min(self._backoff.longest, self._backoff.first * 2.0 ** min(self.made - 1, 1000))
         pause = self._random.uniform(0.0, bound)
@@ -73,7 +73,7 @@ class Tries:
         return pause
 
     def again(self) -> bool:
-        """The pause is over: whether a try is to be made now; not if the call has ended meanwhile."""
+        """The pause is over: whether to make a try now; not if the call has ended meanwhile."""
         if self.state is not RetriedState.PAUSED:
             return False
         self.state = RETRIED.next(self.state, RetriedEvent.PAUSE_OVER)

@@ -1,18 +1,18 @@
-"""Sessions: one stream of frames each way that goes on over a new socket where the old one has broken.
+"""Sessions: one stream of frames each way that is resumed over a new socket after the old one has broken.
 
 Both ends count the frames of each direction from the end of the handshake on; ACKs are frames like any other. A frame
-has no number on the wire: it is the next one. Whoever receives says from time to time how many it has received (ACK),
-and whoever sends keeps what was not acknowledged. When a socket breaks, each end says in the handshake of the next one
+has no number on the wire: it is the next one. The receiver reports from time to time how many frames it has received
+(ACK), and the sender keeps unacknowledged ones. When a socket breaks, each end reports in the handshake of the next one
 how many it has received, and the other one begins again with the next. The states are the table
 `protocol.states.SESSION`.
 
 Invariants
-1. A frame is handed on exactly once, and in order: what was received as a whole is counted when it is handed on; what
-   was received in part is dropped with the socket, and is sent again as a whole.
-2. What is kept are the frames themselves, not copies. They are borrowed until they are acknowledged.
-3. So many bytes are kept at most, and one frame more. Then nothing is sent until something is acknowledged, but ACKs,
-   which overtake the frames that wait: else two ends that both have much to send would wait for each other for ever.
-4. An end that has received nothing but ACKs since it spoke last has nothing to acknowledge, until they are many.
+1. A frame is handed on exactly once, and in order: a whole frame is counted when it is handed on; a partial one is
+   dropped with the socket, and is sent again as a whole.
+2. The kept frames are the frames themselves, not copies. Their buffers are borrowed until they are acknowledged.
+3. `limit` bytes are kept at most, and one frame more. Then only ACKs are sent until something is acknowledged; they
+   overtake the waiting frames. Otherwise two ends with much to send would wait for each other without end.
+4. An end that has received only ACKs since its last ACK has nothing to acknowledge, until they are many.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..errors import ProtocolError
 from .frames import ACK, HEAD, Buffer, Frame, encode_frame
 from .states import SESSION, SessionEvent, SessionState
 
-# So many frames, or bytes of them, are received before they are acknowledged at once; fewer soon.
+# Frames, or bytes of them, that are acknowledged at once; fewer are acknowledged soon.
 ACK_FRAMES = 64
 ACK_BYTES = 2 << 20
 
 
 class Session:
-    """One end of a session. It is used by whoever writes, and by whoever reads; each of them is one thread at a time.
+    """One end of a session. The writer and the reader use it; each of them is one thread at a time.
 
     limit: bytes that are kept. kept: the frames that were handed to the socket as a whole, and are not acknowledged.
     size: bytes of these and of what was begun. received: how many frames were handed on here. due: whether an ACK is
-    to be sent. said_at: bytes that had come when one was due last.
+    to be sent. said_at: bytes that had come when the last one became due.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,28 +45,28 @@ class Session:
         self.size: int = 0
         self.received: int = 0
         self.due: bool = False
-        self._acknowledged = 0  # how many frames came before those that are kept
-        self._heard = 0  # how many the other end has said that it has
-        self._said = 0  # how many the other end was told that we have
+        self._acknowledged = 0  # how many frames came before the kept ones
+        self._heard = 0  # the number of the other end's latest ACK
+        self._said = 0  # the number of our latest ACK
         self.said_at: int = 0
         self._acks = 0  # ACKs that have come since
 
     def enter(self, event: SessionEvent) -> None:
-        """That has happened to it."""
+        """Apply an event to the state."""
         self.state = SESSION.next(self.state, event)
 
     @property
     def suspended(self) -> bool:
-        """Whether there is no socket."""
+        """Whether it has no socket."""
         return self.state is SessionState.SUSPENDED
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def arrived(self, frames: list[Frame], count: int, begun: int = 0) -> list[Frame]:
-        """Frames that have come, to be handed on now: without those that are for the session itself.
+        """Frames that have come, to be handed on now, without those for the session itself.
 
-        count: bytes of the connection that have come so far. begun: frames that the writer has under way, beside those
-        that are kept. Raises ProtocolError for an ACK of what was not sent.
+        count: bytes of the connection that have come so far. begun: frames that the writer has under way, beside the
+        kept ones. Raises ProtocolError for an ACK of frames that were not sent.
         """
         self.received += len(frames)
         for frame in frames:
@@ -81,7 +81,7 @@ class Session:
 
     @property
     def fresh(self) -> bool:
-        """Whether something has come that the other end would like to have acknowledged."""
+        """Whether something has come that the other end waits to have acknowledged."""
         return self.received - self._said > self._acks
 
     def ack(self) -> list[Buffer]:
@@ -95,7 +95,7 @@ class Session:
         self._acks = 0
 
     def taking(self, count: int) -> Callable[[], object]:
-        """A step in C that counts so many frames as received, which a thread has read that nobody overtakes."""
+        """A step in C that counts so many frames as received, which a thread has read while no other thread reads."""
         return partial(setattr, self, "received", self.received + count)
 
     def _take_acks(self, frames: list[Frame], begun: int) -> list[Frame]:
@@ -110,7 +110,7 @@ class Session:
 
     def _acknowledge(self, number: int, begun: int) -> None:
         count = number - self._acknowledged
-        # The writer may be about to keep what it has begun, and that has been received by then: see `settle`.
+        # The writer may be about to keep begun frames that were received already: see `settle`.
         if count > len(self.kept) + begun:
             raise ProtocolError(f"an acknowledgement of {number} frames, of which {count} were not sent")
         self._heard = max(self._heard, number)
@@ -118,25 +118,25 @@ class Session:
 
     @property
     def unsettled(self) -> bool:
-        """Whether something is kept that was acknowledged before its writer had come to keep it. Any thread."""
+        """Whether frames are kept that were acknowledged before the writer kept them. Any thread."""
         return self._acknowledged < self._heard and bool(self.kept)
 
     def settle(self) -> None:
-        """Let go of what was acknowledged. By whoever reads; the other end does not say it again."""
+        """Let go of acknowledged frames. By the reader; the other end does not repeat an ACK."""
         kept = self.kept
         while kept and self._acknowledged < self._heard:
             size = sum(map(len, kept[0]))
-            self.size -= size  # without a call in the same step: whoever writes may add to it meanwhile
-            kept.popleft()  # in one step with that: whoever writes may count anew
+            self.size -= size  # in one step, without a call: the writer may add to it meanwhile
+            kept.popleft()  # in one step with that: the writer may count anew
             self._acknowledged += 1
 
     # --- going on over a new socket -----------------------------------------------------------------------------------
 
     def resume(self, received: int, begun: Sequence[Sequence[Buffer]] = ()) -> list[Sequence[Buffer]]:
-        """What has to be sent again, before all that waits; nothing is kept then.
+        """The frames that have to be sent again, before all that wait; afterwards nothing is kept.
 
-        received: how many frames the other end has. begun: frames that were under way, behind those that are kept.
-        Raises ProtocolError if that cannot be.
+        received: how many frames the other end has. begun: frames that were under way, after the kept ones.
+        Raises ProtocolError if the number is impossible.
         """
         whole = [*self.kept, *begun]
         done = received - self._acknowledged
@@ -149,12 +149,12 @@ class Session:
         self.kept.clear()
         self.size = 0
         self._acknowledged = self._heard = received
-        # The other end has been told by the handshake.
+        # The handshake has told the other end.
         self._said, self._acks, self.due = self.received, 0, False
         return whole[done:]
 
     def end(self) -> None:
-        """Its connection is over: let go of all that is kept. Idempotent."""
+        """The connection has ended: let go of all kept frames. Idempotent."""
         if self.state is not SessionState.ENDED:
             self.enter(SessionEvent.ENDED)
         self.kept.clear()

@@ -1,9 +1,9 @@
 """Dicts and sets whose keys a peer chose.
 
-Python keys the hashes of text and bytes (PYTHONHASHSEED), and no others: so a sender can choose numbers, or tuples of
-them, that collide in a table, and a megabyte of those would keep the interpreter busy for hours. Nothing short of
-filling the table says what that takes, as the order of its places is the interpreter's own. So tables are filled in
-pieces, and the processor time that these take is bounded by the length of the message.
+Python keys the hashes of text and bytes only (PYTHONHASHSEED). A sender can choose numbers, or tuples of them, that
+collide in a table, and a megabyte of those would keep the interpreter busy for hours. Only filling the table shows how
+long that takes, as the order of its places is internal to the interpreter. Tables are therefore filled in pieces, and
+the processor time for these is bounded by the length of the message.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import SerializationError
 K = TypeVar("K")
 T = TypeVar("T")
 
-# Entries that take no time, whatever their hashes are.
+# Entries that take hardly any time with any hashes.
 _FEW = 16
-# Entries between two looks at the clock: one entry takes at most as long as a table has entries.
+# Entries between two checks of the clock: one entry takes at most as many steps as the table has entries.
 _PIECE = 64
 # Seconds of processor time for the tables of one message, and for each of its bytes. An honest entry has five bytes or
-# more, and takes 0.1 to 2 microseconds; so what a slow or busy machine adds to that is no matter.
+# more, and takes 0.1 to 2 microseconds, so a slow or busy machine stays below the limit.
 _ONCE, _PER_BYTE = 0.5, 1e-6
 _TEXT = frozenset((str, bytes))
 _KEY = itemgetter(0)
@@ -39,13 +39,13 @@ class Tables:
         self._left = _ONCE + _PER_BYTE * size
 
     def mapping(self, pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
-        """A dict of these pairs. Raises as `update` does."""
+        """A dict of these pairs. Raises the errors of `update`."""
         made: dict[object, object] = {}
         self.update(made, pairs)
         return made
 
     def members(self, items: Sequence[T]) -> set[T]:
-        """A set of these items. Raises as `add` does."""
+        """A set of these items. Raises the errors of `add`."""
         made: set[T] = set()
         self.add(made, items)
         return made
@@ -53,7 +53,7 @@ class Tables:
     def update(self, table: dict[K, T], pairs: Sequence[tuple[K, T]]) -> None:
         """Add pairs to a dict.
 
-        Raises SerializationError for keys that collide, and TypeError for those that have no hash.
+        Raises SerializationError for keys that collide, and TypeError for keys without a hash.
         """
         if len(table) + len(pairs) <= _FEW or _TEXT.issuperset(map(type, map(_KEY, pairs))):
             table.update(pairs)
@@ -61,7 +61,7 @@ class Tables:
             self._fill(table.update, pairs)
 
     def add(self, table: set[T], items: Sequence[T]) -> None:
-        """Add items to a set. Raises as `update` does."""
+        """Add items to a set. Raises the errors of `update`."""
         if len(table) + len(items) <= _FEW or _TEXT.issuperset(map(type, items)):
             table.update(items)
         else:

@@ -1,8 +1,8 @@
-"""The trace context of W3C, level 2, as it travels with a call: which texts are one, and what becomes of others.
+"""The trace context of W3C, level 2, as it travels with a call: valid texts, and the handling of others.
 
-What the recommendation says of a vendor that receives one holds here. A `traceparent` that is none is ignored, with its
-`tracestate`; of a `tracestate` that is none only itself is ignored. A `traceparent` of a later version goes on as one
-of version 00, with the fields that this version has.
+The rules are the recommendation's for a vendor that receives one. An invalid `traceparent` is ignored, with its
+`tracestate`; an invalid `tracestate` is ignored alone. A `traceparent` of a later version is passed on as one of
+version 00, with the fields of that version.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import NamedTuple
 MOST_MEMBERS, MOST_CHARACTERS = 32, 512
 _LENGTH = 55  # characters of a traceparent of version 00
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-_VALUE = r"[ -+\--<>-~]{0,255}[!-+\--<>-~]"  # printable, without comma and equals sign, and no blank at the end
+_VALUE = r"[ -+\--<>-~]{0,255}[!-+\--<>-~]"  # printable, without comma and equals sign, and without a blank at the end
 _MEMBER = re.compile(rf"([a-z0-9][a-z0-9_\-*/@]{{0,255}})={_VALUE}")
 
 
 class TraceContext(NamedTuple):
-    """The headers of a trace context: what a call is part of, for OpenTelemetry and others that draw traces.
+    """The headers of a trace context: the trace that a call is part of, for OpenTelemetry and other tracers.
 
-    traceparent: version, id of the trace, id of the span and flags, as ``00-4bf92f...-00f067aa0ba902b7-01``.
-    tracestate: what vendors add, as ``vendor=value,other=value``; empty if there is nothing.
+    traceparent: version, id of the trace, id of the span and flags, such as ``00-4bf92f...-00f067aa0ba902b7-01``.
+    tracestate: additions of vendors, such as ``vendor=value,other=value``; may be empty.
     """
 
     traceparent: str
@@ -31,9 +31,9 @@ class TraceContext(NamedTuple):
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> TraceContext | None:
-        """The context of a carrier of a propagator: a mapping with ``traceparent`` and, maybe, ``tracestate``.
+        """The context of a propagator's carrier: a mapping with ``traceparent`` and, optionally, ``tracestate``.
 
-        None if there is no valid ``traceparent``. A ``tracestate`` that is not valid is left out.
+        None if there is no valid ``traceparent``. An invalid ``tracestate`` is left out.
         """
         parent = headers.get("traceparent")
         return None if parent is None else valid(cls(parent, headers.get("tracestate", "")))
@@ -47,7 +47,7 @@ class TraceContext(NamedTuple):
 
 
 def valid(context: TraceContext) -> TraceContext | None:
-    """That context, as far as it may go on; None if its `traceparent` is none."""
+    """The context with its valid parts; None if its `traceparent` is invalid."""
     parent, state = context
     if not _PARENT.match(parent):
         return None

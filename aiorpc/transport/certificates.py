@@ -1,8 +1,8 @@
-"""What a worker shows over TLS, whom it believes, and what a certificate says of who may stand behind it.
+"""The certificates of TLS: what a worker shows, which ones it accepts, and which workers a certificate is for.
 
 A certificate names workers in its DNS names, where ``*`` stands for any characters (``actor-*``, or ``*`` alone), and
-roles in URIs of the form ``aiorpc:role:actor``. The names of workers are no names of hosts, so they are compared here,
-as a whole and by case, and not by the rules for host names.
+roles in URIs of the form ``aiorpc:role:actor``. Names of workers are not host names: they are compared here, as a whole
+and by case.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..options import Tls
 from ..private import exposure
 
 ROLE = "aiorpc:role:"
-# Bytes that a handshake takes in each direction are far below this; what is read of them at once, in the rehearsal.
+# Rounds of the rehearsed handshake; it needs fewer.
 _STEPS = 8
-# Seconds until files that could not be used are tried again although they are the same: what was wrong with them may be
-# over without a change, as that their time has not come yet, or that others could read the key.
+# Seconds after which unusable files are tried again without a change: a certificate may have become valid meanwhile, or
+# the key's permissions may be right now.
 TRY_AGAIN = 10.0
 
 _Stamp = tuple[tuple[int, int, int, int], ...]
 
 
 class Certificate(NamedTuple):
-    """What a certificate says. digest: SHA-256 of the whole."""
+    """The contents of a certificate. digest: SHA-256 of the whole."""
 
     names: tuple[str, ...]
     roles: tuple[str, ...]
@@ -40,7 +40,7 @@ class Certificate(NamedTuple):
 
     @classmethod
     def of(cls, said: Mapping[str, Any] | None, whole: bytes | None) -> Certificate:
-        """Of what ssl tells of it."""
+        """From what ssl returns: the decoded fields, and the whole in DER."""
         alternatives = (said or {}).get("subjectAltName", ())
         return cls(
             tuple(value for kind, value in alternatives if kind == "DNS"),
@@ -49,25 +49,25 @@ class Certificate(NamedTuple):
         )
 
     def permits(self, name: str, role: str = "") -> bool:
-        """Whether a worker of that name and role may stand behind it; a role has to be named by it, if there is one.
+        """Whether a worker of that name and role may show it. A worker's role must be one of its roles.
 
-        Where it names roles and no workers, any worker of these roles may.
+        A certificate with roles and no names is for any worker of these roles.
         """
         named = any(_matches(pattern, name) for pattern in self.names) or (not self.names and bool(self.roles))
         return named and (role in self.roles if role or not self.names else True)
 
     def is_of(self, name: str) -> bool:
-        """Whether it is for the worker of that name and for no other one."""
+        """Whether it is for the worker of that name alone."""
         return {*self.names} == {name} and "*" not in name
 
     def describe(self) -> str:
-        """Whom it is for, for error messages."""
+        """Which workers and roles it is for, for error messages."""
         said = [repr(name[:100]) for name in self.names[:5]] + [f"role {role[:100]!r}" for role in self.roles[:5]]
-        return ", ".join(said) if said else "nobody (it has no DNS name and no role)"
+        return ", ".join(said) if said else "no worker (it has no DNS name and no role)"
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """However many ``*`` somebody has put there it takes no time; a regular expression would try for ever."""
+    """Whether a pattern with ``*`` fits a name. In linear time, unlike a regular expression."""
     first, *others = pattern.split("*")
     if not others:
         return name == first
@@ -75,7 +75,7 @@ def _matches(pattern: str, name: str) -> bool:
     if len(name) < at + len(last) or not (name.startswith(first) and name.endswith(last)):
         return False
     name = name[: len(name) - len(last)]
-    for part in others:  # where each comes first leaves the most to those behind it
+    for part in others:  # the first occurrence of each leaves the most for the following ones
         at = name.find(part, at) + len(part)
         if at < len(part):
             return False
@@ -83,9 +83,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 class Credentials:
-    """The files of a `Tls`, as what new connections use: read anew when they have changed.
+    """The files of a `Tls`, for new connections: they are read again when they have changed.
 
-    Made in any thread, used on the loop. RpcUsageError if the files cannot be used, with the worker and the reason.
+    Made in any thread, used on the loop. Raises RpcUsageError with the worker and the reason if they cannot be used.
     """
 
     def __init__(self, tls: Tls, name: str, role: str = "") -> None:
@@ -94,21 +94,21 @@ class Credentials:
         self._stamp = _stamp(tls)
         self._failed: _Stamp | None = None
         self._failed_at = 0.0
-        self._said = ""  # what was wrong with them then
+        self._said = ""  # the reason why the files could not be used
         self._loaded = _Loaded.read(tls, name, role)
 
     def context(self, *, opener: bool) -> tuple[ssl.SSLContext, bytes]:
-        """For the next connection, and the hash of the certificate that it shows.
+        """The context of the next connection, and the hash of the certificate that it shows.
 
-        Files that changed are taken if they are right as a whole; until then the old ones go on, with one line in the
-        log: whoever replaces three files does so one after the other.
+        Changed files are used once all of them are right. Until then the old ones stay in use, with one line in the
+        log: three files are replaced one after the other.
         """
         self._look()
         loaded = self._loaded
         return (loaded.opener if opener else loaded.acceptor), loaded.digest
 
     def objection(self, certificate: Certificate, name: str, role: str = "") -> str | None:
-        """Why whoever showed that certificate cannot be the worker of that name; None if it can."""
+        """Why a peer with that certificate cannot be the worker of that name; None if it can."""
         if not self.tls.verify_names or certificate.permits(name, role):
             return None
         who = f"worker {name!r}" + (f" in the role {role!r}" if role else "")
@@ -126,7 +126,7 @@ class Credentials:
             logger.info("worker %s uses new TLS files from now on", self._name)
         except (OSError, RpcUsageError) as error:
             self._said = str(error)
-            if self._said != before:  # the same is said once
+            if self._said != before:  # logged once
                 logger.of(self._name).warning("new TLS files are not used yet: %s", error)
 
 
@@ -174,7 +174,7 @@ def _check_files(tls: Tls) -> None:
         try:
             status = os.stat(path)
             if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
-                Path(path).read_bytes()  # of a pipe it would wait for somebody who writes
+                Path(path).read_bytes()  # not of a pipe, which would block
         except OSError as error:
             raise _Unusable(f"the file of the {what} cannot be read: {error}") from None
         if not stat.S_ISREG(status.st_mode):
@@ -207,7 +207,7 @@ def _context(tls: Tls, protocol: int) -> ssl.SSLContext:
 
 
 class _Encrypted(Exception):
-    """A key that wants a password."""
+    """The key needs a password."""
 
 
 def _no_password() -> str:
@@ -215,7 +215,7 @@ def _no_password() -> str:
 
 
 def _rehearse(opener: ssl.SSLContext, acceptor: ssl.SSLContext, tls: Tls) -> Certificate:
-    """Shake hands with ourselves, which shows what others would object to; our certificate, as others see it."""
+    """Shake hands with ourselves, which shows other workers' objections; returns our certificate as they see it."""
     to_opener, to_acceptor = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         opener.wrap_bio(to_opener, to_acceptor),
@@ -234,7 +234,7 @@ def _rehearse(opener: ssl.SSLContext, acceptor: ssl.SSLContext, tls: Tls) -> Cer
                 ) from None
             except ssl.SSLError as error:
                 why = str(error)
-                if error.reason == "UNSUPPORTED_PROTOCOL":  # both sides are ours: the acceptor's key leaves it none
+                if error.reason == "UNSUPPORTED_PROTOCOL":  # both sides are ours: TLS 1.3 cannot use the acceptor's key
                     why = "TLS 1.3 takes no key of its kind; make one of P-256, Ed25519 or RSA with 2048 bits"
                 raise _Unusable(f"the certificate {tls.cert} cannot be used: {why}") from None
     return Certificate.of(ends[0].getpeercert(), ends[0].getpeercert(True))

@@ -27,7 +27,7 @@ from .sockets import unread
 from .tls import TlsLayer
 from .writing import FrameWriter
 
-# Seconds for the last words of a connection, and for the other side to close it, too.
+# Seconds for writing the rest, and for the other side to close as well.
 CLOSING = 1.0
 
 
@@ -44,20 +44,20 @@ def _of_port(name: str) -> Any:
 
 
 class Connection:
-    """See the module. It is made of a reader, a writer, TLS if there is any, and what has it outlive its socket.
+    """See the module. Made of a reader, a writer, TLS if used, and the part that lets it outlive its socket.
 
-    All of these callbacks but `takes` and `on_stood` run on the loop, and what one raises closes the connection.
+    All callbacks except `takes` and `on_stood` run on the loop; an exception of one closes the connection.
 
     on_frames: called with the frames that have arrived. on_closed: called once with the cause, None when `close` was
-    called here. on_drained: called when all that was queued has been written. on_heard: called when something was read,
-    once for each time. on_open: with TLS, called once when the other side has shown its certificate; nothing may be
-    sent before that. takes: gives something if a waiter may have a PARCEL, as an answer; any thread. on_stood: called
-    with the frames that a thread has read which stands by; whether it takes them, else nothing was done with them.
-    on_suspended: called when its socket has broken, with the cause, if it may go on over another one. on_resumed:
-    called when it goes on. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and
-    will come again. queue: what waits to be written. label: what it is called in the log. takes_at_once: bytes of
-    tensors of one message that the other end takes, as its handshake has said. session: what its handshake has left
-    for second connections, and for other sockets.
+    called here. on_drained: called when all that was queued has been written. on_heard: called after each read.
+    on_open: with TLS, called once when the other side has shown its certificate; nothing may be sent before that.
+    takes: whether a waiter may have an envelope, as an answer; any thread. on_stood: called with the frames that a
+    standing thread has read; false: it has not used them.
+    on_suspended: called with the cause when its socket has broken, if it may be resumed over another one. on_resumed:
+    called when it is. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and will
+    come again. queue: what waits to be written. label: its name in the log. takes_at_once: bytes of tensors of one
+    message that the other end accepts, from its handshake. session: what the handshake has left for second connections,
+    and for other sockets.
     """
 
     on_frames: Callable[[list[Frame]], None] | None = _of_port("on_frames")
@@ -103,10 +103,10 @@ class Connection:
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.session = b""
         self.takes_at_once = MOST
-        #: How long its host had not answered when its socket was given up, in seconds.
+        #: For how long its host had not answered when its socket was given up, in seconds.
         self.silent_for: float = 0.0
         self._limit: asyncio.TimerHandle | None = None  # of closing
-        self._lingering: Lingering | None = None  # all is written, and nothing is looked at any more
+        self._lingering: Lingering | None = None  # all is written; what arrives is dropped
         self._silence = Silence()
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class Connection:
             self._reader.attend_to(self.tls)
 
     def seal(self, key: bytes) -> None:
-        """Seal all that is sent from now on. On the loop's thread, when the other side has all that was sent before."""
+        """MAC all that is sent from now on. On the loop's thread, when the other side has all that was sent before."""
         self.flush()
         if self.queue:
             raise ProtocolError("something is still on its way that would have to go without a seal")
@@ -134,23 +134,23 @@ class Connection:
         if heard is None:
             return 0.0
         if heard.over and not self._port.paused:
-            self.readable()  # uvloop does not tell of all errors of a socket
+            self.readable()  # uvloop does not report all errors of a socket
         return self._silence.look(heard, now)
 
     def is_over(self) -> bool:
         """Whether the system knows that it has ended; it is closed soon. On the loop.
 
-        Not one that is paused: it stays until it goes on. uvloop does not tell of all errors of a socket.
+        A paused one stays until it is resumed. uvloop does not report all errors of a socket.
         """
         heard = None if self._port.closed or self._port.paused else hear(self._port.sock)
         if heard is None or not heard.over:
             return self._port.closed
-        self._port.loop.call_soon(self.readable)  # what it still has to say is no matter of the caller
+        self._port.loop.call_soon(self.readable)  # later: its last frames must not interrupt the caller
         return True
 
     @property
     def decoder(self) -> FrameDecoder:
-        """Of what comes."""
+        """The decoder of what arrives."""
         return self._reader.decoder
 
     @property
@@ -165,16 +165,16 @@ class Connection:
 
     @property
     def must_hear(self) -> bool:
-        """Whether nothing is written until something has been read: to pause it then would be for ever."""
+        """Whether nothing is written until something has been read: pausing it then would block it without end."""
         return self._resumption.must_hear
 
     @property
     def owing(self) -> bool:
-        """Whether something was not written yet, or waits for a new socket and may not have got to the other end."""
+        """Whether something is not written yet, or is kept for a new socket and may not have reached the other end."""
         session = self._port.session
         if session is None or not session.suspended:
             return bool(self.queue) and not self._port.closed
-        return bool(session.received and (session.kept or self.queue))  # who has said nothing waits for nothing
+        return bool(session.received and (session.kept or self.queue))  # an end that has sent nothing waits for nothing
 
     @property
     def ended(self) -> bool:
@@ -204,21 +204,21 @@ class Connection:
     def close(self) -> None:
         """Write what is queued, as far as the socket takes it, then close. On the loop's thread.
 
-        Over TCP the other side closes first, once it has all of it; see `lingering`.
+        Over TCP the other side closes first, once it has read all of it; see `lingering`.
         """
         if self.closed:
             return
         self._port.closing = True
-        # A peer that does not read must not keep us from leaving.
+        # The limit: a peer that does not read must not keep us from leaving.
         self._limit = self._port.loop.call_later(CLOSING, self._finish, None)
         self._writer.write()
-        with self._writer.lock:  # another thread may be writing; what it could not write is in the queue afterwards
+        with self._writer.lock:  # another thread may be writing; its rest is in the queue afterwards
             unsent = bool(self.queue)
         if not unsent:
             self.all_written()
 
     def all_written(self) -> None:
-        """All that was to be said before the connection is closed is written."""
+        """All that was queued before `close` is written."""
         if self._port.patient or self._port.fd < 0:
             self._finish(None)
         elif self._lingering is None and not self._port.closed:
@@ -231,7 +231,7 @@ class Connection:
         self._finish(cause)
 
     def close_in_child(self) -> None:
-        """After a fork: let go of the descriptor without a word to the peer or the loop, which are the parent's."""
+        """After a fork: close the descriptor without a word to the peer or the loop, which belong to the parent."""
         self._port.closed = True
         self.queue.clear()
         if self._port.sock.fileno() >= 0:
@@ -241,17 +241,16 @@ class Connection:
 
     def write_failed(self, error: BaseException, sock: socket.socket) -> None:
         """That socket takes nothing more."""
-        if sock is not self._port.sock:  # that one has been replaced since
+        if sock is not self._port.sock:  # it has been replaced since
             return
-        # What the other side said before it went may still be unread, and a goodbye makes all the difference. It comes
-        # behind all else, so nobody else gets a turn before; it is not more than the socket holds now. Of one that has
-        # only closed its ear there may always be more.
+        # The other side's last frames, such as a goodbye, may be unread. Read on without giving others a turn, but not
+        # more than the socket holds now: a peer that has closed only its reading side may send without end.
         with self._reader.reading:
             last = self._port.bytes_received + sum(map(len, self._reader.unread)) + unread(self._port.sock)
             while True:
                 if self.closed:
                     break
-                self.resume()  # whoever had enough has to take this, too
+                self.resume()  # the receiver of frames has to take these although it is full
                 before = self._port.bytes_received
                 self._reader.turn = self._reader.turn_frames = max(0, last - before)
                 self.readable()
@@ -261,10 +260,10 @@ class Connection:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Its socket is of no use: it is suspended if it may go on over another one, else it ends."""
+        """Its socket has broken: it is suspended if it may be resumed over another one, and ends otherwise."""
         port, session = self._port, self._port.session
         lasts = session is not None and not self.closed and self.on_suspended is not None
-        if lasts and session is not None and session.suspended:  # a thread has still tried to write
+        if lasts and session is not None and session.suspended:  # a thread has tried to write meanwhile
             return
         if lasts and session is not None and self.on_suspended is not None and isinstance(error, OSError):
             self._resumption.suspend(session)
@@ -282,7 +281,7 @@ class Connection:
             self._lingering.end()
             self._lingering = None
         self._reader.forget_socket()
-        # A thread in the middle of a write or read holds a lock; closing under it could meet another descriptor.
+        # A thread that writes or reads holds a lock; closing under it could make it use another file's descriptor.
         with self._reader.reading, self._writer.lock:
             self.queue.clear()
             self._port.sock.close()
@@ -297,21 +296,21 @@ class Connection:
 
     @property
     def suspended(self) -> bool:
-        """Whether it has no socket, and waits for one."""
+        """Whether it has no socket, and waits for a new one."""
         session = self._port.session
         return session is not None and session.suspended
 
     @property
     def received(self) -> int:
-        """How many frames have come since the handshake, to tell the other end when it goes on."""
+        """How many frames have come since the handshake; the other end needs the number to resume."""
         session = self._port.session
         assert session is not None, "only a lasting connection goes on"
         return session.received
 
     @property
     def lacking(self) -> tuple[int, bytes] | None:
-        """As it went on last, what tells the first frame that the other end had not received from others; None if it
-        had received all."""
+        """The first frame that the other end had not received at the last resumption, in terms of `SendQueue.first`;
+        None if it had received all."""
         return self._resumption.lacking
 
     def break_off(self, silence: float) -> None:

@@ -1,9 +1,9 @@
-"""The end of a TCP socket whose last word has been written: it is not closed before the other side has read that.
+"""The end of a TCP socket: after its last byte was written it stays open until the other side has read that.
 
-The system answers with a reset to what arrives at a socket that is closed, or was unread when it was, and a reset
-throws away what is still on its way to the other side. A goodbye would be lost to whoever has just sent something. So
-this side says that it sends no more, and takes what comes, to drop it, until the other side closes as well. A unix
-socket needs nothing of that: what was written there is at the other side already.
+The system answers with a reset to what arrives at a closed socket, or was unread when it was closed, and a reset drops
+what is still on its way to the other side: a goodbye would be lost if the other side has just sent something. Therefore
+this side shuts down its writing side, and reads and drops what comes until the other side closes as well. A unix socket
+needs none of this: what was written is at the other side already.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-# Read at once, and in one turn of the loop at most, in bytes.
+# Bytes of one read, and of one turn of the loop, at most.
 _BUFFER, _TURN = 64 * 1024, 1024 * 1024
 
 
 class Lingering:
-    """See the module. On the loop, which must not look at the socket otherwise.
+    """See the module. On the loop, which must not watch the socket otherwise.
 
-    done: called once the other side has closed, or its host says that nobody has the connection any more. Whoever made
-    this bounds the time, and calls `end` before the socket is closed.
+    done: called once the other side has closed, or its host reports that the connection is gone there. The owner bounds
+    the time, and calls `end` before the socket is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, done: Callable[[], None]) -> None:
@@ -49,5 +49,5 @@ class Lingering:
         self._done()
 
     def end(self) -> None:
-        """Look at the socket no more."""
+        """Stop watching the socket."""
         self._loop.remove_reader(self._sock.fileno())

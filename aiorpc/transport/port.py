@@ -1,6 +1,6 @@
-"""The socket of one connection, and what the parts of the connection have to know of each other.
+"""The socket of one connection, and what the parts of the connection share.
 
-Its reader (`reading`), its writer (`writing`) and what has it outlive a socket (`resumption`) know this and not the
+Its reader (`reading`), its writer (`writing`) and its session part (`resumption`) use this, and do not know the
 connection that is made of them.
 """
 
@@ -19,12 +19,11 @@ from ..protocol.frames import Frame
 from ..protocol.session import Session
 from .tls import TlsLayer
 
-# Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
-# third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
+# Bytes of a unix socket's send buffer: a large buffer fits, and its writer need not wait for the reader, a third of the
+# time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
 SEND_BUFFER = 4 * 1024 * 1024
-# On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop
-# for each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it,
-# in seconds. Not between hosts, where what comes next may take its time.
+# Seconds to wait in one system call for the other end of a unix socket while a large buffer is under way: a turn of the
+# loop for each socketful costs more than the copy. Not between hosts, where the next bytes may take longer.
 PATIENCE = 0.002
 
 
@@ -41,28 +40,28 @@ class Owner(Protocol):
         """That socket takes nothing more."""
 
     def all_written(self) -> None:
-        """All that was to be said before the connection is closed is written."""
+        """All that was queued before the connection is closed is written."""
 
     def may_begin(self, session: Session, turn: SocketTurn) -> bool:
-        """Whether a frame may be begun, as an ACK is due or much was not acknowledged. By the writer, in its turn."""
+        """Whether a frame may be begun although an ACK is due or much is unacknowledged. By the writer, in its turn."""
 
     def counted(self, frames: list[Frame], session: Session) -> list[Frame]:
-        """Frames that have come, to be handed on now: without those that are for the session."""
+        """Frames that have come, to be handed on now, without those for the session."""
 
     def look(self) -> None:
-        """Acknowledge what threads have read, which the loop does not count."""
+        """Acknowledge what threads have read; the loop does not count these frames."""
 
 
 class Port:
-    """See the module. The callbacks are those of `Connection`, which sets `owner` and takes all away at its end.
+    """See the module. The callbacks are those of `Connection`, which sets `owner` and removes all at its end.
 
     patient: whether it is a unix socket, on which large buffers are waited for. session: what outlives the socket, once
-    there is one. closing: nothing more is sent but what is queued. paused: nothing is read.
+    there is one. closing: only what is queued is still sent. paused: nothing is read.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, tls: TlsLayer | None) -> None:
         self.patient: bool = sock.family == socket.AF_UNIX
-        # Blocking, as far as the system knows: each system call says for itself whether it waits.
+        # Blocking for the system: each system call has a flag that says whether it waits.
         sock.setblocking(True)
         if self.patient:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # TCP sizes its buffers by itself
@@ -88,15 +87,15 @@ class Port:
         self.on_cut: Callable[[int, int], None] | None = None
 
     def forget_callbacks(self) -> None:
-        """The connection has ended: it refers to nothing any more, so that no collector has to find the circle."""
+        """The connection has ended. Without references the circle needs no garbage collector."""
         self.owner = None
         self.on_frames = self.on_stood = self.on_drained = self.on_open = self.takes = self.on_heard = None
         self.on_suspended = self.on_resumed = self.on_cut = None
 
     def call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
-        """Any thread. Nothing happens once the loop is closed."""
-        # Not with the context variables of the writer: what is read in that turn is none of its business.
+        """Any thread. Does nothing once the loop is closed."""
+        # An empty context: a turn that reads must not get the context variables of the writer.
         here = asyncio._get_running_loop() is self.loop
         call = self.loop.call_soon if here else self.loop.call_soon_threadsafe
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection, or it will be soon
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and this connection with it
             call(callback, *args, context=Context())

@@ -1,19 +1,19 @@
 """What arrives over a stream socket: read on the loop, or by a thread that waits for it.
 
-    who         when                             what it does with it
+    reader      when                             what it does with it
     the loop    the socket has something         all of it: `on_frames`
-    a waiter    the loop's turn is over, and     answers of calls, and what may come with them, if there is nothing
-                nothing is half read             else; else it stores the bytes as they are for the loop, and has read
-    a stander   the socket has something         one socketful: calls that are for threads (`on_stood`); other frames
-                while it waits at its own epoll  it stores as they are for the loop
+    a waiter    the loop's turn is over, and     takes answers of calls, and what may come with them, if nothing more
+                nothing is half read             has come; otherwise it stores the bytes for the loop, and has read
+    a stander   the socket has something         reads one socketful, takes calls that are for threads (`on_stood`), and
+                while it waits at its own epoll  stores other frames for the loop
 
 Invariants
-1. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
-2. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
+1. All registrations with the loop happen on the loop's thread. The reader holds `reading`.
+2. What a waiter has read and not used is in `unread`, which the loop takes before it reads: no byte is lost, none
    overtakes another, even if a signal handler raises in the waiter (between any two instructions of the main thread).
-   What a stander has read and not used is in `_left_frames`, for the same end; no signal handler runs in its thread.
-3. Each byte that comes wakes somebody who reads it or has the loop told of it: the loop is told of what comes while no
-   thread waits, and `_look_again` tells it of what a thread has been told of and left in the socket.
+   What a stander has read and not used is in `left_frames`, for the same purpose; no signal handler runs in its thread.
+3. Each byte that comes wakes a reader or the loop: the loop is woken for what comes while no thread waits, and
+   `_look_again` wakes it for what a thread was woken for and has left in the socket.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from .port import Port
 from .tls import TlsLayer
 from .writing import FrameWriter
 
-# Most that is read before other connections get a turn, in bytes. What has to be decrypted takes
-# the loop's thread about four times as long, what is compared with its seal up to twice.
+# Bytes that are read before other connections get a turn, at most. Decrypting takes the loop's thread about four times
+# as long as reading, comparing MACs up to twice.
 TURN_BYTES = 4 * 1024 * 1024
 GUARDED_TURN_BYTES = 1024 * 1024
-# Of messages without arguments a hundred thousand are no more bytes than that, and each of them takes its time.
+# Frames of a turn, at most: a hundred thousand messages without arguments are fewer bytes than that, but take longer.
 TURN_FRAMES = 500
-# Where one read has brought more than that, the next ones ask for so many bytes each, until they bring few messages.
+# After a read with more frames than that, the next ones ask for so many bytes each, until they bring few messages.
 PORTION_BYTES, FEW_FRAMES = 16 * 1024, 32
-# A waiter reads so many bytes at most; an answer that is longer is the loop's.
+# A waiter reads so many bytes at most; the loop reads a longer answer.
 READ_HERE = 128 * 1024
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
-# Threads are told before the loop is, and one at a time.
+# Threads are woken before the loop, and one at a time.
 _EXCLUSIVE = select.EPOLLIN | select.EPOLLEXCLUSIVE
-_ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
-# Seconds that the loop waits at most for a thread that has read something and hands it out.
+_ANSWERS = (REPLY, ERROR, RELEASE)  # the messages that a waiter may take
+# Seconds that the loop waits at most for a thread that is handing out frames.
 _STANDS_BY = 0.001
 _ENDED = "the other side closed the connection"
-# What a turn of a waiter has: for what the loop is told, how much to read, and where that is kept (`TlsLayer.look`).
+# Items of a waiter's turn: the epoll's events meanwhile, the bytes to read, and where these are kept (`TlsLayer.look`).
 _NOTHING, _LENGTH = (0,), (1,)
-_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
+_RUN: Callable[[Callable[[], object]], object] = call  # typed for mypy
 
 
 class FrameReader:
-    """See the module. decoder: of what comes. label: what the connection is called in the log.
+    """See the module. decoder: decodes what comes. label: the connection's name in the log.
 
-    epoll: what the loop watches, once a thread has read for itself. reading: held by the thread that reads. source:
-    what takes the bytes that come. unread, left: what a thread has left to the loop, and whether it has left anything
-    there, in `left_frames` or in TLS.
+    epoll: watched by the loop instead of the socket once a thread has read here. reading: held by the thread that
+    reads. source: takes the bytes that come. unread, left: what a thread has left to the loop, and whether it has left
+    anything there, in `left_frames` or in TLS.
     """
 
     def __init__(self, port: Port, writer: FrameWriter, decoder: FrameDecoder, label: str) -> None:
@@ -84,19 +84,19 @@ class FrameReader:
         self.epoll: select.epoll | None = None
         self._port = port
         self._writer = writer
-        self._portion = 0  # bytes that are read at once, 0 for all that there is room for
+        self._portion = 0  # bytes of one read; 0: as many as there is room for
         self.sharing = False
-        self._kept = False  # whether a thread has taken the socket out of the epoll for a moment
+        self._kept = False  # whether a thread has taken the socket out of the epoll for a while
 
     def unseal(self, key: bytes) -> None:
-        """Take nothing without a seal from now on. On the loop's thread. ProtocolError if there is something yet."""
+        """Accept only bytes with a MAC from now on. On the loop's thread. ProtocolError if others have come already."""
         if not self.decoder.empty:
-            raise ProtocolError("something without a seal came behind the handshake")
+            raise ProtocolError("bytes without a seal came after the handshake")
         self.source = self.unsealer = Unsealer(Seal(key), self.decoder)
         self.turn = GUARDED_TURN_BYTES
 
     def attend_to(self, tls: TlsLayer) -> None:
-        """Send what TLS has to say, and tell when it is open. On the loop."""
+        """Send what TLS itself has to send, and report when it is open. On the loop."""
         if tls.outgoing.pending and not self._writer.queue:
             self._writer.queue.wake_tls()
             self._writer.flush()
@@ -106,8 +106,8 @@ class FrameReader:
 
     def readable(self) -> None:
         """Read what has come, as much as one turn of the loop takes. On the loop."""
-        # A waiter that reads tells us of what it leaves to us. A thread that stands by is done in microseconds; it
-        # needs the interpreter for that, which a loop that is told again and again would take from it.
+        # A waiter that reads calls us for what it leaves. A stander is done in microseconds, for which it needs the
+        # interpreter: waiting here is better than being woken again and again.
         port = self._port
         if not self.reading.acquire(True, 0 if port.on_stood is None else _STANDS_BY):
             return
@@ -124,11 +124,11 @@ class FrameReader:
                 port.on_heard()
 
     def _read_turn(self) -> None:
-        """Read until the socket is empty, or others get a turn. Raises what the socket or the decoder raises."""
+        """Read until the socket is empty, or others get a turn. Raises the errors of the socket and the decoder."""
         port, tls = self._port, self._port.tls
         taken = many = 0
         while not (port.closed or port.paused):
-            decoder = self.source  # now: it changes with a seal
+            decoder = self.source  # read each time: it changes with the first MAC
             buffer = decoder.get_buffer()
             if port.patient and decoder.filling:
                 count = port.sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
@@ -137,7 +137,7 @@ class FrameReader:
             if count == 0:
                 raise ConnectionResetError(_ENDED)
             taken += count
-            port.bytes_received += count  # now: what is told of an end below looks at it
+            port.bytes_received += count  # first: `write_failed` looks at it
             frames = decoder.received(count)
             many += len(frames)
             self._portion = PORTION_BYTES if len(frames) > TURN_FRAMES else self._portion
@@ -160,7 +160,7 @@ class FrameReader:
             self._port.owner.fail(error)
 
     def _say_why(self, error: Exception) -> None:
-        """The last word to somebody whose bytes this side cannot take, if it can be said in their words."""
+        """Tell the reason to a peer whose bytes cannot be read, in its own protocol if possible."""
         if self._port.tls is not None:
             data = self._port.tls.last_words()
         else:
@@ -192,10 +192,10 @@ class FrameReader:
             port.on_frames(frames)
 
     def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
-        """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
+        """Read in this thread until there are answers and nothing more, or until `enough()`; returns these answers.
 
-        For a thread that has to wait for one anyway: two changes of threads less. None, and early, where the loop has
-        to go on. Any thread but the loop's.
+        For a thread that has to wait for an answer: two thread switches less. Returns none, and early, if the loop has
+        to go on. Any thread except the loop's.
         """
         answers: list[Frame] = []
         epoll = self.epoll
@@ -209,13 +209,13 @@ class FrameReader:
         try:
             if not self.reading.acquire(False) or self.unread or self._port.closed or not self.source.empty:
                 return answers
-            if self.epoll is not epoll:  # it has no socket any more, or another one
+            if self.epoll is not epoll:  # it is suspended, or has another socket
                 return answers
-            list(map(epoll.modify, (self._port.fd,), map(turn.__getitem__, _NOTHING)))  # the loop sleeps on
+            list(map(epoll.modify, (self._port.fd,), map(turn.__getitem__, _NOTHING)))  # do not wake the loop
             if self._writer.queue.frames:
-                self._writer.write_here()  # rather than wait until the loop does
+                self._writer.write_here()  # do not wait for the loop to write
             self._read_answers(enough, turn, answers)
-        except (TurnEnded, RuntimeError) as error:  # the latter for the lock of TLS, which was given back, too
+        except (TurnEnded, RuntimeError) as error:  # RuntimeError: the lock of TLS was given back with the turn
             if not turn.has_raised(error):
                 self._writer.interrupted()
                 raise
@@ -228,20 +228,20 @@ class FrameReader:
         return answers
 
     def _give_reading_back(self) -> None:
-        """This thread is about to block in the midst of reading: the loop goes on from there."""
+        """This thread will block in the middle of reading: the loop goes on from there."""
         if self._port.tls is not None:
             release(self._port.tls.lock)
         self.read_on_loop()
 
     def _read_answers(self, enough: Callable[[], bool], turn: SocketTurn, answers: list[Frame]) -> None:
-        """What is read stays in `unread`, or decrypted in `tls`, until it is used or the loop takes it."""
+        """What is read stays in `unread`, or decrypted in `tls`, until the waiter or the loop uses it."""
         unread, receive, tls = self.unread, self._port.sock.recv, self._port.tls
-        if tls is not None and is_owned(tls.lock):  # ours already: this is a signal handler's call
+        if tls is not None and is_owned(tls.lock):  # held by this thread already: a signal handler makes this call
             return
         data = b""
         while not self._port.closed:
             try:
-                # Into the deque by one call: no signal handler runs before the bytes are there.
+                # By one call of C into the deque: no signal handler runs before the bytes are there.
                 unread.extend(map(receive, map(turn.__getitem__, _LENGTH), (_DONT_WAIT,)))
             except (BlockingIOError, InterruptedError):
                 if enough():
@@ -249,10 +249,10 @@ class FrameReader:
                 pause()
                 continue
             except OSError as error:
-                if error.errno is None:  # no word of the system's: a signal handler has raised it
+                if error.errno is None:  # not from the system: a signal handler has raised it
                     raise
-                return  # the loop will see for itself
-            # At once: where the turn has ended the loop may have taken it.
+                return  # the loop will get the same error
+            # Right away: if the turn has ended the loop may have taken it.
             arrived = unread[-1]
             if not arrived:  # the end
                 return
@@ -268,24 +268,24 @@ class FrameReader:
                 return
             missing = least_length(clear, length) if clear else 0
             if clear and not len(clear) - length < missing <= READ_HERE - length:
-                return  # garbage, a long one
+                return  # garbage, or a long frame
 
     def _is_answer(self, frame: Frame) -> bool:
-        """Whether a waiter may have it."""
+        """Whether a waiter may take it."""
         takes = self._port.takes
         return frame.kind in _ANSWERS or (frame.kind == PARCEL and takes is not None and bool(takes(frame)))
 
     def _look_through(self, data: bytes, arrived: int, turn: SocketTurn) -> tuple[bytes | None, int]:
-        """What a waiter has read, without seals or decrypted, and of how many pieces; None: the loop goes on.
+        """What a waiter has read, without MACs or decrypted, and of how many pieces; None: the loop goes on.
 
-        data: all that it has read, of which the last `arrived` bytes are new. Nothing is taken by that.
+        data: all that it has read, of which the last `arrived` bytes are new. This takes nothing.
         """
         tls = self._port.tls
         if tls is not None:
             try:
                 clear = tls.look(self.unread, READ_HERE, turn)
-            except (OSError, ProtocolError) as error:  # it is said once, so the loop would not hear of it
-                if isinstance(error, TimeoutError):  # but that is a signal handler's: TLS itself waits for nothing
+            except (OSError, ProtocolError) as error:  # TLS raises it once: pass it to the loop
+                if isinstance(error, TimeoutError):  # from a signal handler: TLS itself waits for nothing
                     raise
                 self._port.call_on_loop(self._broke, error, tls)
                 return None, 0
@@ -295,22 +295,22 @@ class FrameReader:
             return data, 0
         try:
             clear, pieces, missing = self.unsealer.look(data)
-        except ProtocolError:  # the loop will see for itself
+        except ProtocolError:  # the loop will get the same error
             return None, 0
         if missing:
             return (None if len(data) + missing > READ_HERE else b""), 0
         return clear, pieces
 
     def _take(self, frames: list[Frame], size: int, pieces: int, turn: SocketTurn, answers: list[Frame]) -> None:
-        """These are the waiter's: all of it at once, or, if the turn has ended, nothing, as the loop has them then.
+        """The waiter takes these frames: all of them in one step, or none if the turn has ended and the loop has them.
 
-        size: bytes that were read for them. pieces: with seals, how many these were.
+        size: bytes that were read for them. pieces: with MACs, how many these were.
         """
         port, session = self._port, self._port.session
         steps: list[Callable[[], object]] = [partial(turn.__getitem__, 0), partial(answers.extend, frames)]
         if session is not None:
             steps.append(session.taking(len(frames)))
-        if port.tls is not None:  # its bytes were counted when they came
+        if port.tls is not None:  # its bytes were counted when they were read
             steps.append(port.tls.taking())
         else:
             steps += (self.unread.clear, partial(setattr, port, "bytes_received", port.bytes_received + size))
@@ -321,33 +321,33 @@ class FrameReader:
             port.call_on_loop(port.owner.look)
 
     def _broke(self, error: Exception, tls: TlsLayer | None = None) -> None:
-        """A thread could not read on. tls: with which it has read."""
+        """A thread could not read on. tls: the layer that it read with."""
         if not self._port.closed and tls is self._port.tls:
             self._fail_for(error)
 
     def read_on_loop(self) -> None:
-        """This thread reads no more here. Idempotent."""
+        """This thread stops reading here. Idempotent."""
         if is_owned(self.reading):
             if not self._port.closed and self.epoll is not None:
                 self.epoll.modify(self._port.fd, select.EPOLLIN)
             release(self.reading)
         if self.unread or (
             self._port.tls is not None and self._port.tls.left
-        ):  # only now: the loop does not wait for us
+        ):  # after the release: the loop does not wait for it
             self.left = True
             self._port.call_on_loop(self.readable)
 
     @property
     def threads_may_read(self) -> bool:
-        """Whether threads may stand by for it (`attach`): with TLS or a session, who reads may have to write."""
+        """Whether threads may stand by for it (`attach`). Not with TLS or a session: their reader may have to write."""
         return self._port.tls is None and self._port.session is None
 
     def attach(self, epoll: select.epoll) -> bool:
-        """From now on a thread that waits at this epoll of its own is told of what comes, and says `read_once`; False
-        if that cannot be, or not yet. The loop is told only while the thread does not wait. Any thread.
+        """From now on a thread that waits at this epoll of its own is woken for what comes, and calls `read_once`. The
+        loop is woken only while the thread does not wait. False if that is impossible, or not possible yet. Any thread.
 
-        No system call is needed for each change: of several epolls in which a socket is exclusively, Linux wakes the
-        first one that is waited at, in the order in which they were added (EPOLLEXCLUSIVE).
+        Standing by costs no system call: of several epolls with the same socket under EPOLLEXCLUSIVE, Linux wakes the
+        first that is waited at, in the order in which they were added.
         """
         if not self.threads_may_read:
             return False
@@ -364,21 +364,21 @@ class FrameReader:
         return attached
 
     def _look_again(self) -> None:
-        """Have the loop told of what is in the socket, and put it behind all threads. By whoever holds `_reading`."""
-        assert self.epoll is not None, "else only the loop reads"
+        """Wake the loop for what is in the socket, and put it behind all threads. By the holder of `reading`."""
+        assert self.epoll is not None, "without an epoll only the loop reads"
         try:
             if self._kept:
                 self._kept = False
             else:
                 self.epoll.unregister(self._port.fd)
             self.epoll.register(self._port.fd, _EXCLUSIVE)
-        except OSError as error:  # the loop hears of nothing any more
+        except OSError as error:  # the loop would not be woken any more
             self._port.call_on_loop(self._broke, error)
 
     def keep_from_loop(self) -> bool:
-        """The loop is told of nothing until `leave_to_loop` or `read_once`; False if that cannot be now.
+        """The loop is not woken until `leave_to_loop` or `read_once`; False if that is not possible now.
 
-        For a thread that has attached an epoll, and looks at it without sleeping: nobody else is to be woken meanwhile.
+        For a thread that has attached an epoll, and polls it without sleeping: nothing needs to be woken meanwhile.
         """
         if not self.reading.acquire(False):
             return False
@@ -388,7 +388,7 @@ class FrameReader:
             self.epoll.unregister(self._port.fd)
             self._kept = True
             return True
-        except OSError as error:  # it could not be given back before
+        except OSError as error:  # `_look_again` failed before
             self._port.call_on_loop(self._broke, error)
             return False
         finally:
@@ -397,9 +397,9 @@ class FrameReader:
                 self._port.call_on_loop(self.readable)
 
     def leave_to_loop(self, patience: float = 0.0) -> None:
-        """The loop is told again of what comes while the thread does not wait. Idempotent.
+        """The loop is woken again for what comes while the thread does not wait. Idempotent.
 
-        patience: seconds to wait for whoever reads. After that the loop sees to it; no thread waits for its turn.
+        patience: seconds to wait for the current reader. After that the loop does it; no thread waits for its turn.
         """
         if self._kept:
             if not self.reading.acquire(True, patience):
@@ -414,7 +414,7 @@ class FrameReader:
                 self._port.call_on_loop(self.readable)
 
     def read_once(self) -> None:
-        """A thread, none in which signal handlers run, was told that there is something, and the loop was not."""
+        """Called by a thread without signal handlers that was woken for the socket in place of the loop."""
         if not self.reading.acquire(False):  # the loop has its turn, which may take a while
             self.left = True
             self._port.call_on_loop(self.readable)
@@ -428,11 +428,11 @@ class FrameReader:
             self._port.call_on_loop(self._broke, error)
         finally:
             self.reading.release()
-            if self.left:  # by whomever: the loop does not wait for the lock, and may have come in vain
+            if self.left:  # by any thread: the loop may have tried the lock in vain
                 self._port.call_on_loop(self.readable)
 
     def _read_all(self) -> bool:
-        """Read one socketful for whoever stands by; False if there may be more, or this is the end."""
+        """Read one socketful for a stander; False if there may be more, or this is the end."""
         decoder = self.source
         buffer = decoder.get_buffer()
         count = self._port.sock.recv_into(buffer, 0, _DONT_WAIT)
@@ -452,7 +452,7 @@ class FrameReader:
             self._port.call_on_loop(self.share_reading)
 
     def share_reading(self) -> None:
-        """From now on waiters can read while the loop sleeps: it watches the socket through an epoll of ours."""
+        """From now on waiters can read while the loop sleeps: the loop watches the socket through an epoll of ours."""
         if self._port.closed or self._port.closing or self.epoll is not None:  # two threads may have asked for it
             return
         if self._port.fd < 0:
@@ -461,7 +461,7 @@ class FrameReader:
         try:
             epoll = select.epoll()
             epoll.register(self._port.fd, select.EPOLLIN)
-        except OSError:  # there are no more descriptors: the loop reads on, and the next waiter asks again
+        except OSError:  # there are no more descriptors: the loop reads, and the next waiter asks again
             self.sharing = False
             return
         self._port.loop.remove_reader(self._port.fd)
@@ -470,16 +470,16 @@ class FrameReader:
         self.epoll = epoll
 
     def go_on(self, other: FrameReader) -> None:
-        """Take what comes over the socket of another reader from now on, as that did. By the holder of `reading`."""
+        """Take over the socket of another reader, with its decoder and guards. By the holder of `reading`."""
         self.epoll, self.sharing = None, False
         self.decoder, self.source, self.unsealer, self.turn = other.decoder, other.source, other.unsealer, other.turn
 
     def forget_socket(self) -> None:
-        """Have the loop look at the socket no more."""
+        """Stop the loop from watching the socket."""
         if self._port.fd >= 0:
             self._port.loop.remove_reader(self.looked_at())
             self._port.loop.remove_writer(self._port.fd)
 
     def looked_at(self) -> int:
-        """The descriptor by which the loop is told of what comes."""
+        """The descriptor that the loop watches."""
         return self._port.fd if self.epoll is None else self.epoll.fileno()

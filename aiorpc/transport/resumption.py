@@ -1,9 +1,9 @@
 """A connection over TCP that outlives its socket.
 
-What is counted, kept and acknowledged is `protocol.session`; here it is done to a socket. When that breaks, the
-connection is suspended: it has no socket, what is sent waits in its queue, and whoever holds the connection notices
-nothing. Somebody else makes a new one, whose other end proves itself as usual, and gives its socket to this one
-(`go_on`), with its decoder and its seals or TLS: keys are always those of the handshake before.
+`protocol.session` counts, keeps and acknowledges frames; this module applies it to a socket. When the socket breaks,
+the connection is suspended: it has no socket, what is sent waits in its queue, and the users of the connection notice
+nothing. A new connection, whose other end proves itself as usual, gives its socket to this one (`go_on`), with its
+decoder and its MACs or TLS: keys are always those of the newest handshake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .writing import FrameWriter
 
 
 class Resumption:
-    """See the module: that part of a connection. It does nothing before `last`. On the loop, but for `may_begin`.
+    """The session part of a connection; see the module. It does nothing before `last`. On the loop, except `may_begin`.
 
     lacking: see `Connection.lacking`.
     """
@@ -30,16 +30,16 @@ class Resumption:
         self._port = port
         self._reader = reader
         self._writer = writer
-        self._full = False  # nothing is written until something has come
-        # It goes on, and the opener has not spoken yet; an ACK is due all that time, so writers ask here.
+        self._full = False  # too much is unacknowledged: nothing is written until something has come
+        # After a resumption, until the opener has sent something. An ACK is due meanwhile, so writers ask here.
         self._awaiting = False
-        self._untold = False  # it was halted, and `on_suspended` was not called for that
+        self._untold = False  # it was halted without a call of `on_suspended`
         self._ack: Sequence[Buffer] = ()  # the last one that was queued
 
     def last(self, limit: int) -> None:
         """From now on what is sent is kept until it is acknowledged, and the connection outlives its socket.
 
-        To be called behind the last frame of the handshake, at both ends. limit: bytes that are kept at most.
+        Called after the last frame of the handshake, at both ends. limit: bytes that are kept at most.
         ConnectionError if something of the handshake is still on its way.
         """
         self._writer.flush()
@@ -52,20 +52,20 @@ class Resumption:
     def must_hear(self) -> bool:
         """Whether nothing is written until something has been read."""
         session = self._port.session
-        # What is written on in the next turn needs no more: all frames of this turn may have come together.
+        # Not if the next turn writes on anyway: all frames of this turn may have come together.
         return self._full and session is not None and (self._awaiting or session.size >= session.limit)
 
     # --- acknowledging ------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Acknowledge what has come, if nothing has said so yet. To be called once in a while."""
+        """Acknowledge what has come, if no ACK has done so. Called once in a while."""
         session = self._port.session
         if session is not None and session.fresh:
             session.due, session.said_at = True, self._port.bytes_received
             self._acknowledge()
 
     def counted(self, frames: list[Frame], session: Session) -> list[Frame]:
-        """See `port.Owner`, as of `may_begin`."""
+        """See `port.Owner`."""
         frames = session.arrived(frames, self._port.bytes_received, self._writer.queue.begun_frames)
         if session.due:
             self._port.loop.call_soon(self._acknowledge)
@@ -78,7 +78,7 @@ class Resumption:
         session = self._port.session
         if session is None or not session.due or self._port.closed or session.suspended or self._awaiting:
             return
-        if not self._writer.lock.acquire(False):  # whoever writes may have looked for it already
+        if not self._writer.lock.acquire(False):  # the writer may have passed its check for a due ACK
             self._port.loop.call_soon(self._acknowledge)
             return
         try:
@@ -93,12 +93,12 @@ class Resumption:
 
     def _prepend_ack(self, session: Session, turn: SocketTurn) -> None:
         ack = session.ack()
-        self._ack = ack if turn else self._ack  # no call: the loop may have queued another one in that
+        self._ack = ack if turn else self._ack  # no call: the loop may have queued another one meanwhile
         self._writer.queue.prepend(ack, turn)
         session.told(ack)
 
     def may_begin(self, session: Session, turn: SocketTurn) -> bool:
-        """As above."""
+        """See `port.Owner`."""
         if not self._writer.queue.between:
             return True
         frames = self._writer.queue.frames
@@ -106,15 +106,15 @@ class Resumption:
             if session.due:
                 self._prepend_ack(session, turn)
                 return True
-            if frames and frames[0] is self._ack:  # else two that are full would wait for ever
+            if frames and frames[0] is self._ack:  # two full ends without it would wait for each other
                 return True
-        # And no call: the turn may end in one.
+        # Without a call: the turn may end in one.
         self._full = self._writer.blocked = True if turn else False  # noqa: SIM210
-        # The loop may just have taken an acknowledgement, or the word of the opener, and not have seen this yet.
+        # The loop may just have taken an acknowledgement, or the opener's first frame, without seeing this yet.
         if session.size < session.limit and not self._awaiting:
             self._full = self._writer.blocked = False
             return True
-        if session.unsettled:  # else nothing might ever come
+        if session.unsettled:  # the frames of an interrupted step: no acknowledgement of them might come
             self._port.call_on_loop(self._settle, session)
         return False
 
@@ -124,7 +124,7 @@ class Resumption:
             self._empty()
 
     def _empty(self) -> None:
-        """Write on, if that waited for an acknowledgement."""
+        """Write on, if writing waited for an acknowledgement."""
         if self._full and not self._port.closed and not self._suspended and not self._awaiting:
             self._full = self._writer.blocked = False
             self._writer.flush()
@@ -137,9 +137,9 @@ class Resumption:
         return session is not None and session.suspended
 
     def halt(self) -> None:
-        """The other end has a new socket for it: nothing that comes over the old one counts.
+        """The other end has a new socket for it: what comes over the old one does not count.
 
-        `go_on` follows, and whoever mends it need not hear of this; or `stay`, if that cannot be.
+        `go_on` follows, without `on_suspended`; or `stay`, if that fails.
         """
         session = self._port.session
         if session is not None and not session.suspended:
@@ -147,13 +147,13 @@ class Resumption:
             self._untold = True
 
     def stay(self, cause: OSError) -> None:
-        """It does not go on after `halt`: it is mended or ends as any other that is suspended."""
+        """`go_on` failed after `halt`: it is resumed or ends as any other suspended connection."""
         untold, self._untold = self._untold, False
         if untold and self._suspended and self._port.on_suspended is not None:
             self._port.on_suspended(cause)
 
     def suspend(self, session: Session) -> None:
-        """Its socket is of no use: let go of it, and wait for another one."""
+        """Its socket has broken: close it, and wait for another one."""
         session.enter(SessionEvent.BROKEN)
         self._writer.blocked, self._full = True, False
         with self._reader.reading, self._writer.lock:  # as in `_finish`
@@ -170,17 +170,17 @@ class Resumption:
     # --- a new socket -------------------------------------------------------------------------------------------------
 
     def go_on(self, other: Resumption, received: int, *, opener: bool) -> None:
-        """Go on over the socket of another connection, whose handshake has just proved that it is of this session.
+        """Resume over the socket of another connection, whose handshake has just proved that it is of this session.
 
-        The other connection is spent; `resumed` follows. received: how many frames of ours the other end has. The
-        opener speaks first, and the acceptor waits for that: what came right behind its WELCOME might be read together
-        with that, by the limits for strangers. Raises ProtocolError if that number cannot be, ConnectionError if the
-        handshake is not written as a whole; this one stays suspended then, and the other one is as it was.
+        The other connection is used up; `resumed` follows. received: how many frames of ours the other end has. The
+        opener speaks first, and the acceptor waits for that: otherwise frames right behind its WELCOME might be read
+        under the limits for strangers. Raises ProtocolError if that number is impossible, ConnectionError if the
+        handshake is not completely written; then this one stays suspended, and the other one is unchanged.
         """
         port, reader, writer = self._port, self._reader, self._writer
         session, theirs = port.session, other._port
         assert session is not None, "only a lasting connection goes on"
-        self.halt()  # this end may not have noticed yet that the old socket is of no use
+        self.halt()  # this end may not have noticed yet that the old socket is broken
         other._writer.flush()
         if other._writer.queue:
             raise ConnectionError("the other side takes nothing")

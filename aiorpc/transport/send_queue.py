@@ -1,22 +1,22 @@
-"""Frames on their way into a socket, and how far that has got.
+"""Frames on their way into a socket, and how far they have got.
 
     frames      appended by any thread, not begun
     begun       handed to the socket, in part or as a whole; one writer at a time
-    sent        what each system call took of those that are begun, in bytes
+    sent        bytes of the begun frames that each system call took
 
 Invariants
 1. What is still to be written is `begun` without its first `sum(sent)` bytes, and then `frames`.
 2. Frames go from `frames` to `begun` by one call of C, and so does what a system call took into `sent`: if a signal
    handler raises, between any two instructions of a writer on the main thread, no frame is broken or lost.
-3. Once it seals (protocol/seal.py), `begun` holds the pieces that are being written; frames leave `frames` with
-   the piece that has their last byte. One call of C does that, and notes the number and where the next piece begins.
-   With TLS (tls.py) several pieces are encrypted before they are written: `_announced` says beforehand what will be in
-   each, and goes when the frames were taken. Whoever writes next after an interruption sees by what is in `begun`, and
-   by what waits in TLS, how many of them were made; the others are made again.
+3. With MACs (protocol/seal.py), `begun` holds the pieces that are being written; frames leave `frames` with the piece
+   that has their last byte. One call of C does that, and notes the number and where the next piece begins.
+   With TLS (tls.py) several pieces are encrypted before they are written: `_announced` lists beforehand what will be in
+   each, and is cleared when the frames were taken. After an interruption the next writer sees by `begun`, and by the
+   bytes that wait in TLS, how many of them were made; it makes the others again.
 4. With a session (protocol/session.py) a frame is in one of `frames`, `begun` and `Session.kept`, whatever is raised.
-   It goes to `kept` when it was written as a whole; with pieces, when its last byte is in one.
-5. A writer whose turn has ended (turns.py) changes nothing that others see: `end_turn` has them go on with copies of
-   `begun`, `sent` and what is announced, and every other step fails without the turn.
+   It goes to `kept` when it was completely written; with pieces, when its last byte is in one.
+5. A writer whose turn has ended (interrupts.py) changes nothing that others see: after `end_turn` they go on with
+   copies of `begun`, `sent` and `_announced`, and every other step fails without the turn.
 """
 
 from __future__ import annotations
@@ -41,27 +41,26 @@ from .tls import PIECE, RECORD, TlsLayer
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
-# With TLS so much is encrypted, and with seals copied and sealed, before it is written, at most: the other end is woken
-# once for all of it, and finds work while the next is made. It begins with one piece, so that the other end of a single
-# message need not wait long.
+# Bytes that are encrypted, or get MACs, before they are written, at most: the other end is woken once for all of it,
+# and has work while the next is made. The first run is one piece, so that the other end of a single message waits less.
 ENCRYPTED_RUN = 4 * PIECE
 SEALED_RUN = 4 * MAX_PAYLOAD
-# So many frames are looked at to join them for one system call.
+# Frames that are considered to be joined for one system call.
 MAX_FRAMES = 2048
-# What a frame takes in memory beside its bytes, about.
+# Bytes of memory that a frame takes beside its contents, about.
 FRAME_COST = 128
-# By so many of its first bytes a frame is told from others, beside its place in memory.
+# First bytes of a frame that tell it from others, beside its address.
 _TELLING = 64
-_WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
-_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
+_WAKE: Sequence[Buffer] = (b"",)  # no frame: TLS itself has something to send
+_RUN: Callable[[Callable[[], object]], object] = call  # typed for mypy
 _READ: Callable[[Callable[[], bytes]], bytes] = call
 _LAST: Callable[[tuple[object, ...]], tuple[bytes]] = itemgetter(slice(-1, None))
-# What a turn has for `SendQueue.write`: the frames that wait, and the flags for the socket.
+# Items of a turn for `SendQueue.write`: the waiting frames, and the flags for the socket.
 _FRAMES, _FLAGS = (0,), (1,)
-# What a writer whose turn has ended leaves to the next one, and that this one has to count anew.
+# What a writer whose turn has ended leaves to the next one, which counts anew.
 _SHARED = ("begun", "_sent", "_announced", "miscounted")
 
-#: Has something in it until its frame is among those that wait: so whoever is interrupted can tell.
+#: Not empty until its frame is queued: after an interruption its owner can tell.
 Unsent = list[Any]
 
 #: How many frames end in a piece, how much of the next one is in it, and its size.
@@ -69,10 +68,10 @@ _Piece = tuple[int, int, int]
 
 
 class SendQueue:
-    """See the module. `frames`, `begun` and `size` are there to be looked at: a call costs more than the look.
+    """See the module. `frames`, `begun` and `size` are public, because a look is cheaper than a call.
 
-    size: bytes that it takes up; a piece with a seal, or encrypted, counts as written when it is begun. Counted without
-    a lock, in steps that no other thread gets between: none has a call in it. miscounted: whether it is to be set anew.
+    size: bytes that it takes up; a piece with a MAC, or encrypted, counts as written when it is begun. Counted without
+    a lock: no other thread gets between the bytecodes of a step, which contain no call. miscounted: `recount` is due.
     """
 
     def __init__(self) -> None:
@@ -85,19 +84,19 @@ class SendQueue:
         self._seal: Seal | None = None
         self._in_pieces = False
         self._piece_size = MAX_PAYLOAD
-        # Number of the next piece, and how much of the first frame is in those before.
+        # Number of the next piece, and how much of the first frame is in earlier ones.
         self._next_piece = deque(((0, 0),), maxlen=1)
         self._tls: TlsLayer | None = None
-        self._run = PIECE  # how much is encrypted or sealed next, about
+        self._run = PIECE  # bytes that are encrypted or get MACs next, about
         self._announced: deque[Sequence[_Piece]] = deque(maxlen=1)  # to be encrypted, one after the other
 
     def __len__(self) -> int:
-        """Frames that are not written as a whole; one of very many buffers counts as several."""
+        """Frames that are not completely written; a frame of very many buffers counts as several."""
         return len(self.frames) + len(self.begun)
 
     def append(self, frame: Sequence[Buffer], unsent: Unsent | None = None) -> None:
-        """Any thread. unsent: has something in it; it is emptied by the call of C that appends the frame."""
-        if len(frame) == 1 and unsent is None:  # most frames
+        """Any thread. unsent: not empty; the call of C that appends the frame empties it."""
+        if len(frame) == 1 and unsent is None:  # the common case
             size = len(frame[0]) + FRAME_COST
             self.size += size  # in one step with the next, see `recount`
             self.frames.append(frame)
@@ -110,7 +109,7 @@ class SendQueue:
             entries = [frame]
         elif self._session is not None:  # which counts frames
             entries = [_merged(frame)]
-        else:  # in one call, so that nobody's gets between them
+        else:  # in one call: no other thread's frame gets between them
             entries = [frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)]
             size += FRAME_COST * (len(entries) - 1)
         if unsent is None:
@@ -123,46 +122,46 @@ class SendQueue:
             self.frames.extend(taken)
 
     def seal(self, seal: Seal, piece_size: int = MAX_PAYLOAD) -> None:
-        """From now on what is written bears seals. Nothing may be under way, and no other thread may append.
+        """From now on what is written bears MACs. Nothing may be under way, and no other thread may append.
 
-        piece_size: bytes of the stream that one seal covers, at most; the other side takes no more than MAX_PAYLOAD.
+        piece_size: bytes of the stream under one MAC, at most; the other side accepts no more than MAX_PAYLOAD.
         """
         self._seal, self._piece_size, self._in_pieces = seal, piece_size, True
         self._run = piece_size
 
     def use_tls(self, tls: TlsLayer) -> None:
-        """From now on what is written is encrypted, and TLS itself may say something. Nothing may be under way."""
+        """From now on what is written is encrypted, and TLS itself may send. Nothing may be under way."""
         self._tls, self._in_pieces = tls, True
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def keep(self, session: Session) -> None:
-        """From now on frames that were written are kept there. Nothing may be under way."""
+        """From now on written frames are kept in the session. Nothing may be under way."""
         self._session = session
 
     @property
     def between(self) -> bool:
-        """Whether nothing is begun: another frame may come before those that wait. By the writer."""
+        """Whether nothing is begun: another frame may go before the waiting ones. By the writer."""
         return not self.begun and not self._next_piece[0][1] and not self._announced
 
     @property
     def begun_frames(self) -> int:
-        """How many frames are neither waiting nor kept."""
+        """How many frames are neither waiting nor kept in the session."""
         return 0 if self._in_pieces else len(self.begun)
 
     def prepend(self, frame: Sequence[Buffer], turn: SocketTurn) -> None:
-        """Append it before all that waits. By the writer, `between` frames, in its turn."""
+        """Put it before all waiting frames. By the writer, `between` frames, in its turn."""
         size = sum(map(len, frame)) + FRAME_COST
         steps: list[Callable[[], object]] = [partial(turn.__getitem__, 0), partial(self.frames.appendleft, frame)]
         self.size += size if turn else 0  # in one step with the next, see `recount`
         list(map(_RUN, steps))
 
     def go_on(self, other: SendQueue, received: int) -> None:
-        """Begin again behind the frames that the other side has received, over the connection of another queue.
+        """Begin again after the frames that the other side has received, over the connection of another queue.
 
-        Its seals or TLS go on here. No writer may be at work. Raises ProtocolError if that number cannot be.
+        Takes over its MACs or TLS. No writer may be at work. Raises ProtocolError if that number is impossible.
         """
-        assert self._session is not None, "what is kept is kept there"
+        assert self._session is not None, "only a session keeps frames"
         again = self._session.resume(received, () if self._in_pieces else [*self.begun])
         self.frames.extendleft(reversed(again))
         self.begun.clear()
@@ -174,7 +173,7 @@ class SendQueue:
         self.recount((None,))
 
     def first(self) -> tuple[int, bytes] | None:
-        """What tells the first frame that waits, ACKs aside, from others, without keeping it; None if none waits.
+        """Identifies the first waiting frame, ACKs aside, without keeping it alive; None if none waits.
 
         By the writer, `between` frames.
         """
@@ -185,11 +184,11 @@ class SendQueue:
         return None
 
     def wake_tls(self) -> None:
-        """TLS has something to say. Any thread."""
+        """TLS itself has something to send. Any thread."""
         self.append(_WAKE)
 
     def clear(self) -> None:
-        """Forget all of them. No writer may be at work."""
+        """Drop all frames. No writer may be at work."""
         self.frames.clear()
         self.begun.clear()
         self.size = 0
@@ -197,12 +196,12 @@ class SendQueue:
             self._session.end()
 
     def recount(self, turn: Sized) -> None:
-        """Set `size` anew: a writer was interrupted before it had changed that. By the writer, in its turn.
+        """Set `size` anew after a writer was interrupted before it had changed it. By the writer, in its turn.
 
-        Others append meanwhile, and acknowledge: what they count is theirs, as each of them does both in one step, and
-        so each size is read here in one step with what it is the size of.
+        Other threads append and acknowledge meanwhile, each with one step for the frames and the size: therefore each
+        size is read here in one step with the frames that it counts.
         """
-        self.miscounted = False if turn else True  # noqa: SIM211  # no call: the turn may end in one
+        self.miscounted = False if turn else True  # noqa: SIM211  # without a call: the turn may end in one
         before, frames = self.size, self.frames.copy()
         queued = [*frames, *(() if self._in_pieces else self.begun)]
         in_pieces = self._next_piece[0][1]
@@ -216,25 +215,25 @@ class SendQueue:
             session.size += wrong if turn else 0
 
     def end_turn(self, lock: RLock) -> None:
-        """The turn of the writer ends in the midst of what it does: others go on from there. By its thread.
+        """The turn of the writer ends in the middle of a write: others go on from there. By its thread.
 
-        lock: its own, which is let go of in the same step. So nothing is done if a signal handler, which interrupts
-        this, has ended the turn: others are at work then.
+        lock: the writer's, which is released in the same step. If a signal handler that interrupts this has ended the
+        turn, nothing happens: others are at work then.
         """
         begun, sent, announced = self.begun.copy(), self._sent.copy(), self._announced.copy()
         steps: list[Callable[[], object]] = [lock.release]
         steps += map(partial, repeat(setattr), repeat(self), _SHARED, (begun, sent, announced, True))
-        with contextlib.suppress(RuntimeError):  # it is not its own any more
+        with contextlib.suppress(RuntimeError):  # the lock is not this thread's any more
             list(map(_RUN, steps))
 
     def write(self, sock: socket.socket, turn: SocketTurn) -> tuple[int, bool]:
-        """One system call, with something to write: bytes that it took, and whether that was all it was given.
+        """One system call, with something to write: bytes that it took, and whether these were all it was given.
 
-        turn: with `frames` and the flags for the socket. Raises what the socket raises; nothing is written
-        then. TurnEnded if the turn has ended meanwhile.
+        turn: has `frames` and the flags for the socket. Raises the socket's errors; nothing is written then. TurnEnded
+        if the turn has ended meanwhile.
         """
         begun, sent = self.begun, self._sent
-        if not turn:  # before it has looked, or in the midst of that; from here on these are its own if it ends
+        if not turn:  # ended before or while these were read; if it ends later they belong to this writer
             raise TurnEnded
         if begun and not self._announced:
             buffers, size, left = self._rest_of_begun()
@@ -248,20 +247,20 @@ class SendQueue:
         else:
             sent.extend(map(sock.sendmsg, (buffers,), ((),), map(part, _FLAGS)))
         count = sent[-1]
-        # The look at the turn is one step with what it allows; who ends a turn counts anew.
+        # The check of the turn is one step with the change; the thread that ends a turn counts anew.
         if turn and not self._in_pieces: self.size -= count  # fmt: skip  # noqa: E701
         if count == left:
             self._end_begun(turn)
         return count, count == size
 
     def _rest_of_begun(self) -> tuple[Sequence[Buffer], int, int]:
-        """Buffers for one system call of what is begun and not written, their size, and that of all the rest."""
+        """Buffers for one system call of what is begun and not written, their size, and the size of all the rest."""
         rest = _rest(list(chain.from_iterable(self.begun)), sum(self._sent))
         buffers, size, _ = _joined([rest])
         return buffers, size, sum(map(len, rest))
 
     def _begin(self, turn: SocketTurn) -> tuple[Sequence[Buffer], int]:
-        """Begin with as many frames as are good for one system call: their buffers, and the size of these."""
+        """Begin as many frames as suit one system call: their buffers, and the size of these."""
         frames, part = self.frames, turn.__getitem__
         buffers: Sequence[Buffer]
         if len(frames) == 1 and len(frames[0]) <= 2:  # a small message, or a head and one segment
@@ -274,14 +273,14 @@ class SendQueue:
         return buffers, size
 
     def _begin_guarded(self, turn: SocketTurn) -> tuple[Sequence[Buffer], int]:
-        """As `_begin`, of what bears seals or is encrypted."""
+        """`_begin` with MACs or TLS."""
         if self._seal is not None:
             return self._begin_pieces(self._seal, self.begun, turn)
-        assert self._tls is not None, "what is written in pieces is guarded"
+        assert self._tls is not None, "what is written in pieces has MACs or TLS"
         return self._begin_records(self._tls, self.begun, turn)
 
     def _end_begun(self, turn: SocketTurn) -> None:
-        """All that was begun is written; with a session it is kept."""
+        """All that was begun is written; a session keeps it."""
         begun, session = self.begun, self._session
         cost = 0 if self._in_pieces else FRAME_COST * len(begun)
         self.size -= cost if turn else 0
@@ -293,7 +292,7 @@ class SendQueue:
     def _keep_begun(self, session: Session, turn: SocketTurn) -> None:
         begun = self.begun
         kept = sum(map(len, chain.from_iterable(begun)))
-        # The loop may take from it meanwhile.
+        # Added, not set: the loop may subtract from it meanwhile.
         session.size += kept if turn else 0
         steps: list[Callable[[], object]] = [
             partial(turn.__getitem__, 0),
@@ -305,7 +304,8 @@ class SendQueue:
     def _begin_pieces(
         self, seal: Seal, begun: deque[Sequence[Buffer]], turn: SocketTurn
     ) -> tuple[Sequence[Buffer], int]:
-        """The next piece, or as many as may leave at once. The head of a large buffer leaves with the first of it."""
+        """The next piece, or as many as may leave at once. The head of a large buffer leaves with the first part of
+        it."""
         frames = self.frames
         number, start = self._next_piece[0]
         first = frames[0]
@@ -335,7 +335,7 @@ class SendQueue:
         frames, announced = self.frames, self._announced
         if not turn:  # as in `write`
             raise TurnEnded
-        # Whatever TLS is asked for, in one call with a look at the turn.
+        # Each call of TLS is one step with a check of the turn.
         allowed: Iterator[object] = map(turn.__getitem__, repeat(0))
         with tls.lock:
             if not begun and not tls.outgoing.pending:
@@ -350,7 +350,7 @@ class SendQueue:
                     # Twice, as ssl looks for signals once it has encrypted.
                     made = zip(allowed, map(tls.encrypt, parts), allowed, read, strict=False)
                     begun.extend(map(_LAST, made) if parts else (_WAKE,))
-            # Else it is what an interrupted writer has encrypted; or TLS itself has something to say, before all else.
+            # Pending bytes are those that an interrupted writer has encrypted, or what TLS itself sends before all.
             if tls.outgoing.pending:
                 begun.extend(map(_LAST, zip(allowed, map(_READ, (tls.outgoing.read,)), strict=False)))
             taken, rest, size = 0, self._next_piece[0][1], 0
@@ -368,7 +368,7 @@ class SendQueue:
         return buffers, sum(map(len, buffers))
 
     def _taking(self, count: int, size: int, turn: SocketTurn) -> list[Callable[[], object]]:
-        """Steps that take so many frames from those that wait, as the piece of so many bytes is made that ends them."""
+        """Steps that take so many waiting frames, which end in the piece of so many bytes."""
         frames, session = self.frames, self._session
         allowed: Callable[[], object] = partial(turn.__getitem__, 0)
         if session is None:
@@ -385,9 +385,9 @@ def _merged(frame: Sequence[Buffer]) -> list[Buffer]:
 
 
 def _joined(frames: Sequence[Sequence[Buffer]]) -> tuple[list[Buffer], int, int]:
-    """Buffers for one system call, of as many frames as are good for one, their size, and how many frames these are.
+    """Buffers for one system call, from as many frames as suit one, their size, and how many frames these are.
 
-    Small buffers are joined, large ones stay as they are. Of a frame that is too much the rest is left out.
+    Joins small buffers, and leaves large ones as they are. Of a frame that is too much the rest is left out.
     """
     buffers: list[Buffer] = []
     small: list[Buffer] = []
@@ -413,7 +413,7 @@ def _joined(frames: Sequence[Sequence[Buffer]]) -> tuple[list[Buffer], int, int]
 
 
 def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[list[Buffer], int, int, int]:
-    """A piece of frames of so many bytes at most, the first of them from `start` on, as parts.
+    """A piece of frames, of at most so many bytes, beginning at `start` of the first frame, as parts.
 
     Also its size, how many frames end in it, and how much of the next one is in it.
     """
@@ -437,19 +437,19 @@ def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[lis
 
 
 def _first_of(queued: Sequence[Sequence[Buffer]], most: int) -> list[Sequence[Buffer]]:
-    """By their numbers: other threads append meanwhile, which no iterator would outlive."""
+    """The first frames. By index: other threads append meanwhile, which would break an iterator."""
     return list(map(queued.__getitem__, range(min(len(queued), most))))
 
 
 def _cut_run(queued: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[list[_Piece], list[Buffer]]:
-    """What is encrypted next, piece by piece, until it is `most` bytes: what is in each, and its bytes."""
+    """What is encrypted next, piece by piece, up to about `most` bytes: what is in each, and its bytes."""
     frames = _first_of(queued, MAX_BUFFERS)
     pieces: list[_Piece] = []
     data: list[Buffer] = []
     at = size = 0
     while at < len(frames) and size < most:
         parts, length, taken, start = _cut_records(frames[at:], start)
-        if not length:  # nothing but _WAKE, which has been said
+        if not length:  # only _WAKE
             return pieces or [(taken, 0, 0)], data
         pieces.append((taken, start, length))
         data.append(parts[0] if len(parts) == 1 else b"".join(parts))
@@ -459,9 +459,9 @@ def _cut_run(queued: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple
 
 
 def _cut_apart(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[Sequence[Buffer], int, int, int]:
-    """`_cut`, but of a large buffer with a head, which is what a chunk is, the head is a piece of its own.
+    """`_cut`, but the head of a large buffer (a chunk) is a piece of its own.
 
-    So the reader knows where the data belong before they come, and finds their pieces as long as they may be.
+    The reader then knows where the data belong before they come, and gets their pieces in full length.
     """
     first = frames[0]
     if len(first) == 2 and len(first[1]) >= most and not start and 0 < len(first[0]) <= most:
@@ -470,10 +470,10 @@ def _cut_apart(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tup
 
 
 def _cut_records(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[Sequence[Buffer], int, int, int]:
-    """`_cut` for TLS: no record will have a single byte, as readers could not tell whether they had read that one.
+    """`_cut` for TLS: no record has a single byte, as a reader could not tell whether it has read it.
 
-    Of a large buffer with a head, which is what a chunk is, the head is a piece of its own. So nothing has to be copied
-    to stand beside it, and the reader knows where the data belongs before it decrypts them, in records that are full.
+    The head of a large buffer (a chunk) is a piece of its own: nothing has to be copied to stand beside it, and the
+    reader knows where the data belong before it decrypts them, in full records.
     """
     first = frames[0]
     if len(first) == 2 and len(first[1]) >= PIECE:

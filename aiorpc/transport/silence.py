@@ -1,9 +1,9 @@
 """Whether the host at the other end of a TCP connection still answers: a host that vanished closes no connection.
 
 The system is asked (``TCP_INFO``), not the other process. A process that is stopped, or whose loop is blocked, reads
-nothing, and the window of its connection closes; but its host goes on to acknowledge what reaches it, and to answer the
+nothing, and the window of its connection closes; but its host still acknowledges what reaches it, and answers the
 probes of a closed window. ``TCP_USER_TIMEOUT`` would take a window that stays closed for a dead host, so it is not
-used. An idle connection is the matter of keep-alive (`sockets.tune_tcp`).
+used. Keep-alive watches idle connections (`sockets.tune_tcp`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 import struct
 from typing import NamedTuple
 
-# Of the kernel's tcp_info: eight bytes, of which the first is the state and the fourth counts probes that were not
-# answered; then words of four bytes each, among them how many segments are not acknowledged, and milliseconds since the
-# last acknowledgement.
+# The kernel's tcp_info: eight bytes, of which the first is the state and the fourth the number of unanswered probes;
+# then words of four bytes, among them the number of unacknowledged segments, and the milliseconds since the last
+# acknowledgement.
 _INFO = struct.Struct("@B2xB4x16xI28xI")
 _ESTABLISHED = 1
 
@@ -22,7 +22,7 @@ _ESTABLISHED = 1
 class Heard(NamedTuple):
     """What the system knows of the other end of a connection."""
 
-    #: Whether something was sent that the other host would have answered by now.
+    #: Whether something was sent that a live host would have answered by now.
     owes: bool
     #: Seconds since anything was acknowledged.
     ago: float
@@ -31,7 +31,7 @@ class Heard(NamedTuple):
 
 
 def hear(sock: socket.socket) -> Heard | None:
-    """What the system says of that connection; None of one that has ended, or is no TCP."""
+    """What the system knows of that connection; None if it has ended, or is not TCP."""
     if sock.family == socket.AF_UNIX:
         return None
     try:
@@ -39,15 +39,15 @@ def hear(sock: socket.socket) -> Heard | None:
     except OSError:
         return None
     state, probes, unacknowledged, milliseconds = _INFO.unpack(info)
-    # One probe may have left a moment ago. Of data that did, `Silence` sees it at its first look.
+    # One probe may have left a moment ago. Data that have just left do not count: `Silence` begins at its first look.
     return Heard(unacknowledged > 0 or probes > 1, milliseconds / 1000, state != _ESTABLISHED)
 
 
 class Silence:
-    """For how long one connection has owed an answer, as somebody finds who looks from time to time."""
+    """For how long one connection has owed an answer, as seen by looks from time to time."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # the first look that saw it owe an answer, none having come since
+        self._since: float | None = None  # the first look that saw an answer owed, without one since
 
     def look(self, heard: Heard, now: float) -> float:
         """Seconds of silence until now; 0.0 if no answer is owed."""

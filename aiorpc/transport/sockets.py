@@ -24,25 +24,25 @@ from ..threads import run_in_thread
 from ..undoing import on_error
 
 BACKLOG = 1024
-# A broken network between hosts is noticed after this many seconds of unanswered data or probes.
+# Seconds of unanswered data or probes after which a connection between hosts counts as broken.
 TCP_TIMEOUT = 20
-# Seconds for each address of a name but the last, which has all the time that is left; and until the next one is tried.
+# Seconds for each address of a name except the last, which has the rest of the time; and until the next one is tried.
 _EACH, _NEXT = 2.0, 0.3
-# Longest pause between two tries of the system to get something across, in milliseconds, so that it notices soon that a
-# network is back; Linux 6.15 and later let one say that, others wait for up to two minutes.
+# Longest pause between two retransmissions, in milliseconds: the system soon notices that a network is back. Linux 6.15
+# and later have the option; others wait for up to two minutes.
 _RTO_MAX_MS = getattr(socket, "TCP_RTO_MAX_MS", 44)
 _RTO_MAX = 3000
-#: What the system finds for a name: family, kind, protocol, official name and address.
+#: An address of a name: family, kind, protocol, official name and address.
 _Found = tuple[int, int, int, str, tuple[object, ...]]
-# What the system says of an address that this host has not.
+# The system's errors for an address that this host does not have.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def private_directory() -> Path:
     """This user's directory for sockets and secrets: ours alone, mode 0700. Short, as unix paths end at 108 bytes.
 
-    Where somebody else has taken its name, or others may enter it, one with more behind the name is used, which nobody
-    can have foreseen. Raises OSError if none can be made.
+    If another user has taken its name, or others may enter it, its name gets a suffix that cannot be foreseen. Raises
+    OSError if none can be made.
     """
     path = Path(tempfile.gettempdir()) / f"aiorpc-{os.getuid()}"
     if len(str(path)) > 60:
@@ -65,13 +65,13 @@ def _is_private(path: Path) -> bool:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the sockets that dead workers left behind: nobody listens on them any more."""
+    """Remove the sockets that dead workers left behind."""
     for path in directory.glob("*.sock"):
         remove_if_stale(path)
 
 
 def remove_if_stale(path: Path) -> None:
-    """Remove one socket if nobody listens on it any more. Does not wait."""
+    """Remove one socket if no process listens on it. Does not wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.setblocking(False)
         try:
@@ -83,8 +83,8 @@ def remove_if_stale(path: Path) -> None:
 def listen_unix(directory: Path) -> tuple[socket.socket, str]:
     """A listening unix socket with a random name in the private directory, and its path."""
     path = directory / f"{secrets.token_hex(8)}.sock"
-    # Between bind and listen it refuses connections, which is how `remove_stale` of another worker knows a dead one:
-    # it gets its real name only when it listens.
+    # Between bind and listen it refuses connections, which is how `remove_stale` of another worker recognises a dead
+    # socket: it gets its real name only when it listens.
     unready = path.with_suffix(".new")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with on_error(unready.unlink, True), on_error(sock.close):
@@ -99,7 +99,7 @@ def listen_unix(directory: Path) -> tuple[socket.socket, str]:
 def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """A listening TCP socket on one interface, on a free port or one of a range. Raises OSError if none is free.
 
-    host: an address, or a name: of its addresses the first that this host has, one of IPv4 if there is any.
+    host: an address, or a name: the first of its addresses that this host has, preferably of IPv4.
     """
     failure: OSError | None = None
     for family, address in _own_addresses(host):
@@ -111,13 +111,13 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
                 if error.errno in _NOT_OURS:
                     break
         if failure is not None and failure.errno not in _NOT_OURS:
-            break  # whoever connects to the name comes to this address first
+            break  # connections to the name try this address first
     within = f" in {ports}" if ports else ""
     raise OSError(f"no port to listen on at {host}{within}: {failure}") from failure
 
 
 def _own_addresses(host: str) -> list[tuple[int, tuple[object, ...]]]:
-    """The addresses that a host name or an address stands for, with their families, those of IPv4 first. OSError."""
+    """The addresses of a host name or an address, with their families, those of IPv4 first. OSError."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -127,7 +127,7 @@ def _own_addresses(host: str) -> list[tuple[int, tuple[object, ...]]]:
 
 
 def _listen_at(family: int, address: tuple[object, ...], *, reuse: bool) -> socket.socket:
-    """A listening TCP socket. reuse: also where connections of a listener before are still winding up. OSError."""
+    """A listening TCP socket. reuse: also if connections of an earlier listener are still winding up. OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     with on_error(sock.close):
         if reuse:
@@ -151,8 +151,8 @@ async def connect_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     with on_error(sock.close):
-        # It succeeds or fails at once. A full backlog is EAGAIN, which event loops take for a connection in progress
-        # and, the socket being writable, for one that is there.
+        # It succeeds or fails at once. A full backlog gives EAGAIN, which event loops take for a connection in progress
+        # and then, as the socket is writable, for a made connection.
         sock.connect(path)
     if peer_uid(sock) not in (os.getuid(), None):
         sock.close()
@@ -172,12 +172,12 @@ async def connect_tcp(host: str, port: int) -> socket.socket:
 
 
 async def _look_up(host: str, port: int) -> Sequence[_Found]:
-    """What the system finds for a name. Raises OSError.
+    """The addresses of a name. Raises OSError.
 
-    In a thread of ours, and not by the loop: uvloop would start the threads of libuv, and libuv waits for them as the
-    process exits, also in a child that was forked since. There they do not exist, and it ends by SIGSEGV.
+    In a thread of ours, not by the loop: uvloop would start threads of libuv, for which libuv waits as the process
+    exits, also in a forked child. The child does not have these threads, and ends by SIGSEGV.
     """
-    with contextlib.suppress(OSError):  # it is a name, which somebody has to be asked for
+    with contextlib.suppress(OSError):  # a name needs a resolver, and a thread
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     try:
         return await run_in_thread(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM), "aiorpc-names")
@@ -188,8 +188,8 @@ async def _look_up(host: str, port: int) -> Sequence[_Found]:
 async def _connect_first(found: Sequence[_Found]) -> socket.socket:
     """A connection to the first of these addresses that answers; if none does, the error of the last one.
 
-    They are tried in their order, the next one while those before are silent: who waited for each that swallows
-    packets, as behind a firewall, would have no time left for the one that answers.
+    They are tried in order, the next one while those before are silent: an address that swallows packets, as behind a
+    firewall, must not use up the time of those that answer.
     """
     rest = deque(found)
     trying: set[asyncio.Task[socket.socket]] = set()
@@ -225,7 +225,7 @@ async def _connect(found: _Found, seconds: float | None) -> socket.socket:
 
 
 async def _connect_socket(sock: socket.socket, address: tuple[object, ...]) -> None:
-    """Not by the loop: uvloop would look the address up once more, without its scope, and as `_look_up` must not."""
+    """Not by the loop: uvloop would look the address up again, without its scope, and in threads of libuv."""
     error = sock.connect_ex(address)
     if error == errno.EINPROGRESS:
         loop = asyncio.get_running_loop()
@@ -241,9 +241,9 @@ async def _connect_socket(sock: socket.socket, address: tuple[object, ...]) -> N
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """No delay for small frames; keep-alive, so that a vanished host is noticed while nothing is sent.
+    """No delay for small frames; keep-alive notices a vanished host while nothing is sent.
 
-    While something is, it is noticed by `silence`.
+    While something is sent, `silence` notices it.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -255,7 +255,7 @@ def tune_tcp(sock: socket.socket) -> None:
 
 
 def unread(sock: socket.socket) -> int:
-    """Bytes that have come and that nobody has read yet; 0 of one that is closed, and where the system does not say."""
+    """Bytes that have come and are unread; 0 if the socket is closed, or the system does not tell."""
     count = bytearray(struct.calcsize("@i"))
     try:
         fcntl.ioctl(sock, termios.FIONREAD, count)
@@ -266,19 +266,19 @@ def unread(sock: socket.socket) -> int:
 
 
 def peer_uid(sock: socket.socket) -> int | None:
-    """The user id of the process at the other end of a unix socket; None of one over TCP."""
+    """The user id of the process at the other end of a unix socket; None over TCP."""
     return None if sock.family != socket.AF_UNIX else _peer_credentials(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int | None:
-    """The pid of that process as this process sees it; None over TCP, or in another pid namespace."""
+    """The pid of that process in this process's namespace; None over TCP, or from another pid namespace."""
     return None if sock.family != socket.AF_UNIX else _peer_credentials(sock)[0] or None
 
 
 def origin(sock: socket.socket) -> str:
-    """Who is at the other end, for people: an address, or a process of this host; empty where the system does not say.
+    """The other end, for messages: an address, or a process of this host; empty if the system does not tell.
 
-    The host of an address is not always the one that has connected: something between may have its own stand there.
+    The address may be that of a proxy or gateway in between.
     """
     if sock.family == socket.AF_UNIX:
         pid = peer_pid(sock)

@@ -1,16 +1,16 @@
 """TLS on one connection: bytes of the wire to frames, and frames to bytes of the wire. It does no I/O.
 
-It stands where seals stand (protocol/seal.py): between the socket and the decoder of frames, and between the queue of
-frames and the socket. So the system calls, the turns of the loop and the threads that read their own answers are those
-of any connection, and all of it can be tried on bytes. Its states are the table `TLS` of `protocol.states`.
+It takes the place of the MACs (protocol/seal.py): between the socket and the decoder of frames, and between the queue
+of frames and the socket. The system calls, the turns of the loop and the threads that read their own answers are those
+of any connection, and all of it can be tested with bytes. Its states are the table `TLS` of `protocol.states`.
 
-Who may call what. One side of TLS is no object for two threads at once, in whichever directions: `lock` is held around
-each use of it, for some 500 KB at most. It is the innermost lock.
+Threads. Two threads must not use one side of TLS at once, in any directions: `lock` is held around each use of it, for
+some 500 KB at most. It is the innermost lock.
 
 Interruptions. A signal handler may raise between any two instructions of a thread that sends or reads for itself, and
-inside of the calls of the ssl module, which look for signals when their work is done. Nothing may be lost or done twice
-by that. So each step is announced first, in one assignment, and whoever comes next finds out from TLS itself whether it
-was done: by what waits to be sent (`SendQueue`), or by what is left of a record that was begun (`_settle`).
+inside the calls of the ssl module, which look for signals when their work is done. Nothing may be lost or done twice.
+Therefore each step is announced first, in one assignment, and the next user finds out from TLS itself whether it was
+done: by what waits to be sent (`SendQueue`), or by what is left of a record that was begun (`_settle`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
 from .certificates import Certificate
 
-# What one record of TLS carries at most.
+# Bytes of one record of TLS, at most.
 RECORD = 16 * 1024
-# As much is encrypted by one call, at most: whole records; more no longer fits into the caches beside its copy.
+# Bytes that one call encrypts, at most: whole records; more would not fit into the caches beside its copy.
 PIECE = 8 * RECORD
-# Read at once from somebody who has not shown a certificate yet, and from a member.
+# Bytes of one read before the other side has shown a certificate, and afterwards.
 _FIRST_READ = 4 * 1024
 _LATER_READ = READ_SIZE
 # The first byte that a side of TLS may send: a record of the handshake, or an alert. A frame begins with 0.
 _TLS_BEGINS = (22, 21)
 
-# What is said of a side without TLS here, and what it is told.
+# The reason why a side without TLS is refused, here and in the frame that it gets.
 _PLAIN = (
     "it does not speak TLS, and this worker takes nothing else over TCP; give all workers of the group tls=, or none"
 )
@@ -50,7 +50,7 @@ _TOLD = "this worker speaks nothing but TLS over TCP; give all workers of the gr
 
 
 class _Step(NamedTuple):
-    """How much is decrypted for whoever reads next, and which read was begun: what was left of a record, and the size.
+    """How much is decrypted for the next reader, and which read was begun: what was left of a record, and the size.
 
     size: 0 if none was begun.
     """
@@ -61,36 +61,33 @@ class _Step(NamedTuple):
 
 
 _NOTHING = _Step()
-_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
+_RUN: Callable[[Callable[[], object]], object] = call  # typed for mypy
 
 
 class TlsLayer:
     """See the module. `outgoing` is what waits to be sent; `SendQueue` takes it.
 
-    peer: what the certificate of the other side says, once OPEN. own: the hash of our own certificate, which ssl does
-    not tell.
+    peer: the certificate of the other side, once OPEN. own: the hash of our own certificate, which ssl does not give.
     """
 
-    filling = False  # whatever is under way: it is read in records
+    filling = False  # for callers of decoders; TLS is always read in records
 
     def __init__(self, context: ssl.SSLContext, decoder: FrameDecoder, *, opener: bool, own: bytes = b"") -> None:
         self.state: TlsState = TLS.initial
-        self.open: bool = (
-            False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
-        )
+        self.open: bool = False  # state is OPEN: the other side has shown its certificate, and frames go both ways
         self.peer: Certificate | None = None
-        self.lock: RLock = RLock()  # reentrant as it knows its owner
+        self.lock: RLock = RLock()  # reentrant: it knows its owner
         self.outgoing: ssl.MemoryBIO = ssl.MemoryBIO()
         self._incoming = ssl.MemoryBIO()
         self._opener = opener
         self._own = own
         self._decoder = decoder
         self._object = context.wrap_bio(self._incoming, self.outgoing, server_side=not opener)
-        # Steps of turns (interrupts.py), so of C: the methods of `ssl.SSLObject` itself are Python, which may be
-        # interrupted before they have done anything. With a buffer reading says how many bytes it has put there.
+        # Steps of turns (interrupts.py) are functions of C: the methods of `ssl.SSLObject` are Python, and may be
+        # interrupted before they have done anything. `read` with a buffer returns the number of bytes.
         steps: Any = self._object._sslobj  # type: ignore[attr-defined]  # the stubs do not know it
         self._read: Callable[[int, memoryview], int] = steps.read
-        #: Have `outgoing` take a piece of the stream of frames, as a whole. With `lock` held.
+        #: Encrypts a piece of the stream of frames into `outgoing`, as a whole. With `lock` held.
         self.encrypt: Callable[[Buffer], int] = steps.write
         self._untouched = True  # nothing has come yet
         self._plain = False
@@ -106,7 +103,7 @@ class TlsLayer:
             self._shake()
 
     def last_words(self) -> bytes:
-        """What tells the other side why the connection is closed: an alert, or a frame if it does not speak TLS."""
+        """The reason of the end, for the other side: an alert, or a frame if it does not speak TLS."""
         if self._plain:
             return b"".join(refusal(_TOLD))
         with self.lock:
@@ -116,22 +113,23 @@ class TlsLayer:
 
     @property
     def empty(self) -> bool:
-        """Whether all that was decrypted were whole frames, and nothing waits for the loop. Of a record a part may."""
+        """Whether nothing decrypted is left, of a frame or for the loop. An incomplete record may be."""
         return not self._step.end and self._decoder.empty
 
     @property
     def left(self) -> bool:
-        """Whether a thread has taken something off the socket, and left it to the loop."""
+        """Whether a thread has read bytes off the socket and left them to the loop."""
         return self._step != _NOTHING or self._incoming.pending > 0
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes of the wire belong."""
+        """Where to read the next bytes into."""
         return self._buffer
 
     def received(self, count: int) -> list[Frame]:
-        """`count` bytes were put into the last buffer; the frames that this completed, with those a thread has left.
+        """`count` bytes were read into the last buffer; returns the frames that this completed, after those that a
+        thread has left.
 
-        Raises PeerRefused for a side that cannot show what it should, ProtocolError for what was changed on the way.
+        Raises PeerRefused for a side without a valid certificate, ProtocolError for bytes that were changed on the way.
         """
         frames: list[Frame] = []
         data = self._buffer[:count]
@@ -145,18 +143,18 @@ class TlsLayer:
                 self._incoming.write(data)
         if count == len(self._buffer) < _LATER_READ:
             self._buffer = memoryview(room(_LATER_READ))
-        # A short message is one turn of both loops: each function of Python that it does not run counts.
+        # The path of each message: it runs as few functions of Python as possible.
         decoder, read, incoming = self._decoder, self._read, self._incoming
         more = True
         while more:
             buffer, filling = decoder.get_buffer(), decoder.filling
             with self.lock:
                 try:
-                    # What a record begins may be large, so that the next ones belong elsewhere.
+                    # The first record of a large frame shows where the next ones belong.
                     taken = self._fill(buffer) if filling else read(len(buffer), buffer)
                     if not taken:
                         raise self._ended()
-                    # Less than there is room for: that was all that is left of the record, where one was read.
+                    # A read that does not fill the buffer has emptied its record.
                     more = incoming.pending > 0 or ((filling or taken == len(buffer)) and self._object.pending() > 0)
                 except ssl.SSLWantReadError:
                     break
@@ -166,9 +164,9 @@ class TlsLayer:
         return frames
 
     def _fill(self, buffer: memoryview) -> int:
-        """Decrypt all that has come of a large buffer to where it belongs: how many bytes of it. With `lock` held.
+        """Decrypt all that has come of a large buffer to its place; returns how many bytes. With `lock` held.
 
-        One call of C reads records, each to where it lies if those before it are full; what is not is moved then.
+        One call of C reads several records, each to its place if those before it are full; otherwise it is moved.
         """
         room = min(len(buffer), self._incoming.pending + RECORD)
         places = [buffer[at : at + RECORD] for at in range(0, room, RECORD)]
@@ -187,7 +185,7 @@ class TlsLayer:
         return end
 
     def feed(self, data: Buffer = b"") -> list[Frame]:
-        """Take bytes of the wire that were read elsewhere, after what a thread has left here; as `received`."""
+        """Take bytes that were read elsewhere, after what a thread has left here; see `received`."""
         frames: list[Frame] = []
         rest = memoryview(data)
         while True:
@@ -199,7 +197,7 @@ class TlsLayer:
                 return frames
 
     def _take_left(self) -> list[Frame]:
-        """The frames of what a thread has decrypted, and has left to the loop."""
+        """The frames of what a thread has decrypted and left to the loop."""
         with self.lock:
             self._settle()
             clear = self._clear[: self._step.end]
@@ -207,7 +205,7 @@ class TlsLayer:
         return self._decoder.feed(clear)
 
     def _begin(self, data: memoryview) -> None:
-        """Take bytes of the wire that may be the first ones, or belong to the handshake of TLS."""
+        """Take bytes that may be the first ones, or belong to the handshake of TLS."""
         with self.lock:
             if len(data):
                 self._look_at_first(data)
@@ -236,10 +234,10 @@ class TlsLayer:
     # --- what has come, in a thread that waits for it -----------------------------------------------------------------
 
     def look(self, unread: deque[bytes], most: int, turn: SocketTurn) -> bytes:
-        """What is decrypted, with that of what is unread, which is emptied. Nothing is settled by it: see `take`.
+        """Decrypt `unread`, which is emptied; returns all decrypted bytes. They stay here until `taking`.
 
-        most: bytes; if there are more the rest is left to the loop. turn: of who reads; what changes something here
-        looks at it in the same step. Raises what `feed` raises, and TurnEnded.
+        most: bytes; the rest is left to the loop. turn: the reader's; each change here is one step with a check of it.
+        Raises the errors of `feed`, and TurnEnded.
         """
         part = turn.__getitem__
         pending, read, incoming = self._object.pending, self._read, self._incoming
@@ -249,16 +247,16 @@ class TlsLayer:
             if len(self._clear) < most:
                 larger = bytearray(most)
                 self._clear = larger if turn else self._clear
-            # By one call of C: no signal handler runs between the two.
+            # By one call of C: no signal handler runs between `popleft` and `write`.
             deque(map(incoming.write, map(deque.popleft, map(part, repeat(2, len(unread))))), maxlen=0)
             clear = memoryview(self._clear)
-            left = pending() if self._step.end else 0  # of a record: nobody else begins one and does not end it
+            left = pending() if self._step.end else 0  # of a record, which `read` always finishes
             try:
                 while True:
                     if not left and not incoming.pending:
                         break
                     end, size = self._step.end, left or 1
-                    if not left and end + RECORD > most:  # none is begun that cannot be ended
+                    if not left and end + RECORD > most:  # begin only a record that fits completely
                         break
                     begun, done, place = _Step(end, left, size), _Step(end + size), clear[end : end + size]
                     self._step = begun if turn else self._step
@@ -277,14 +275,14 @@ class TlsLayer:
             return bytes(clear[: self._step.end])
 
     def taking(self) -> Callable[[], object]:
-        """A step in C by which all that was looked at is used."""
+        """A step in C that uses up what `look` has returned."""
         return partial(setattr, self, "_step", _NOTHING)
 
     def _settle(self, turn: SocketTurn | None = None) -> None:
-        """Find out whether a read was done that was begun when something was raised. With `lock` held.
+        """Find out whether a read was done that was begun before an exception. With `lock` held.
 
-        One that was to take all that was left of a record was done if that is gone now. One of the first byte of a
-        record was done if there is more of that record: `SendQueue` never makes one of a single byte.
+        A read of all that was left of a record was done if that is gone now. A read of the first byte of a record was
+        done if more of the record is there: `SendQueue` never makes a record of a single byte.
         """
         end, left, size = self._step
         if size:
@@ -295,7 +293,7 @@ class TlsLayer:
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _broken(self, error: ssl.SSLError) -> ProtocolError | PeerRefused | ConnectionResetError:
-        """What to raise for an error of a connection that was open."""
+        """The error to raise for an error of a connection that was open."""
         if isinstance(error, ssl.SSLZeroReturnError):
             return self._ended()
         self._wrong()
@@ -304,7 +302,7 @@ class TlsLayer:
         return ProtocolError(f"what arrived was changed on its way: TLS says {_reason(error)}")
 
     def _ended(self) -> ConnectionResetError:
-        """What to raise when the other side has said that it sends no more; whatever it sends is not looked at."""
+        """The error to raise after the other side's end of stream."""
         if self.open:
             self._enter(TlsEvent.ENDED)
         return ConnectionResetError("the other side closed the connection")
@@ -322,15 +320,15 @@ class TlsLayer:
     def binding(self) -> bytes:
         """32 bytes that both sides of this TLS connection have in common, and no other connection has. Once OPEN.
 
-        The proof of the secret is made over it (protocol/handshake.py), so that whoever ends TLS himself and relays
-        the handshake, with whatever certificates, is found out. Python's ssl cannot export keying material (RFC 9266).
-        What it gives as "tls-unique" is in TLS 1.3 the Finished message of the opener: a keyed hash over all that was
-        said in the handshake, certificates and fresh keys included, by a key that only the two ends of this connection
-        have. What makes it unfit in TLS 1.2 (resumed sessions, handshakes that are made to look alike) does not exist
-        here: the key depends on the transcript, and we resume nothing. The hashes of both certificates, the opener's
-        first, stand beside it, so that a build of OpenSSL without it still tells certificates apart.
+        The proof of the secret is made over it (protocol/handshake.py): that detects a relay which terminates TLS with
+        any certificates of its own. Python's ssl cannot export keying material (RFC 9266). Its "tls-unique" is in TLS
+        1.3 the Finished message of the opener: a keyed hash over the whole handshake, certificates and fresh keys
+        included, with a key that only the two ends of this connection have. What makes it unfit in TLS 1.2 (resumed
+        sessions, handshakes that are made to look alike) does not exist here: the key depends on the transcript, and
+        sessions are not resumed. The hashes of both certificates, the opener's first, are added in case a build of
+        OpenSSL lacks it.
         """
-        assert self.peer is not None, "it is there once both certificates were shown"
+        assert self.peer is not None, "known once both certificates were shown"
         certificates: Sequence[bytes] = (self._own, self.peer.digest)
         if not self._opener:
             certificates = certificates[::-1]

@@ -2,17 +2,18 @@
 
 `send` appends a frame to the queue; then exactly one thread at a time drains it.
 
-    who         when                                               how
-    the caller  `urgent`: little else is under way, so one hop     tries the write lock, writes itself
+    writer      when                                               how
+    the caller  `urgent`: little more is under way, so one hop     tries the write lock, writes itself
                 through the loop would only cost time
-    the loop    everything else, and when the socket was full      once per loop turn, joining what has gathered
+    the loop    in all other cases, and when the socket was full   once per loop turn, joining what has gathered
 
 Invariants
-1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
-2. Whoever fails to get the write lock may go: its holder looks at the queue again after it let go of the lock.
+1. One FIFO: frames leave in the order in which they were appended, by any writer (a cancel never overtakes its call).
+2. A thread that fails to get the write lock may go: the holder looks at the queue again after it has released the lock.
 3. `_scheduled` is cleared before the queue is drained, so a frame appended later schedules a new drain.
 4. Once the queue is empty `on_drained` runs: after a drain on the loop at once, after any other one soon.
-5. A thread that blocks in the midst of a write, in a signal handler say, has given the write back to the loop (turns).
+5. A thread that blocks in the middle of a write, for example in a signal handler, has given the write back to the loop
+   (`SocketTurn`).
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from ..undoing import on_error
 from .port import Port
 from .send_queue import SendQueue, Unsent
 
-# So many small frames are not held back for more to come: the other side starts to work on them while we make the rest.
+# So many small frames are written without waiting for more: the other side works on them while we make the rest.
 BATCH_FRAMES = 32
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class FrameWriter:
-    """See the module. queue: what waits to be written; senders look at it. lock: held by the thread that writes."""
+    """See the module. queue: what waits to be written; senders may read it. lock: held by the thread that writes."""
 
     def __init__(self, port: Port) -> None:
         self.queue: SendQueue = SendQueue()
         if port.tls is not None:
             self.queue.use_tls(port.tls)
-        self.lock: RLock = RLock()  # reentrant as it knows its owner; nothing enters it twice
-        self.blocked = False  # the socket was full; the loop waits until it takes more
+        self.lock: RLock = RLock()  # reentrant because it knows its owner; no thread enters it twice
+        self.blocked = False  # the socket was full, and the loop waits for it; or a session or suspension blocks
         self._port = port
-        # Whether the loop is going to flush; the thread that is about to have it do so, until it was asked.
+        # True: the loop is going to flush. An id: of the thread that is about to ask it.
         self._scheduled: bool | int = False
 
     def send(
@@ -53,8 +54,8 @@ class FrameWriter:
     ) -> None:
         """Queue one frame, from any thread; never blocks. After close the frame is dropped.
 
-        urgent: nothing else is under way, so write at once. more: the caller sends another one right after this, or
-        says `push`. unsent: see `SendQueue.append`.
+        urgent: little more is under way, so write at once. more: the caller sends another one right after this, or
+        calls `push`. unsent: see `SendQueue.append`.
         """
         if self._port.closed:
             return
@@ -88,7 +89,7 @@ class FrameWriter:
             return
         self._scheduled = here  # what interrupts us asks itself
         self._port.call_on_loop(self.flush_all)
-        # In one step, without a call: it may have flushed.
+        # In one step, without a call: the loop may have flushed already.
         self._scheduled = True if self._scheduled else False  # noqa: SIM210
 
     def flush_all(self) -> None:
@@ -146,29 +147,29 @@ class FrameWriter:
                 return
 
     def _may_begin(self, session: Session, turn: SocketTurn) -> bool:
-        """Whether something may be written: not if an ACK has to come first, or too much was not acknowledged."""
+        """Whether something may be written: not if an ACK has to come first, or too much is unacknowledged."""
         if not session.due and session.size < session.limit:
             return True
         owner = self._port.owner
         return owner is not None and owner.may_begin(session, turn)
 
     def _writes_on(self, sent: int, turn: SocketTurn) -> bool:
-        """The socket took `sent` bytes of more: whether this thread writes on, and waits a little; else the loop does,
+        """The socket took only `sent` bytes. True: this thread waits a little and writes on. False: the loop does,
         once the socket takes more."""
         if self._port.patient and turn[1] and sent and not waits_in_main_thread():
-            turn[1] = 0  # no signal handler runs in that
+            turn[1] = 0  # a blocking call; no signal handler runs in this thread
             return True
         self.blocked = True
         self._port.call_on_loop(self._wait_writable)
         return False
 
     def _is_settled(self, error: BaseException, turn: SocketTurn) -> bool:
-        """Whether what was raised in a turn is dealt with: the socket has broken, or the turn has ended."""
+        """Whether an exception in a turn is dealt with: the socket has broken, or the turn has ended."""
         if isinstance(error, OSError) and error.errno is not None:
             self._port.call_on_loop(self._failed, error, self._port.sock)
             return True
-        self.interrupted()  # what has ended the turn may have been interrupted in that
-        # A RuntimeError is that of the lock of TLS, which was given back, too.
+        self.interrupted()  # the end of the turn may itself have been interrupted
+        # RuntimeError: the lock of TLS was given back with the turn.
         return isinstance(error, (TurnEnded, RuntimeError)) and turn.has_raised(error)
 
     def _failed(self, error: BaseException, sock: socket.socket) -> None:
@@ -176,23 +177,23 @@ class FrameWriter:
             self._port.owner.write_failed(error, sock)
 
     def give_writing_back(self) -> None:
-        """This thread is about to block in the midst of a write: the loop goes on from there."""
+        """This thread will block in the middle of a write: the loop goes on from there."""
         self.interrupted()
 
     def interrupted(self) -> None:
-        """A signal handler has raised in the midst of a write, or is about to block: the loop goes on from there."""
-        if is_owned(self.lock):  # else nothing of the queue was being changed, or it is another thread that writes
+        """A signal handler has raised in the middle of a write, or will block: the loop goes on from there."""
+        if is_owned(self.lock):  # this thread was changing the queue
             self.queue.end_turn(self.lock)
         if self._port.tls is not None:
             release(self._port.tls.lock)
-        self.blocked = self._port.fd < 0  # else maybe before the loop was asked to wait for the socket
+        self.blocked = self._port.fd < 0  # the loop may not have been asked to wait for the socket
         self._port.call_on_loop(self.flush_all)
 
     def _wait_writable(self) -> None:
         if not self._port.closed and self._port.fd >= 0:
             try:
                 self._port.loop.add_writer(self._port.fd, self._writable)
-            except RuntimeError:  # uvloop has seen an error of the socket, and looks at it no more: we find it, too
+            except RuntimeError:  # uvloop has seen an error of the socket, and does not watch it any more: read it
                 if self._port.owner is not None:
                     self._port.owner.readable()
 

@@ -119,13 +119,6 @@ class FilesChannel(Channel):
         self.traffic._count_received(size)
         return data
 
-    def size_of(self, wire: Wire, riders: Sequence[Any]) -> int:
-        """As it says."""
-        _, size = wire
-        if type(size) is not int:
-            raise TypeError("no size")
-        return size
-
     def close(self) -> None:
         """Nothing more is written. What was posted may still be fetched; the rest goes with the folder."""
         self._closed = True

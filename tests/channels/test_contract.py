@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import sys
 import threading
@@ -310,18 +309,6 @@ def test_wires_that_are_none_are_protocol_errors(ends: Ends, wire: Any) -> None:
     later = send(ends, *ends.taken, seed=20)
     ends.settle()
     later.check()
-
-
-@pytest.mark.parametrize("wrong", [math.inf, math.nan, 1.5, "12", None, [], b"12"], ids=repr)
-def test_a_wire_says_a_size_or_is_refused(ends: Ends, wrong: Any) -> None:
-    """By one of the errors that the interface names; an observer of messages is told the sizes before all else."""
-    message = ends.send([ends.make(ends.pattern(1, ends.taken[0]))])
-    (wire,) = message.taken
-    riders = [bytearray(rider) for rider in message.riders]
-    assert ends.channels[1].size_of(wire, riders) == ends.taken[0]
-    for place in range(len(wire)):
-        with contextlib.suppress(TypeError, ValueError, IndexError):
-            assert type(ends.channels[1].size_of([*wire[:place], wrong, *wire[place + 1 :]], riders)) is int
 
 
 @BOUND

@@ -369,7 +369,7 @@ def test_a_relay_is_refused_with_certificates_alone(tmp_path: Path) -> None:
     tls = Authority(tmp_path / "authority").tls("w*")
     said = attack(relay_in_a_free_group, tmp_path / "ran", None, newcomer=join_and_call, **variables(tls))
     assert said[:2] == ["joined", "joined"], said
-    assert "PeerRefused" in said[3] and "somebody else has written into the store" in said[3], said
+    assert "PeerRefused" in said[3] and "another process has written into the store" in said[3], said
 
 
 @pytest.mark.long

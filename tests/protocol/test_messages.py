@@ -608,7 +608,7 @@ def test_values_that_do_not_go_in_a_whole_frame(values: list[Any]) -> None:
 
 def test_less_than_nothing_is_no_credit() -> None:
     """A stream cannot take back what it may send."""
-    with pytest.raises(ProtocolError, match="a Credit that is none"):
+    with pytest.raises(ProtocolError, match="a Credit is malformed"):
         read(Kind.CREDIT, pack([-1]))
 
 

@@ -8,12 +8,12 @@ It has three ways, and takes all device buffers:
              device memory
     staging  all others                     through pinned memory of the host, piece by piece, by the host's channels
 
-`send` copies on the current streams of the thread that calls, so what it sends is what the tensor holds at that point
-of the stream: the sender may write to it right after. What does not fit into the outbox at once is cloned on the device
-and follows when there is room. `receive` enqueues its copies on the current streams, and has received a buffer when
-the last copy is enqueued. `receive_one` does the same in fewer steps for most: a buffer that lies in slots as a whole.
+`send` copies on the current streams of the calling thread: the sender may write to the tensor right after. What does
+not fit into the outbox at once is cloned on the device and follows when there is room. `receive` enqueues its copies on
+the current streams, and has received a buffer when the last copy is enqueued. `receive_one` is the short path for a
+buffer that lies completely in slots.
 
-What the ends tell each other is in `messages`. A transfer is one buffer on its way; a box is the outbox of one of the
+The messages of the two ends are in `messages`. A transfer is one buffer on its way; a box is the outbox of one of the
 sender's devices.
 
 Invariants
@@ -29,7 +29,7 @@ from typing import Any
 from ...errors import ProtocolError
 from ...logs import logger
 from ...protocol.frames import Buffer
-from .. import Arrived, Channel, Traffic, Wire, size_said
+from .. import Arrived, Channel, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer
 from ..landing import Landing
 from .messages import (
@@ -37,7 +37,6 @@ from .messages import (
     BoxOffer,
     BoxRefused,
     Closed,
-    DeviceTransfer,
     FilledSlots,
     Got,
     Opened,
@@ -49,18 +48,18 @@ from .receiver import Received, Receiver
 from .sender import PIECE_SIZE, Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
 
-_SLOTS = MESSAGES.write(Slots([]))[:1]  # how such a message begins
+_SLOTS = MESSAGES.write(Slots([]))[:1]  # the first field of such a message
 
 __all__ = ["DIRECT", "IPC", "STAGING", "Devices", "Surroundings"]
 
 
 class Devices(Channel):
     """One end. See the package. `send`, `withdraw`, `posted`, `flush` and `is_here` from any thread, the rest on the
-    loop; where it says so, also in a thread that has read what the connection has brought, and hands it out.
+    loop. `on_message` (for slots) and `receive_one` also run in a thread that reads the connection.
 
-    accelerator: None where there are no devices; then only what is for the host can be received. way: "direct", "ipc"
-    or "staging"; empty: `choose` will say. forced: no other one will do. box_size: bytes of an outbox. limit: bytes of
-    the longest buffer that is received. piece_size: bytes of a piece that goes by way of the host.
+    accelerator: None without devices; then only buffers for the host can be received. way: "direct", "ipc" or
+    "staging"; empty: `choose` decides later. forced: no other way may be used. box_size: bytes of an outbox. limit:
+    bytes of the longest buffer that is received. piece_size: bytes of a piece that goes through the host.
     """
 
     name = "device"
@@ -103,21 +102,21 @@ class Devices(Channel):
         return wires
 
     def send_one(self, buffer: DeviceBuffer, copies: object = None) -> Wire:
-        """As `send`, for one."""
+        """As `send`, for one buffer."""
         wire = self._sender.send(buffer)
         self.traffic._count_sent(len(buffer))
         return wire
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
-        """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
+        """The message that names these is on its way: the rest of them may follow. call: the number of its call."""
         self._sender.posted(wires, call)
 
     def give_up(self, call: int) -> None:
-        """Nobody wants what was posted for that call: nothing more comes of it. Any thread."""
+        """Send nothing more of what was posted for that call. Any thread."""
         self._sender.give_up(call)
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """What a message took that was not sent is free again; of one that was sent `give_up` says more."""
+        """Free what an unsent message took. `give_up` ends what was posted."""
         if not named:
             self._sender.withdraw(wires)
 
@@ -129,32 +128,29 @@ class Devices(Channel):
         return received
 
     def receive_one(self, wire: Wire, landing: Landing | None = None) -> DeviceBuffer:
-        """As `receive`, for one that `is_here`, with the streams of the landing current; raises what the device
-        raises."""
+        """As `receive`, for a wire that `is_here`, with the streams of the landing current; raises the device's
+        errors."""
         buffer = self._receiver.receive_one(wire, landing.streams if landing is not None else {})
         self.traffic._count_received(wire[2])
         return buffer
 
     def is_here(self, wire: Wire) -> bool:
-        """Whether that is a whole transfer to a device, all of it in slots of boxes that are open. Any thread."""
+        """Whether the wire is a whole transfer to a device, all of it in slots of open boxes. Any thread."""
         return self._receiver.is_here(wire)
 
-    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
-        """As of other channels."""
-        return size_said(DeviceTransfer(*wire).size)
-
     def flush(self, *, more: bool = False) -> None:
-        """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
+        """Tell the other end which slots it may use again, if any. more: a message follows at once. Any thread."""
         self._receiver.flush(more=more)
 
     def on_message(self, fields: list[object]) -> None:
-        """From the other end; one that gives slots back not only on the loop, see the class. Raises ProtocolError."""
+        """A message of the other end. Those that give slots back also in other threads: see the class. Raises
+        ProtocolError."""
         if self._closed:
             return
         message: object = fields
         sender, receiver = self._sender, self._receiver
         try:
-            if fields[:1] == _SLOTS and len(fields) == 2:  # one comes with most messages
+            if fields[:1] == _SLOTS and len(fields) == 2:  # the most frequent message
                 sender.on_slots(fields[1])
                 return
             message = MESSAGES.read(fields)
@@ -182,12 +178,12 @@ class Devices(Channel):
             raise ProtocolError(f"a message about device memory that cannot be: {message!r:.100}: {error}") from None
 
     def introduced(self, theirs: Any) -> None:
-        """The other end has said what it has: choose a way."""
+        """The other end's descriptor has come: choose a way."""
         self.route, way, reason = self.around.introduced(theirs)
         self.choose(way, reason)
 
     def on_buffer(self, fields: list[object], buffer: Buffer | Exception) -> None:
-        """A piece from the other end, or why it cannot be had. Raises ProtocolError."""
+        """A piece from the other end, or the reason why it is lost. Raises ProtocolError."""
         if self._closed:
             return
         message = MESSAGES.read(fields)
@@ -199,7 +195,7 @@ class Devices(Channel):
             self._receiver.on_piece(message.transfer, message.start, buffer)
 
     def let_go(self) -> None:
-        """One of the two workers leaves: close what was opened here, and say so. In a thread."""
+        """One of the two workers leaves: close what was opened here, and report it. In a thread."""
         if self._let_go:
             return
         self._let_go = True
@@ -209,7 +205,7 @@ class Devices(Channel):
         for number, inbox in inboxes.items():
             try:
                 inbox.close()
-            except RuntimeError as error:  # the other end must not free what may still be open; nor does it wait for it
+            except RuntimeError as error:  # not reported as closed: the other end must not free what may still be open
                 logger.debug("closing device memory of another worker: %s", error)
             else:
                 closed.append(number)
@@ -217,7 +213,7 @@ class Devices(Channel):
         self._gone = True
 
     def choose(self, way: str, reason: str) -> None:
-        """It is settled which way is taken; see `Sender.choose`."""
+        """Settle which way is taken; see `Sender.choose`."""
         self._sender.choose(way, reason)
 
     @property
@@ -227,7 +223,7 @@ class Devices(Channel):
 
     @property
     def shared(self) -> bool:
-        """Whether either end may still have something of the other's open, once both were told to let go."""
+        """Whether, after `let_go`, either end may still have memory of the other's open."""
         return not self._gone or self._sender.boxes > 0
 
     @property
@@ -247,7 +243,7 @@ class Devices(Channel):
     @property
     def under_way(self) -> dict[str, int]:
         """What is held for transfers: how many are not all sent, not all here, here before their message, and not
-        wanted any more; and how many slots are lent for them."""
+        wanted any more; and how many slots are lent."""
         sender, receiver = self._sender, self._receiver
         return {
             "sending": sender.transfers,
@@ -258,7 +254,7 @@ class Devices(Channel):
         }
 
     def close(self) -> None:
-        """The connection has ended. What was received stays valid; outboxes are freed when nobody can use them."""
+        """The connection has ended. What was received stays valid; outboxes are freed when the other end is done."""
         if self._closed:
             return
         self._closed = True

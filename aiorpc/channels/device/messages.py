@@ -1,4 +1,4 @@
-"""What the two ends of a device channel say to each other, and what a message says of a buffer that goes so.
+"""The messages between the two ends of a device channel, and the descriptor of a buffer that travels on it.
 
 A transfer is one buffer on its way; a box is the outbox of one of the sender's devices, and a slot a place in it.
 """
@@ -37,15 +37,15 @@ class FilledSlot(NamedTuple):
 
 
 class DeviceTransfer(NamedTuple):
-    """In a PARCEL: a buffer that goes to a device, or comes from one."""
+    """In an envelope: a buffer that goes to a device, or comes from one."""
 
     #: The number of the transfer.
     transfer: int
-    #: Where it goes to: "cuda:1", or "cpu".
+    #: Its destination: "cuda:1", or "cpu".
     target: str
     #: Its size in bytes.
     size: int
-    #: What has been sent of it so far; or, in one process, the number by which it is handed over.
+    #: The slots that hold its first part; or, in one process, the number under which it is handed over.
     chunks: list[FilledSlot] | int
 
 
@@ -55,24 +55,24 @@ class BoxOffer(NamedTuple):
     box: int
     #: Of the device that it is on.
     uuid: str
-    #: The index of the device that its contents go to.
+    #: The index of the device at the receiver that its contents go to.
     target: int
-    #: What the driver opens its memory by.
+    #: The driver's handle of its memory.
     handle: bytes
-    #: What the driver opens the events of its slots by.
+    #: The driver's handles of the events of its slots.
     event_handles: list[bytes]
     slots: list[Span]
     nonce: bytes
 
 
 class Opened(NamedTuple):
-    """That is done, and the nonce was there."""
+    """The box is open, and the nonce was there."""
 
     box: int
 
 
 class BoxRefused(NamedTuple):
-    """It cannot be opened."""
+    """The box cannot be opened."""
 
     box: int
     reason: str
@@ -86,7 +86,7 @@ class FilledSlots(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """More of a transfer, by way of the host. It is a message of its own, and its one buffer the piece."""
+    """More of a transfer, through the host: a message of its own, with the piece as its one buffer."""
 
     transfer: int
     #: Where it belongs in the transfer, in bytes.
@@ -100,7 +100,7 @@ class Got(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """These slots are yours again."""
+    """The reader gives these slots back."""
 
     slots: list[Slot]
 
@@ -114,7 +114,7 @@ class Stop(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """We have let go of these boxes."""
+    """The sender of this message has closed these boxes."""
 
     boxes: list[int]
 
@@ -134,5 +134,5 @@ MESSAGES: Family[Message] = Family(
         "closed": Closed,
     },
 )
-#: Makes a DeviceTransfer of what a message says; raises TypeError.
+#: Makes a DeviceTransfer of plain data; raises TypeError.
 read_transfer: Callable[[object], DeviceTransfer] = reader_of(DeviceTransfer)

@@ -1,18 +1,18 @@
 """Device memory that one end of a link sends through: an `Outbox`, and the other end's view of it, an `Inbox`.
 
-The memory is cut into slots, each with one event for ever. Whoever uses a slot, on either side, enqueues on its stream
+The memory is cut into slots, each with one event. A user of a slot, on either side, enqueues on its stream
 
     wait for the slot's event, copy, record the slot's event
 
-so that the records of an event form a chain: each comes after the one before. Then a wait for the latest record is a
-wait for all of them, and a slot may be lent again as soon as the reader has *enqueued* its copy. Nobody on the host
-waits for the device. (TensorPipe's channel of that name works so: tensorpipe/channel/cuda_ipc.)
+The records of an event form a chain: each comes after the one before. A wait for the latest record waits for all of
+them, and a slot may be lent again as soon as the reader has *enqueued* its copy. No thread of the host waits for the
+device. (TensorPipe's channel of that name works the same way: tensorpipe/channel/cuda_ipc.)
 
 Who owns a slot
 
     from              to                   owner
     `take`            `release` came back  the sender's `put`, then the message that names it, then the reader
-    `release`         `take`               nobody; the reader's copy may still be under way, the chain orders it
+    `release`         `take`               none; the reader's copy may still be under way, the chain orders it
     the link ends     the process is gone  the reader: its copies may be under way, so the memory is kept
 
 Handles are opened once for each link: opening takes milliseconds, and may block while the device is busy.
@@ -30,10 +30,10 @@ from ...undoing import on_error
 from ..accelerator import Event, Interprocess, Stream, Tensor
 from ..space import KIB, MIB
 
-# CUDA carves shorter allocations out of larger ones, all of which an exported handle would give away.
+# CUDA carves shorter allocations out of larger ones, and an exported handle would expose the larger one.
 GRANULE = 2 * MIB
-# Small slots keep short tensors from waiting for long ones: (bytes of one, how many, share of the whole that they may
-# take). What is left is cut into `_LARGE` slots.
+# Small slots keep short tensors from waiting for long ones: (bytes of a slot, how many at most, n: they may take 1/n of
+# the box). The rest is cut into `_LARGE` slots.
 _SMALL = ((64 * KIB, 32, 8), (1 * MIB, 16, 4))
 _LARGE = 3
 # Starts of slots: copies between aligned addresses are the fastest.
@@ -54,16 +54,16 @@ def cut(size: int) -> list[tuple[int, int]]:
 
 
 class BoxEnd:
-    """Either end of a box. Made and closed off the loop. index: of the device that has it open, or that it is on.
+    """Either end of a box. Made and closed off the loop. index: of the device that it is on, or opened for.
 
-    gone: whether nothing is left of it.
+    gone: whether it is closed and its memory let go.
     """
 
     _address: int
     _events: list[Event]
 
     def __init__(self, driver: Interprocess, index: int, let_go: Callable[[int, int], None]) -> None:
-        """let_go: what the driver does with its memory at the end, by device and address; it waits for the device."""
+        """let_go: the driver's function that lets go of the memory (device, address); it waits for the device."""
         self.index = index
         self.gone: bool = False
         self._driver = driver
@@ -72,13 +72,14 @@ class BoxEnd:
         self._using = Lock()  # held while something is enqueued
 
     def release_waiters(self) -> None:
-        """The process at the other end has died, maybe before its device had done what it recorded: no stream of ours
-        waits for that, now or later. Never blocks."""
+        """The process at the other end has died, maybe before its device had done what it recorded: end all waits of
+        our streams for that, now and later. Never blocks."""
         for event in list(self._events):
             self._driver.release(event)
 
     def close(self) -> None:
-        """Let go of it; of an outbox, once nobody else has it open. May block until copies are done. Idempotent."""
+        """Let go of it; an outbox only after the other end has closed it. May block until copies are done.
+        Idempotent."""
         with self._using:
             if self._closed:
                 return
@@ -104,7 +105,7 @@ class Outbox(BoxEnd):
             self._events = driver.events(index, len(self.slots))
             self.event_handles: list[bytes] = [driver.export_event(event) for event in self._events]
         self._rooms = [room for _, room in self.slots]
-        self._free = [list[int]() for _ in self.slots]  # by the first slot of a size: those that are free
+        self._free = [list[int]() for _ in self.slots]  # the free slots, by the first slot of the same size
         self._lock = Lock()
         for slot in range(len(self.slots)):
             self._free[self._first(slot)].append(slot)
@@ -119,7 +120,7 @@ class Outbox(BoxEnd):
         return len(self.slots) - sum(map(len, self._free))
 
     def take(self, size: int) -> int | None:
-        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none."""
+        """A free slot for so many bytes, or one of the largest if none holds so many; None if there is none."""
         least = self._firsts[-1] if size > self._rooms[-1] else bisect_left(self._rooms, size)
         with self._lock:
             for first in self._firsts:
@@ -128,7 +129,7 @@ class Outbox(BoxEnd):
         return None
 
     def give(self, slot: int) -> None:
-        """The slot may be lent again. Raises ValueError for one that is not lent."""
+        """The slot may be lent again. Raises ValueError if it is not lent."""
         if not 0 <= slot < len(self.slots):
             raise ValueError(f"slot {slot} of {len(self.slots)}")
         with self._lock:
@@ -138,8 +139,8 @@ class Outbox(BoxEnd):
             free.append(slot)
 
     def put(self, slot: int, source: Tensor, start: int, stream: Stream) -> int:
-        """Enqueue a copy of the bytes of `source` from `start` on into the slot; how many. When this returns, the
-        event is recorded: now the slot may be named to the reader."""
+        """Enqueue a copy of the bytes of `source` from `start` on into the slot; returns how many. The event is
+        recorded when this returns: now the slot may be named to the reader."""
         place, room = self.slots[slot]
         size = min(room, source.numel() - start)
         driver = self._driver
@@ -152,8 +153,7 @@ class Outbox(BoxEnd):
                 driver.copy(self._address + place, source.data_ptr() + start, size, stream)
                 driver.record(event, stream)
             except Exception:
-                # The copy may be enqueued, and nobody knows of it: whoever has the slot next waits for what there is,
-                # and for what this one was to wait for.
+                # The copy may be enqueued without a record. Record again: the next user of the slot must wait for it.
                 with contextlib.suppress(Exception):
                     driver.wait(event, stream)
                     driver.record(event, stream, again=True)

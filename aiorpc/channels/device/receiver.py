@@ -1,4 +1,4 @@
-"""The receiving side of the device channel: transfers that are not all here, and opened boxes. See the package."""
+"""The receiving side of the device channel: incomplete transfers, and opened boxes. See the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy
 
@@ -21,14 +20,13 @@ from .messages import BoxOffer, BoxRefused, FilledSlot, Got, Opened, Slot, Slots
 from .outbox import Inbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings, failed
 
-# What `receive` has of a buffer at once: all of it, or nothing so far.
+# The result of `receive` for a buffer: all of it, or None so far.
 Received = DeviceBuffer | memoryview | None
-_new: Any = tuple.__new__  # what Slot(...) does, without its call into Python
 
 
 @dataclass(eq=False)
 class _Receiving:
-    """A transfer that is not all here. memory: the carrier it goes to, or bytes on the host."""
+    """An incomplete transfer. memory: the carrier it goes to, or bytes on the host."""
 
     number: int
     memory: Tensor | memoryview
@@ -48,7 +46,7 @@ class _Receiving:
 
 @dataclass
 class _Early:
-    """What came for a transfer before the message that names it."""
+    """What came of a transfer before the message that names it."""
 
     chunks: list[FilledSlot] = field(default_factory=list)
     pieces: list[tuple[int, Buffer]] = field(default_factory=list)
@@ -70,10 +68,10 @@ class Receiver:
         self._targets: dict[int, str] = {}  # by the number of an open box: the device that it is for
         self._receiving: dict[int, _Receiving] = {}
         self._early: dict[int, _Early] = {}
-        self._unwanted: set[int] = set()  # until their sender has said that nothing more comes
-        self._completed: deque[int] = deque(maxlen=256)  # numbers of the latest that were waited for
+        self._unwanted: set[int] = set()  # until their sender's Stop
+        self._completed: deque[int] = deque(maxlen=256)  # the latest numbers that `_receiving` had
         self._closed = False
-        self._left = False  # the inboxes are closed, as we leave
+        self._left = False  # this worker leaves, and the inboxes are closed
 
     @property
     def _accelerator(self) -> Accelerator:
@@ -84,7 +82,7 @@ class Receiver:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def is_here(self, wire: Wire) -> bool:
-        """Whether that is a whole transfer to a device, all of it in slots of boxes that are open. Any thread."""
+        """Whether the wire is a whole transfer to a device, all of it in slots of open boxes. Any thread."""
         try:
             number, target, total, chunks = wire
             at = 0
@@ -99,10 +97,9 @@ class Receiver:
         return type(number) is type(total) is int and type(target) is str and 0 < at == total <= self._limit
 
     def receive_one(self, wire: Wire, streams: Mapping[int, Stream]) -> DeviceBuffer:
-        """As `receive`, for one that `is_here`, but raises what the device raises; its slots are given back then, too.
+        """As `receive`, for a wire that `is_here`, but raises the device's errors. Gives its slots back in any case.
 
-        On the loop, or in a thread that has read the message: nothing else comes of the transfer. streams: those that
-        are current, by device, as far as they are known.
+        On the loop, or in a thread that has read the message. streams: the current ones that are known, by device.
         """
         _, target, total, chunks = wire
         driver, inbox = self._driver, self._inboxes.get(chunks[0][0])
@@ -127,7 +124,7 @@ class Receiver:
     def receive(self, wires: Sequence[Wire], arrived: Arrived) -> list[Received]:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far.
 
-        Raises ProtocolError for wires that are none.
+        Raises ProtocolError for invalid wires.
         """
         received: list[Received] = []
         for place, wire in enumerate(wires):
@@ -144,7 +141,7 @@ class Receiver:
                 received.append(self._receive(number, target, index, total, chunks, partial(arrived, place)))
             except ProtocolError:
                 raise
-            except Exception as error:  # of the device: that message's trouble
+            except Exception as error:  # an error of the device fails this message alone
                 self._do_without(number)
                 self._around.on_loop(self._tell, partial(arrived, place, failed(error)))
                 received.append(None)
@@ -176,7 +173,7 @@ class Receiver:
         if receiving.left == 0:
             return receiving.buffer()
         self._receiving[number] = receiving
-        self.flush()  # what is still to come waits for slots
+        self.flush()  # the sender waits for slots
         for start, buffer in early.pieces:
             self.on_piece(number, start, buffer)
         return None
@@ -208,8 +205,8 @@ class Receiver:
         return DeviceBuffer(carrier, index, target)
 
     def _use_chunks(self, receiving: _Receiving, chunks: Sequence[FilledSlot]) -> None:
-        """Enqueue the copies out of these slots, and give the slots back. Raises ProtocolError for chunks that cannot
-        be, and what the driver raises."""
+        """Enqueue the copies out of these slots, and give the slots back. Raises ProtocolError for impossible chunks,
+        and the driver's errors."""
         left = deque(chunks)
         try:
             while left:
@@ -237,29 +234,29 @@ class Receiver:
             self._release(box, slot)
 
     def _release(self, box: int, slot: int) -> None:
-        self.released.append(_new(Slot, (box, slot)))
+        self.released.append(Slot(box, slot))
         self._around.on_release()
 
     def flush(self, *, more: bool = False) -> None:
-        """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
+        """Tell the other end which slots it may use again, if any. more: a message follows at once. Any thread."""
         slots: list[Slot] = []
-        with suppress(IndexError):  # until there are no more
+        with suppress(IndexError):
             while True:
                 slots.append(self.released.popleft())
         if slots:
             self._around.post(Slots(slots), more=more)
 
     def _do_without(self, number: int) -> None:
-        """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
+        """The transfer is not wanted any more: stop its sender, and drop what still comes."""
         self._unwanted.add(number)
-        self._completed.append(number)  # its sender may stop it, too, and pieces may come after that
+        self._completed.append(number)  # its sender may send a Stop, too, and pieces after it
         self._around.post(Stop(number, ""))
         early = self._early.pop(number, None)
         for _ in early.pieces if early is not None else ():
             self._around.post(Got(number))
 
     def on_chunks(self, number: int, chunks: list[FilledSlot]) -> None:
-        """More of a transfer is in these slots. Raises ProtocolError for what cannot be."""
+        """More of a transfer is in these slots. Raises ProtocolError for impossible chunks."""
         _check_chunks(chunks)
         receiving = self._receiving.get(number)
         if number in self._unwanted:
@@ -292,7 +289,7 @@ class Receiver:
         self._around.in_background(self._place, receiving, start, buffer)
 
     def _place(self, receiving: _Receiving, start: int, buffer: Buffer) -> None:
-        """In a thread: bring a piece from the host to where it belongs."""
+        """In a thread: copy a piece from the host to its place."""
         size = len(buffer)
         failure: Exception | None = None
         try:
@@ -327,7 +324,7 @@ class Receiver:
             arrived(receiving.buffer() if failure is None else failure)
 
     def on_lost(self, number: int, error: Exception) -> None:
-        """A piece of that transfer cannot be had."""
+        """A piece of that transfer is lost."""
         receiving = self._receiving.get(number)
         if receiving is not None:
             self._do_without(number)
@@ -337,19 +334,19 @@ class Receiver:
         self._around.post(Got(number))
 
     def on_stop(self, number: int, reason: str) -> None:
-        """Its sender says that nothing more comes."""
+        """Its sender sends nothing more."""
         receiving = self._receiving.get(number)
         if number in self._unwanted:
             self._unwanted.discard(number)
         elif receiving is not None:
             self._settle(receiving, RpcError(f"a tensor for {receiving.target} did not arrive: {reason}"))
-        elif number not in self._completed:  # else it crossed the last piece
+        elif number not in self._completed:  # a completed one: the Stop crossed the last piece
             self._early.setdefault(number, _Early()).reason = reason
 
     # --- boxes --------------------------------------------------------------------------------------------------------
 
     def open(self, offer: BoxOffer) -> None:
-        """In a thread: open an outbox of the other end and look whether it is what it says."""
+        """In a thread: open an outbox of the other end, and check its nonce."""
         number, uuid, target, handle, event_handles, slots, nonce = offer
         try:
             driver = self._accelerator
@@ -393,12 +390,13 @@ class Receiver:
         self._around.post(Opened(number))
 
     def _decline(self, number: int, inbox: Inbox) -> None:
-        """In a thread: it was opened as we leave."""
+        """In a thread: this worker began to leave while the box was opened."""
         inbox.close()
         self._around.post(BoxRefused(number, "this worker is leaving"))
 
     def take_inboxes(self) -> dict[int, Inbox]:
-        """What has to be closed, off the loop; nothing is received through it any more. Any thread."""
+        """The inboxes, which the caller must close off the loop; nothing is received through them any more. Any
+        thread."""
         self._left = True
         inboxes, self._inboxes = self._inboxes, {}
         self._targets.clear()
@@ -411,21 +409,21 @@ class Receiver:
 
     @property
     def transfers(self) -> int:
-        """How many are not all here."""
+        """How many are incomplete."""
         return len(self._receiving)
 
     @property
     def early(self) -> int:
-        """Of how many something is here before the message that names them."""
+        """Of how many transfers something is here before the message that names them."""
         return len(self._early)
 
     @property
     def unwanted(self) -> int:
-        """How many are not wanted, while their sender has not said yet that nothing more of them comes."""
+        """How many unwanted transfers still wait for their sender's Stop."""
         return len(self._unwanted)
 
     def close(self) -> list[Inbox]:
-        """Nothing more arrives. The inboxes, which are to be closed off the loop."""
+        """Nothing more arrives. Returns the inboxes, which the caller must close off the loop."""
         self._closed = True
         self._receiving.clear()
         self._early.clear()
@@ -433,6 +431,6 @@ class Receiver:
 
 
 def _check_chunks(chunks: Sequence[FilledSlot]) -> None:
-    """ValueError for what are no chunks."""
+    """Raises ValueError for impossible chunks."""
     if any(part < 0 for chunk in chunks for part in chunk):
         raise ValueError(f"no chunks: {chunks!r:.80}")

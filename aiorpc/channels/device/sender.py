@@ -1,10 +1,10 @@
 """The sending side of the device channel: transfers, and the boxes that they wait for. See the package.
 
-States of a box: MAKING (in a thread), OFFERED, then OPEN or REFUSED. Until it is OPEN transfers wait for it, cloned; of
-a REFUSED one they go by staging, or fail where the options ask for ipc alone.
+States of a box: MAKING (in a thread), OFFERED, then OPEN or REFUSED. Until it is OPEN transfers wait for it, cloned; if
+it is REFUSED they go by staging, or fail where the options ask for ipc alone.
 
 Invariant: transfers that wait for a box get its slots in the order in which they were sent, and before any later one. A
-message may have to wait for an earlier one of its call, and must not hold what that one needs.
+message may have to wait for an earlier one of its call, and must not hold the slots that the earlier one needs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from .messages import BoxOffer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop
 from .outbox import Outbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings
 
-# Bytes of a piece, and how many of one transfer may be under way: enough to keep both copies and the socket busy.
+# Bytes of a piece, and how many pieces of a transfer may be under way: enough to keep both copies and the socket busy.
 PIECE_SIZE = 4 * 1024 * 1024
 WINDOW = 4
-# Bytes that prove that memory is shared.
+# Bytes of the random nonce that proves to the other end that memory is shared.
 NONCE_SIZE = 32
-# Seconds until an offer that is not answered counts as refused.
+# Seconds after which an unanswered offer counts as refused.
 OFFER_PATIENCE = 30.0
-
-_new: Any = tuple.__new__  # what FilledSlot(...) does, without its call into Python
 
 
 @dataclass(eq=False)
 class _Box:
-    """The sender's side of an outbox for one device there."""
+    """The sender's side of an outbox for one device of the other end."""
 
     number: int
     index: int
@@ -51,7 +49,7 @@ class _Box:
 
 @dataclass(eq=False)
 class _Sending:
-    """What is still to come of a transfer. source: its bytes from `first` on, cloned; `ready` when that is done."""
+    """The rest of a transfer. source: its bytes from `first` on, cloned; `ready`: the event after the clone."""
 
     number: int
     index: int
@@ -62,11 +60,11 @@ class _Sending:
     box: _Box | None
     sent: int  # of all its bytes
     target: int  # device of the receiver, -1: its host
-    call: int = 0  # the number of that, once the message that names it is posted
+    call: int = 0  # the number of its call, once the message that names it is posted
     stopped: bool = False
     fetched: int = 0  # pieces; written by the thread that sends them
-    used: int = 0  # pieces that the other end is done with; written on the loop
-    unwanted: bool = False  # as the other end has said
+    used: int = 0  # pieces that the other end has acknowledged; written on the loop
+    unwanted: bool = False  # the other end wants no more
     running: bool = False  # a thread sends pieces
     stream: Stream = None
 
@@ -74,8 +72,9 @@ class _Sending:
 class Sender:
     """`send`, `withdraw` and `posted` from any thread, the rest on the loop.
 
-    ways: what went which way. way: "direct", "ipc" or "staging"; empty: `choose` will say, and transfers wait for that.
-    forced: no other one will do. box_size, piece_size: bytes of an outbox, and of a piece that goes by way of the host.
+    ways: the counts of each way. way: "direct", "ipc" or "staging"; empty: transfers wait until `choose` decides.
+    forced: no other way may be used. box_size, piece_size: bytes of an outbox, and of a piece that goes through the
+    host.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Sender:
         self._lock = Lock()
         self._boxes: dict[tuple[int, int], _Box] = {}  # by both devices
         self._sending: dict[int, _Sending] = {}
-        self._why = ""  # the way is not ipc
+        self._why = ""  # the reason if the way is not ipc
         self._closed = False
 
     @property
@@ -112,7 +111,7 @@ class Sender:
     # --- sending, from any thread -------------------------------------------------------------------------------------
 
     def send(self, buffer: DeviceBuffer) -> Wire:
-        """Copy it, or begin to. Raises what the device raises; nothing was sent then."""
+        """Copy it, or begin to. Raises the device's errors; nothing was sent then."""
         if self._closed:
             raise RpcError("the connection to it has ended")
         number = next(self._numbers)
@@ -121,10 +120,10 @@ class Sender:
         if buffer.ready is not None:
             driver.wait(buffer.ready, driver.current(buffer.index))
         if index >= 0 and self.way == DIRECT:
-            return [number, buffer.target, size, self._hand_over(buffer, index)]  # a DeviceTransfer; as below
+            return [number, buffer.target, size, self._hand_over(buffer, index)]  # the fields of a DeviceTransfer
         box = self._box(buffer.index, index) if index >= 0 and self.way == IPC else None
         stream = driver.current(buffer.index)
-        driver.keep(buffer.carrier, stream)  # it may be another stream's, and be dropped right after this
+        driver.keep(buffer.carrier, stream)  # it may belong to another stream, and be dropped right after this
         chunks: list[FilledSlot] = []
         sent = 0
         if box is not None and box.open and not box.waiting:
@@ -142,7 +141,7 @@ class Sender:
         driver = self._accelerator
         copy = driver.empty(len(buffer), index)
         stream = driver.current(buffer.index)
-        if index != buffer.index:  # the memory is its stream's: what that has been given comes before this copy
+        if index != buffer.index:  # the memory belongs to a stream of the other device: this copy comes after its work
             driver.wait(driver.mark(driver.current(index)), stream)
             driver.keep(copy, stream)
         driver.move(copy, buffer.carrier, stream)
@@ -152,7 +151,8 @@ class Sender:
     def _fill(
         self, box: _Box, source: Tensor, start: int, size: int, stream: Stream, chunks: list[FilledSlot], first: int = 0
     ) -> int:
-        """Copy what fits into free slots; how far it came. start, size: of the transfer; `source` begins at `first`."""
+        """Copy what fits into free slots; returns where that ends. start, size: of the transfer, in bytes; `source`
+        begins at `first`."""
         outbox = box.outbox
         taken: list[int] = []
         try:
@@ -162,19 +162,19 @@ class Sender:
                     break
                 taken.append(slot)
                 copied = outbox.put(slot, source, start - first, stream)
-                chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
+                chunks.append(FilledSlot(box.number, slot, start, copied))
                 self.ways[IPC]._count_sent(copied)
                 start += copied
         except Exception:
             if outbox is not None:
                 for slot in taken:
                     outbox.give(slot)
-            self._around.on_loop(self._pump, box)  # somebody may have come to wait for them meanwhile
+            self._around.on_loop(self._pump, box)  # other transfers may wait for these slots by now
             raise
         return start
 
     def _clone(self, number: int, buffer: DeviceBuffer, sent: int, box: _Box | None, target: int) -> None:
-        """Keep the rest of a buffer as it is at this point of the current stream."""
+        """Clone the rest of a buffer at this point of the current stream."""
         driver = self._accelerator
         source = driver.empty(len(buffer) - sent, buffer.index)
         stream = driver.current(buffer.index)
@@ -187,7 +187,7 @@ class Sender:
                 box.waiting.append(sending)
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
-        """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
+        """The message that names these is on its way: the rest of them may follow. call: the number of its call."""
         for number, *_ in wires:
             sending = self._sending.get(number)
             if sending is not None:
@@ -195,7 +195,7 @@ class Sender:
                 self._around.on_loop(self._go_on, sending)
 
     def give_up(self, call: int) -> None:
-        """Nobody wants what was posted for that call: nothing more comes of it."""
+        """Send nothing more of what was posted for that call."""
         for sending in list(self._sending.values()):
             if sending.call == call:
                 self._stop(sending, "its sender has given it up")
@@ -226,7 +226,7 @@ class Sender:
         boxes = {box.number: box.outbox for box in list(self._boxes.values())}
         for each in slots:
             outbox = boxes.get(each.box)
-            if outbox is not None:  # else the other end has closed it meanwhile, or the connection has ended
+            if outbox is not None:  # None: the other end has closed it meanwhile, or the connection has ended
                 outbox.give(each.slot)
 
     # --- boxes: the sender's side -------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Sender:
             self._around.on_loop(self._refuse, box, f"device memory cannot be offered: {error}")
             self._free(box)
             return
-        if self._closed:  # meanwhile, and nobody has heard of it
+        if self._closed:  # meanwhile, and before the other end knows the box
             self._free(box)
             return
         slots = [Span(*slot) for slot in outbox.slots]
@@ -297,7 +297,7 @@ class Sender:
         raise ValueError(f"box {number} was not offered")
 
     def choose(self, way: str, reason: str) -> None:
-        """ipc or staging, and why it is not ipc. On the loop; nothing happens if the way was settled before."""
+        """ipc or staging, and why it is not ipc. On the loop; does nothing if the way was settled before."""
         if self.way:
             return
         self._why = reason
@@ -321,9 +321,9 @@ class Sender:
             return
         begun = sending.running or sending.fetched
         if sending.box is None and self.way == IPC and sending.target >= 0 and not begun:
-            self._line_up(sending)  # it came just before that was settled
+            self._line_up(sending)  # it was sent just before the way was settled
         box = sending.box
-        if box is not None and box.refused:  # it came to wait just as that was found out
+        if box is not None and box.refused:  # it began to wait while the box was being refused
             self._leave(box, sending)
             box = sending.box = None
         if box is not None:
@@ -337,10 +337,10 @@ class Sender:
             self._around.in_background(self._send_pieces, sending)
 
     def _pump(self, box: _Box) -> None:
-        """Fill the free slots of a box with what waits for it."""
+        """Fill the free slots of a box with the transfers that wait for it."""
         while box.open and box.waiting and not self._closed:
             sending = box.waiting[0]
-            if sending.stopped:  # `_end_sending` says so
+            if sending.stopped:  # `_end_sending` tells the other end
                 self._leave(box, sending)
                 continue
             if not sending.call:
@@ -370,7 +370,7 @@ class Sender:
             self._around.post(FilledSlots(sending.number, chunks))
 
     def _begin(self, sending: _Sending) -> None:
-        """A stream of its own, so that the sender's goes on meanwhile."""
+        """Give the transfer a stream of its own, which does not delay the sender's."""
         if sending.stream is None:
             driver = self._accelerator
             sending.stream = driver.fresh(sending.index)
@@ -378,7 +378,7 @@ class Sender:
             driver.keep(sending.source, sending.stream)
 
     def _end_sending(self, sending: _Sending, reason: str) -> None:
-        """Nothing more comes of it. reason: for the other end, if it waits for more."""
+        """Send nothing more of it. reason: for the other end, if it waits for more."""
         sending.stopped = True
         known = self._sending.pop(sending.number, None) is not None
         if sending.box is not None:
@@ -388,7 +388,7 @@ class Sender:
             self._around.post(Stop(sending.number, reason))
 
     def _send_pieces(self, sending: _Sending) -> None:
-        """In a thread: bring pieces to the host and send them, as long as the other end takes them.
+        """In a thread: bring pieces to the host and send them, while the other end takes them.
 
         The copy of one piece to the host runs while the one before it is sent.
         """
@@ -422,7 +422,7 @@ class Sender:
         return start, host, driver.mark(sending.stream)
 
     def _pause(self, sending: _Sending) -> None:
-        """The thread has come to the end of what it may send now."""
+        """The thread has sent what it may send now."""
         sending.running = False
         if sending.unwanted or sending.sent >= sending.total:
             self._settle(sending)
@@ -430,27 +430,27 @@ class Sender:
             self._go_on(sending)
 
     def _settle(self, sending: _Sending) -> None:
-        """Nothing more is sent by way of the host: it has ended when all pieces were used."""
+        """Nothing more is sent through the host: the transfer ends when all pieces were used."""
         if sending.running or sending.used < sending.fetched:
             return
         self._sending.pop(sending.number, None)
         if sending.unwanted and not self._closed:
             self._around.post(Stop(sending.number, "it was not wanted"))
 
-    # --- the other end's word, on the loop ----------------------------------------------------------------------------
+    # --- messages of the other end, on the loop -----------------------------------------------------------------------
 
     def on_opened(self, number: int) -> None:
-        """It has opened that box, and found the nonce. Raises ValueError for a box that was not offered."""
+        """The other end has opened that box, and found the nonce. Raises ValueError for a box that was not offered."""
         box = self._find_offered(number)
         if box.outbox is None:
             return
-        box.refused = ""  # it may have taken longer than we had patience
+        box.refused = ""  # the answer may have come after OFFER_PATIENCE
         box.open = True
         self._around.on_chosen(IPC, "")
         self._pump(box)
 
     def on_refused(self, number: int, reason: str) -> None:
-        """It cannot."""
+        """The other end cannot open that box."""
         box = self._find_offered(number)
         if box.open:
             raise ValueError(f"box {number} was opened")
@@ -458,19 +458,19 @@ class Sender:
         self._free(box)
 
     def on_slots(self, slots: Any) -> None:
-        """These are ours again. Also in a thread that has read so. Raises ValueError or TypeError for what was not
-        lent."""
+        """The other end gives these slots back. Also in a thread that reads the connection. Raises ValueError or
+        TypeError for slots that were not lent."""
         boxes = list(self._boxes.values())
         for number, slot in slots:
             if not type(number) is type(slot) is int:
                 raise TypeError(f"no slot: {number!r:.40}, {slot!r:.40}")
             if not 0 <= number < len(boxes):
                 raise ValueError(f"box {number} was not offered")
-            box = boxes[number]  # they are numbered as they are made
-            if box.outbox is not None:  # else the other end has closed it meanwhile
+            box = boxes[number]  # boxes are numbered in the order of their creation
+            if box.outbox is not None:  # None: the other end has closed it meanwhile
                 box.outbox.give(slot)
         for box in boxes:
-            if box.waiting:  # whoever comes to wait now has its turn when its message is posted
+            if box.waiting:  # a transfer that begins to wait after this check gets slots when its message is posted
                 self._around.on_loop(self._pump, box)
 
     def on_got(self, number: int) -> None:
@@ -497,17 +497,17 @@ class Sender:
         self._settle(sending)
 
     def on_closed(self, numbers: list[int]) -> None:
-        """It leaves, and has let go of these boxes."""
+        """The other end leaves, and has closed these boxes."""
         for number in numbers:
             box = self._find_box(number)
             box.open, box.refused = False, "the other worker has closed it"
             self._free(box)
             for sending in list(box.waiting):
-                if sending.call:  # else it goes by staging once its message is posted
+                if sending.call:  # the others go by staging once their message is posted
                     self._end_sending(sending, box.refused)
 
     def _free(self, box: _Box) -> None:
-        """Nobody else has it open."""
+        """Close an outbox that the other end does not have open."""
         outbox, box.outbox = box.outbox, None
         if outbox is not None:
             self._around.in_background(outbox.close)
@@ -524,14 +524,14 @@ class Sender:
 
     @property
     def transfers(self) -> int:
-        """How many are not all sent."""
+        """How many are not completely sent."""
         return len(self._sending)
 
     def close(self) -> list[Outbox]:
-        """Nothing more is sent. The outboxes, which the other process may still use."""
+        """Send nothing more. Returns the outboxes, which the other process may still use."""
         self._closed = True
         self._sending.clear()
-        boxes = list(self._boxes.values())  # at once: a thread may be about to make another one
+        boxes = list(self._boxes.values())  # a copy first: a thread may be adding one
         self._boxes.clear()
         for box in boxes:
             box.waiting.clear()

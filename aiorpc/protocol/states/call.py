@@ -1,7 +1,7 @@
 """The life of a call: at its caller (`MADE`) and at the worker that serves it (`SERVED`).
 
-A call begins in one function of each side and ends in one (`PendingCalls`, `ServedCalls`); taking it out of a dict
-decides who ends it. No code on the path of a call asks these tables. Tests hold the events of real calls against them.
+A call begins in one function of each side and ends in one (`PendingCalls`, `ServedCalls`); the code that takes it out
+of the dict ends it. The path of a call does not use these tables. Tests check the events of real calls against them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .table import Label, Table, Transition, from_each
 class CallOutcome(StrEnum):
     """How a call ended.
 
-    VALUE: with its result. ERROR: with what its function raised. TIMEOUT: its time was up. CANCELLED: its caller gave
-    up. LOST: the other worker is gone, or this one leaves. REFUSED: nothing was run, here or there, and the error says
-    why.
+    VALUE: with its result. ERROR: with the exception of its function. TIMEOUT: its time was up. CANCELLED: its caller
+    gave up. LOST: the other worker is gone, or this one leaves. REFUSED: nothing was run, here or there, and the error
+    has the reason.
     """
 
     VALUE = "value"
@@ -69,9 +69,9 @@ MADE: Table[CallState, CallStep] = Table(
         Transition(_S.STARTED, _E.WAITS, _S.QUEUED, "", _ANY),
         *from_each((_S.STARTED, _S.QUEUED), _E.RUNS, _S.RUNNING, "", _ANY),
         Transition(_S.RUNNING, _E.VALUE, _S.ENDED, "REPLY came.", _ANY),
-        Transition(_S.RUNNING, _E.ERROR, _S.ENDED, "ERROR came, or an answer whose buffers cannot be had.", _ANY),
-        *from_each(_NOT_ENDED, _E.TIMEOUT, _S.ENDED, "The callee is told to stop.", _ANY),
-        *from_each(_NOT_ENDED, _E.CANCELLED, _S.ENDED, "The callee is told to stop.", _ANY),
+        Transition(_S.RUNNING, _E.ERROR, _S.ENDED, "ERROR came, or an answer with a lost buffer.", _ANY),
+        *from_each(_NOT_ENDED, _E.TIMEOUT, _S.ENDED, "The callee is asked to stop.", _ANY),
+        *from_each(_NOT_ENDED, _E.CANCELLED, _S.ENDED, "The callee is asked to stop.", _ANY),
         *from_each(_NOT_ENDED, _E.LOST, _S.ENDED, "The connection has ended for good.", _ANY),
         *from_each(_NOT_ENDED, _E.REFUSED, _S.ENDED, "It cannot be sent, or the callee did not run it.", _ANY),
     ),
@@ -83,12 +83,12 @@ SERVED: Table[CallState, CallStep] = Table(
     about=(
         "A call is in `ServedCalls.calls` from `begin` to `end`. A reply whose caller gave up while it was being made "
         "still goes out, as it may carry references: the caller takes those and drops the rest. A result that comes "
-        "later is dropped here. What `remote` began goes on without its connection, with the drop-in everything does; "
-        "nothing goes out when it ends."
+        "later is dropped here. A call of `remote` goes on without its connection, and so does every call with the "
+        "drop-in; nothing goes out when it ends."
     ),
     initial=_S.STARTED,
     meanings={
-        _S.STARTED: "It has come. What it names is looked for.",
+        _S.STARTED: "It has come. Its function is looked up.",
         _S.QUEUED: "It waits for a thread, for a batch, or until its caller reads its answers.",
         _S.RUNNING: "Its handler was called.",
         _S.ENDED: "One REPLY or ERROR was sent, or nothing, as its caller does not wait for it any more.",

@@ -29,7 +29,7 @@ class HandshakeEvent(Label):
 _S, _E = HandshakeState, HandshakeEvent
 _AFTER = (
     "READY is the end: the proof is not asked for twice. A frame of a handshake that comes in READY or FAILED is an "
-    "error of whoever sent it, and changes no state. The end of the connection is no event: its handshake goes with it."
+    "error of its sender, and changes no state. The end of the connection is no event: its handshake ends with it."
 )
 _REFUSED = "The connection is closed."
 
@@ -39,10 +39,10 @@ OPENER: Table[HandshakeState, HandshakeEvent] = Table(
     initial=_S.START,
     meanings={
         _S.START: "Nothing was said.",
-        _S.SENT: "Our HELLO is out: it says who we are and whom we want.",
+        _S.SENT: "Our HELLO is out, with our record and the worker that we want.",
         _S.PROVED: "Our PROOF is out; their WELCOME has to prove that they know the secret. No call is sent yet.",
         _S.READY: "The other side is known, and knows us.",
-        _S.FAILED: "The other side is nobody to talk to.",
+        _S.FAILED: "The other side is not accepted.",
     },
     transitions=(
         Transition(_S.START, _E.BEGUN, _S.SENT, "HELLO goes out."),
@@ -59,9 +59,9 @@ ACCEPTOR: Table[HandshakeState, HandshakeEvent] = Table(
     initial=_S.START,
     meanings={
         _S.START: "Nothing was said.",
-        _S.CHALLENGED: "Our HELLO is out; it does not say who we are. Their proof is missing.",
+        _S.CHALLENGED: "Our HELLO is out, without our record. Their proof is missing.",
         _S.READY: "The other side is known, and knows us.",
-        _S.FAILED: "The other side is nobody to talk to.",
+        _S.FAILED: "The other side is not accepted.",
     },
     transitions=(
         Transition(_S.START, _E.HELLO, _S.CHALLENGED, "HELLO goes out."),

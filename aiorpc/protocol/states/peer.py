@@ -36,15 +36,15 @@ PEER: Table[PeerState, PeerEvent] = Table(
     "peer",
     about=(
         "The state changes under the peer's lock. GONE is final: a worker that comes back under the same name is a new "
-        "peer. The reasons "
-        "for it may come one after the other: the first one counts, and the later ones are no events."
+        "peer. Several reasons for it may come one after the other: the first one counts, and the later ones are no "
+        "events."
     ),
     initial=_S.IDLE,
     meanings={
         _S.IDLE: "There is no connection, and none is wanted.",
         _S.CONNECTING: "Messages wait, in order. Towards its end the link is there, and frames may come.",
         _S.READY: "Messages go out at once, from any thread.",
-        _S.SUSPENDED: "As READY; what is sent waits in the connection until that goes on (`SESSION`).",
+        _S.SUSPENDED: "Like READY; what is sent waits in the connection until it is resumed (`SESSION`).",
         _S.GONE: "Calls fail at once with the reason.",
     },
     transitions=(
@@ -55,7 +55,7 @@ PEER: Table[PeerState, PeerEvent] = Table(
             _S.CONNECTING,
             _E.NOBODY_WAITS,
             _S.IDLE,
-            "Looking for it in the rendezvous ends; the next message begins again.",
+            "The search in the rendezvous ends; the next message begins it again.",
             LOOP,
         ),
         Transition(_S.CONNECTING, _E.CONNECTED, _S.READY, "What has waited goes out, in order.", LOOP),
@@ -65,7 +65,7 @@ PEER: Table[PeerState, PeerEvent] = Table(
             _S.CONNECTING,
             _E.UNREACHABLE,
             _S.GONE,
-            "Pending calls fail with PeerLost or PeerRefused; with RendezvousError where it was never found.",
+            "Pending calls fail with PeerLost or PeerRefused; with RendezvousError if it was never found.",
             LOOP,
         ),
         *from_each(

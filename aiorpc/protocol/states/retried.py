@@ -17,7 +17,7 @@ class RetriedEvent(Label):
     """What the state of such a call depends on."""
 
     ANSWERED = "a try ended with a value, or with an error that no further try can mend"
-    FAILED = "a try failed, another one may not"
+    FAILED = "a try failed, and another one may succeed"
     PAUSE_OVER = "the pause is over"
     USED_UP = "a try failed, and there are none left, or no time"
     GIVEN_UP = "its caller gave up"
@@ -29,8 +29,8 @@ _S, _E = RetriedState, RetriedEvent
 RETRIED: Table[RetriedState, RetriedEvent] = Table(
     "call with retries",
     about=(
-        "Each try is a call of its own (`CallFuture`), and there is one at a time. What the program has is one Future "
-        "for all of them, with one deadline. Which errors are worth another try is said in `caller/retrying.py`."
+        "Each try is a call of its own (`CallFuture`), and there is one at a time. The program has one Future for all "
+        "of them, with one deadline. `caller/retrying.py` decides which errors are worth another try."
     ),
     initial=_S.TRYING,
     meanings={

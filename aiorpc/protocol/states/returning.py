@@ -1,4 +1,4 @@
-"""How a new process takes the place of a member that is gone. `protocol.places` and `protocol.leaving` go by these."""
+"""How a new process takes the place of a departed member. `protocol.places` and `protocol.leaving` use these tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlaceEvent(Label):
     GONE = "its member was lost, or has left in good order"
     ADMIT = "this worker leads, and admits a joining member"
     ARRIVED = "the joining member that was admitted has proved itself"
-    INTRODUCED = "the leader says who has the place now"
+    INTRODUCED = "the leader reports who has the place now"
 
 
 _P, _E = PlaceState, PlaceEvent
@@ -28,8 +28,7 @@ PLACE: Table[PlaceState, PlaceEvent] = Table(
     "place in a group of fixed size",
     about=(
         "A place is a rank, with its name. Each worker has its own view; only that of the leader decides. A "
-        "joining member may go, too, and its place be taken again. It has no end of its own: that is the end of "
-        "the worker."
+        "joining member may go, too, and its place be taken again. There is no final state: it ends with the worker."
     ),
     initial=_P.HELD,
     meanings={
@@ -39,7 +38,7 @@ PLACE: Table[PlaceState, PlaceEvent] = Table(
     },
     transitions=(
         Transition(_P.HELD, _E.GONE, _P.VACANT),
-        Transition(_P.VACANT, _E.ADMIT, _P.PROMISED, "The joining member is told who is in the group."),
+        Transition(_P.VACANT, _E.ADMIT, _P.PROMISED, "The joining member gets the roster."),
         Transition(_P.PROMISED, _E.ADMIT, _P.PROMISED, "The joining member before has not arrived: another one may."),
         Transition(_P.PROMISED, _E.ARRIVED, _P.HELD, "The leader tells all others."),
         Transition(_P.VACANT, _E.INTRODUCED, _P.HELD),
@@ -61,9 +60,9 @@ class ReturnEvent(Label):
     """What takes a joining member from one state to the next."""
 
     ADMITTED = "the leader admits it"
-    LEADER_GONE = "the leader was lost before it has said so"
-    WELCOMED = "the leader says that all know it"
-    TURNED_AWAY = "it is refused, the time is up, or nobody else lives"
+    LEADER_GONE = "the leader was lost before the welcome"
+    WELCOMED = "the leader reports that all know it"
+    TURNED_AWAY = "it is refused, the time is up, or no other member lives"
 
 
 _R, _V = Returning, ReturnEvent
@@ -73,17 +72,17 @@ RETURNING: Table[Returning, ReturnEvent] = Table(
     about="A process that takes a vacant place, from its claim in the store to the end of its `init`.",
     initial=_R.ASKING,
     meanings={
-        _R.ASKING: "Its claim stands in the store, where the leader looks as long as there are vacant places.",
-        _R.ARRIVING: "It has connected to the leader, which tells all others of it.",
-        _R.MEMBER: "All living members know it. It is as any other one.",
+        _R.ASKING: "Its claim is in the store, which the leader reads while there are vacant places.",
+        _R.ARRIVING: "It has connected to the leader, which announces it to all others.",
+        _R.MEMBER: "All living members know it. It is like any other one.",
         _R.OUT: (
-            "If the leader was lost, and there is time, it begins anew as another joining member; else its "
-            "`init` raises, and says why."
+            "If the leader was lost, and there is time, it begins anew as another joining member; otherwise its "
+            "`init` raises the reason."
         ),
     },
     transitions=(
         Transition(_R.ASKING, _V.ADMITTED, _R.ARRIVING, "It knows who is in the group, and the secret."),
-        Transition(_R.ARRIVING, _V.LEADER_GONE, _R.OUT, "Nobody can tell who has heard of it: its number is void."),
+        Transition(_R.ARRIVING, _V.LEADER_GONE, _R.OUT, "It is unknown which members know it: its number is void."),
         Transition(_R.ARRIVING, _V.WELCOMED, _R.MEMBER),
         *from_each((_R.ASKING, _R.ARRIVING), _V.TURNED_AWAY, _R.OUT),
     ),

@@ -26,8 +26,8 @@ _S, _E = SessionState, SessionEvent
 SESSION: Table[SessionState, SessionEvent] = Table(
     "session of a connection",
     about=(
-        "Connections over TCP have one, if `reconnect_grace` is not 0 at either end. Both ends have a state of their "
-        "own: one may see that the socket has broken before the other one does."
+        "Connections over TCP have one, if `reconnect_grace` is not 0 at either end. Each end has its own state: one "
+        "may notice the broken socket before the other one does."
     ),
     initial=_S.OPEN,
     meanings={

@@ -1,10 +1,10 @@
 """A table of states: which event leads from which state to which, checked when the table is made and when it is used.
 
-Whoever has a state keeps it in an attribute and changes it in one way only:
+The owner of a state keeps it in an attribute and changes it in one way only:
 
     peer.state = PEER.next(peer.state, PeerEvent.CONNECTED)
 
-The tables of this package say what may happen in a life; docs/inside/states.md is made from them.
+docs/inside/states.md is made from the tables of this package.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 
 class Label(Enum):
-    """A state or an event. Its members are hashed as the single objects that they are: Enum's own hash is a function of
-    Python, and some tables are looked into several times for each message.
+    """A state or an event. Its hash is that of the object: Enum's own hash is a function of Python, and some tables are
+    used several times for each message.
     """
 
-    if not TYPE_CHECKING:  # for a checker it is that of Enum
+    if not TYPE_CHECKING:  # a checker expects that of Enum
         __hash__ = object.__hash__
 
 
@@ -32,13 +32,13 @@ LOOP = "the loop"
 class IllegalTransition(AssertionError):
     """An event came in a state in which it cannot come: a fault in aiorpc, which no user can cause or handle.
 
-    It is an AssertionError because the package catches RuntimeError where torch or a closed event loop raises it, and
-    a fault must not pass for one of those.
+    It is an AssertionError, because the package catches RuntimeError where torch or a closed event loop raises it, and
+    must not catch a fault there.
     """
 
 
 class Transition(NamedTuple, Generic[S, E]):
-    """One row of a table. what: what happens, as sentences. on: the thread on which the event comes, where it matters.
+    """One row of a table. what: sentences about what happens. on: the thread on which the event comes, if it matters.
 
     The value of the event's Enum member is the phrase that the documents have.
     """
@@ -58,10 +58,10 @@ def from_each(sources: Iterable[S], event: E, target: S, what: str = "", on: str
 class Table(Generic[S, E]):
     """The life of one kind of thing.
 
-    name: what has that life. about: sentences for the documents. meanings: what holds in each state; its keys are the
-    states, which may be some members of an Enum only. final: states in which a life ends, and which are never left;
-    none if it goes round and round.
-    Raises ValueError if the table contradicts itself; the tables are made at import, so that a wrong one is never used.
+    name: of the kind. about: sentences for the documents. meanings: what holds in each state; its keys are the states,
+    which may be some members of an Enum only. final: states in which a life ends, and which are never left; none if it
+    has no end.
+    Raises ValueError if the table contradicts itself; the tables are made at import, so a wrong one is never used.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Table(Generic[S, E]):
             ) from None
 
     def after(self, state: S, event: E) -> S | None:
-        """The state after an event; None if that cannot come in that state, where another worker says what happens."""
+        """The state after an event that another worker reports; None if it cannot come in that state."""
         return self._targets.get((state, event))
 
     def allows(self, state: S, target: S) -> bool:

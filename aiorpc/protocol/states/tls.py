@@ -19,7 +19,7 @@ class TlsEvent(Label):
 
     PROVED = "both certificates are right"
     ENDED = "the other side says that it sends no more"
-    WRONG = "what came is no TLS, was changed, or names nobody we believe"
+    WRONG = "what came is no TLS, was changed, or has no certificate that we accept"
 
 
 _S, _E = TlsState, TlsEvent
@@ -28,14 +28,14 @@ TLS: Table[TlsState, TlsEvent] = Table(
     "TLS of a connection",
     about=(
         "It comes before the handshake, whose frames are the first that it carries. The end of the connection is no "
-        "event: an end that the other side has not announced by a GOODBYE is a break, whatever TLS says of it."
+        "event: an end without a GOODBYE of the other side is a break, even if TLS was closed properly."
     ),
     initial=_S.SHAKING,
     meanings={
         _S.SHAKING: "The certificates are not checked. No frame is sent or taken.",
-        _S.OPEN: "Whoever is at the other end has the key of a certificate of our authority. Frames go both ways.",
+        _S.OPEN: "The other end has the key of a certificate of our authority. Frames go both ways.",
         _S.SHUT: "Nothing more comes.",
-        _S.FAILED: "Nothing is sent or taken but the alert that says why.",
+        _S.FAILED: "Nothing is sent or taken except the alert with the reason.",
     },
     transitions=(
         Transition(_S.SHAKING, _E.PROVED, _S.OPEN, "The opener sends HELLO, if the certificate names the worker."),

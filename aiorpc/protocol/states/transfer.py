@@ -33,8 +33,8 @@ _S, _E = TransferState, TransferEvent
 TRANSFER: Table[TransferState, TransferEvent] = Table(
     "incoming transfer of the bulk channel",
     about=(
-        "Chunks of a transfer and the message that names it come over two connections, so either may be first. What is "
-        "handed over is the buffer, or the reason why there is none."
+        "Chunks of a transfer and its message come over two connections, so either may be first. The buffer is handed "
+        "over, or the reason why there is none."
     ),
     initial=_S.UNKNOWN,
     meanings={

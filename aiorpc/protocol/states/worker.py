@@ -6,11 +6,11 @@ from .table import LOOP, Label, Table, Transition, from_each
 
 
 class WorkerState(Label):
-    """Where a worker stands in its life. The table `WORKER` has what leads from one state to the next.
+    """The state of a worker. The table `WORKER` has the transitions.
 
-    NEW: it was made, and does nothing yet. STARTING: it is joining; nobody is answered. RUNNING: calls go in both
-    directions. LEAVING: it is shutting down, and still serves. CLOSING: verbs raise WorkerClosed; threads and tasks
-    end. CLOSED: it has left; no thread, task or socket of it is there.
+    NEW: it was made, and does nothing yet. STARTING: it is joining; calls are not answered yet. RUNNING: calls go in
+    both directions. LEAVING: it is shutting down, and still serves. CLOSING: verbs raise WorkerClosed; threads and
+    tasks end. CLOSED: it has left; no thread, task or socket of it is left.
     """
 
     NEW = "new"
@@ -43,16 +43,16 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
     "worker",
     about=(
         "`shutdown` before `start` has nothing to do, and changes nothing. A worker that is CLOSED is never started "
-        "again. Closing takes time: from CLOSING on every verb raises WorkerClosed, and whoever waits for `shutdown` "
-        "waits until CLOSED. A loop that was closed with the worker still on it tells nobody: whoever asks for the "
-        "worker next, or the thread that watches the loop, takes it down without the loop, by the events of a shutdown."
+        "again. Closing takes time: from CLOSING on every verb raises WorkerClosed, and `shutdown` returns at CLOSED. "
+        "A loop that was closed with the worker still on it gives no notice: the next user of the worker, or the "
+        "thread that watches the loop, takes the worker down without the loop, by the events of a shutdown."
     ),
     initial=_S.NEW,
     meanings={
         _S.NEW: "Nothing is possible yet; the process has nothing of it but memory.",
-        _S.STARTING: "It meets the others and listens. They may connect; nobody is answered.",
+        _S.STARTING: "It meets the others and listens. They may connect; calls are not answered yet.",
         _S.RUNNING: "Calls go in both directions.",
-        _S.LEAVING: "As RUNNING, until the group is done.",
+        _S.LEAVING: "Like RUNNING, until the group is done.",
         _S.CLOSING: "Verbs raise WorkerClosed. Pending calls fail, queued frames are written, threads and tasks end.",
         _S.CLOSED: "Verbs raise WorkerClosed. No thread, task or socket of it is left.",
     },
@@ -65,14 +65,14 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
             _S.RUNNING,
             _E.SHUTDOWN,
             _S.LEAVING,
-            "Graceful: it serves while others still work. Else LEAVING is left at once.",
+            "Graceful: it serves while others still work. Otherwise LEAVING is left at once.",
             LOOP,
         ),
         Transition(
             _S.LEAVING,
             _E.LEFT,
             _S.CLOSING,
-            "Also when the time is up, a member was lost, or whoever waited for `shutdown` was cancelled.",
+            "Also when the time is up, a member was lost, or the wait for `shutdown` was cancelled.",
             LOOP,
         ),
         *from_each((_S.RUNNING, _S.LEAVING), _E.DROPPED, _S.CLOSING, "The others see a death.", LOOP),
@@ -83,19 +83,19 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
             "Pending calls fail at once; the others see a loss, not a goodbye.",
             LOOP,
         ),
-        Transition(_S.CLOSING, _E.ENDED, _S.CLOSED, "Whoever waits for `shutdown` gets the report.", LOOP),
+        Transition(_S.CLOSING, _E.ENDED, _S.CLOSED, "`shutdown` returns the report.", LOOP),
         *from_each(
             _ALIVE,
             _E.FORKED,
             _S.CLOSED,
-            "The child lets go of the parent's descriptors, without a lock and without a word to anybody.",
+            "The child closes the parent's descriptors, without a lock and without sending anything.",
             "the only thread of the child",
         ),
         *from_each(
             _ALIVE,
             _E.EXITED,
             _S.CLOSED,
-            "It says goodbye where that takes no waiting, and removes its socket's file.",
+            "It says goodbye if that needs no waiting, and removes its socket's file.",
             "the main thread",
         ),
     ),

@@ -1,16 +1,15 @@
-"""Values as a tree: the serialization of a group that reads no pickles (``serialization="safe"``).
+"""The safe encoding of values: the serialization of a group that reads no pickles (``serialization="safe"``).
 
-A tree is msgpack. It cannot name a function to call, because it has no way of saying that: what msgpack has no type for
-is a list that begins with a mark, a number of `Mark`, and each mark has one method here that reads it, which checks
-what it is given. Dense tensors leave the tree, as they leave a pickle; an extension says their number. The only names
-are those of registered classes and functions (`registered`), of numpy's and torch's plain types, and of torch's named
-tuples.
+A value becomes a tree of msgpack, which has no way to name a function to call. A value of a type that msgpack lacks is
+a list that begins with a mark, a number of `Mark`; one method here reads each mark and checks its items. Dense tensors
+leave the tree, as they leave a pickle; an extension holds their number. The only names are those of registered classes
+and functions (`registered`), of numpy's and torch's plain types, and of torch's named tuples.
 
-What a tree does not keep: which lists, dicts and objects were the same (tensors do), and bytearrays and memoryviews,
-which arrive as bytes. Something that contains itself is refused.
+A tree does not keep which lists, dicts and objects were the same (it does for tensors), nor bytearrays and memoryviews,
+which arrive as bytes. A value that contains itself is refused.
 
-The parts of tensors that say where to look in memory (indices, offsets, sizes) are checked before a tensor is made of
-them, and copied before that: the memory that they arrive in may be shared with their sender.
+The parts of tensors that refer to positions in memory (indices, offsets, sizes) are copied and then checked before a
+tensor is made of them: the memory that they arrive in may be shared with their sender.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What trees are made of: marks, extensions of msgpack, the names of plain types; and what goes beside a tree."""
+"""The parts of trees: marks, extensions of msgpack, the names of plain types; and what travels beside a tree."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgpack
 import numpy
@@ -16,7 +16,7 @@ from ..reductions import Past, TensorRoute
 from ..reference_messages import PassedReference
 
 Tensor = torch.Tensor
-# An array of whatever shape and type.
+# An array of any shape and type.
 Array = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]
 strided: torch.layout = torch.strided
 ExtType = msgpack.ExtType
@@ -27,7 +27,7 @@ DTYPE = re.compile(
 
 
 class Mark(IntEnum):
-    """What a list is that begins with such a mark."""
+    """The kind of a list that begins with the mark."""
 
     TUPLE = 0
     SET = 1
@@ -72,11 +72,9 @@ class Mark(IntEnum):
 
 
 TENSOR, MARK = 1, 2  # extension types
-_new: Any = tuple.__new__
-# What ExtType(...) makes, without its call into Python.
-TENSORS = [_new(ExtType, (TENSOR, number.to_bytes(4, "big"))) for number in range(1024)]
+TENSORS = [ExtType(TENSOR, number.to_bytes(4, "big")) for number in range(1024)]
 NUMBERS = {each.data: number for number, each in enumerate(TENSORS)}
-MARKS = [_new(ExtType, (MARK, bytes((mark,)))) for mark in Mark]
+MARKS = [ExtType(MARK, bytes((mark,))) for mark in Mark]
 TUPLE = MARKS[Mark.TUPLE]
 
 DTYPES = {f"{each}".removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
@@ -93,7 +91,7 @@ NAMED_TUPLES: dict[str, type[tuple[object, ...]]] = {
 
 
 class Collected(Protocol):
-    """What is collected while a message is encoded (`codec.Outgoing`)."""
+    """What `write_tree` uses of `codec.Outgoing`."""
 
     apart: list[Tensor] | None
     buffers: list[Buffer]
@@ -104,7 +102,7 @@ class Collected(Protocol):
 
 
 class Brought(Protocol):
-    """What a message has brought along (`codec.Incoming`)."""
+    """What `read_tree` uses of `codec.Incoming`."""
 
     @property
     def tensors(self) -> Sequence[Tensor]: ...

@@ -1,4 +1,4 @@
-"""Trees to values, see the package."""
+"""Trees to values; see the package."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _TUPLE = Mark.TUPLE
 def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> object:
     """The value of a tree.
 
-    Raises SerializationError for what is not registered or cannot be, ProtocolError for bytes that are no tree, and
-    whatever is no Exception that the code of a registered class raises.
+    Raises SerializationError for unregistered or impossible values, ProtocolError for bytes that are no tree, and
+    exceptions other than Exception from the code of a registered class.
     """
     reader = _Reader(message, buffers, len(tree))
     try:
@@ -59,8 +59,8 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
         try:
             return _unpack(tree, reader)
         except ValueError:
-            # There are maps with other keys than text and bytes, or it is no tree at all. Now each map is made here:
-            # that takes longer, and most trees need it not.
+            # There are maps with other keys than text and bytes, or it is no tree at all. Now each map is made here,
+            # which takes longer; most trees do not need it.
             reader.again()
             return _unpack(tree, reader, reader.tables.mapping)
     except RpcError:
@@ -72,11 +72,11 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
 
 
 def _unpack(tree: bytes, reader: _Reader, mapping: Function | None = None) -> object:
-    """mapping: makes the maps, of any keys; without it msgpack does, of text and bytes alone."""
+    """mapping: makes the maps, of any keys; without it msgpack makes them, with keys of text and bytes alone."""
     tensors = reader.message.tensors
-    open_marks = 0  # whose list is not whole; one that stands anywhere else stays open, whatever is made of it
+    open_marks = 0  # marks whose lists are incomplete; a mark in a wrong place stays open
 
-    # Functions of this one, not methods: they are called for each tensor, and each list.
+    # Closures, not methods: they are called for each tensor, and each list.
     def extension(code: int, data: bytes) -> object:
         nonlocal open_marks
         if code == MARK:
@@ -97,7 +97,7 @@ def _unpack(tree: bytes, reader: _Reader, mapping: Function | None = None) -> ob
         del items[0]
         return tuple(items) if mark is _TUPLE else reader.read(mark, items)
 
-    # A timestamp of msgpack's own, which no worker sends, is a number, and no object with a hash of its own.
+    # A msgpack timestamp, which no worker sends, becomes a number, not an object with a hash of its own.
     value: object = msgpack.unpackb(
         tree,
         ext_hook=extension,
@@ -113,7 +113,7 @@ def _unpack(tree: bytes, reader: _Reader, mapping: Function | None = None) -> ob
 
 
 class _Reader:
-    """What reads the lists that begin with a mark. tables: makes the dicts and sets."""
+    """Reads the lists that begin with a mark. tables: makes the dicts and sets."""
 
     __slots__ = ("_buffers", "_made", "_parts", "_remade", "message", "tables")
 
@@ -121,17 +121,17 @@ class _Reader:
         self.message = message
         self.tables = Tables(size)
         self._buffers = buffers
-        self._made: list[object] = []  # of the classes of programs, whose code runs once
+        self._made: list[object] = []  # by registered classes, whose code runs once
         self._remade: Iterator[object] = iter(())
         self._parts = -1
 
     def again(self) -> None:
-        """The same tree is read from its beginning: objects that were made are taken as they are."""
+        """Read the same tree from its beginning: objects that were made are reused."""
         self._made, made = [], self._made
         self._remade = iter(made)
 
     def read(self, mark: Mark, items: list[object]) -> object:
-        """What that list stands for."""
+        """The value of that list."""
         try:
             if mark not in _ONCE:
                 return _READERS[mark](self, *items)
@@ -147,7 +147,7 @@ class _Reader:
             raise SerializationError(f"has a {mark.name.lower()} that cannot be read: {said}") from error
 
     def part(self, tensor: Tensor) -> Tensor:
-        """A tensor that says where in memory something is, or is copied: one that is named often takes no longer."""
+        """A tensor that refers to memory, or is copied. The sum of all uses is bounded: one may be used many times."""
         if self._parts < 0:
             storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in self.message.tensors}
             self._parts = _ANYWAY + _OFTEN * sum(each.nbytes() for each in storages.values())
@@ -218,22 +218,22 @@ def _number_of_elements(size: torch.Size) -> int:
 
 
 def _tensors(*tensors: object) -> None:
-    """See that these are dense tensors as they arrive in a message, without a past."""
+    """Check that these are dense tensors from a message that do not require gradients."""
     for tensor in tensors:
         _plain(tensor)
 
 
 def _plain(tensor: object) -> Tensor:
-    """The same, for one, which it returns."""
+    """Check one such tensor, and return it."""
     _dense_or_sparse(tensor)
-    assert isinstance(tensor, Tensor), "it was looked at"
+    assert isinstance(tensor, Tensor), "checked above"
     if tensor.layout is not torch.strided or tensor.requires_grad:
         raise TypeError("no plain tensor stands where one belongs")
     return tensor
 
 
 def _dense_or_sparse(tensor: object) -> None:
-    """See that it is a tensor of no class of its own that has its values in memory, as they are."""
+    """Check that it is a plain Tensor with its values in memory, dense or sparse."""
     if type(tensor) is not Tensor:
         raise TypeError("no tensor stands where one belongs")
     if tensor.is_quantized or tensor.is_nested or tensor.is_meta:
@@ -247,7 +247,7 @@ def _flag(value: object) -> bool:
 
 
 def _own(reader: _Reader, tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
-    """A copy that its sender cannot change any more. For whole numbers that say where to look in memory."""
+    """A copy, which its sender cannot change any more, of integers that refer to positions in memory."""
     _tensors(tensor)
     if tensor.dtype not in (dtypes or (torch.int64,)):
         raise TypeError(f"indices of {tensor.dtype}")
@@ -255,13 +255,13 @@ def _own(reader: _Reader, tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
 
 
 def _copy(reader: _Reader, tensor: Tensor) -> Tensor:
-    if tensor.nbytes > tensor.untyped_storage().nbytes():  # expanded: the copy would be as long as the sender likes
+    if tensor.nbytes > tensor.untyped_storage().nbytes():  # expanded: the sender would choose the copy's length
         raise ValueError(f"{tensor.nbytes} bytes to be copied, of which {tensor.untyped_storage().nbytes()} are there")
     return reader.part(tensor).detach().clone(memory_format=torch.contiguous_format)
 
 
 def _contiguous(reader: _Reader, tensor: Tensor) -> Tensor:
-    """The same values with the strides that follow from the shape: kernels take their lengths from them."""
+    """The same values with the strides that follow from the shape: kernels rely on them for lengths."""
     if tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
         return tensor
     return _copy(reader, tensor)
@@ -282,7 +282,7 @@ def _sparse(
     if len(indices) != (1 if layout is torch.sparse_coo else 2):
         raise ValueError(f"{len(indices)} tensors of indices")
     _number_of_elements(size)
-    # In one range: torch takes others for what they are not.
+    # Indices of one type: torch misinterprets mixed ones.
     own = [_own(reader, each, indices[0].dtype if layout is not torch.sparse_coo else torch.int64) for each in indices]
     if own[0].dtype not in (torch.int64, torch.int32):
         raise TypeError(f"indices of {own[0].dtype}")
@@ -301,7 +301,7 @@ def _quantised(reader: _Reader, dtype: torch.dtype, size: torch.Size, stored: Te
         scales, zeros, axis = _plain(scale[0]), _plain(scale[1]), _index(scale[2])
         if not axis < len(size) or not scales.shape == zeros.shape == (size[axis],):
             raise ValueError("scales that do not fit the axis")
-        # As torch has them. It makes others into these, and then some kernels do not know them.
+        # The types that torch uses itself. It would convert others, and then some kernels would not accept them.
         if (dtype, scales.dtype, zeros.dtype) not in _SCALES:
             raise TypeError(f"scales of {scales.dtype} and zero points of {zeros.dtype} for {dtype}")
         scales, zeros = _copy(reader, scales), _copy(reader, zeros)
@@ -317,12 +317,12 @@ def _quantised(reader: _Reader, dtype: torch.dtype, size: torch.Size, stored: Te
 
 
 def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
-    """Whether the stored integers are those of a tensor of that size."""
+    """Whether the stored integers belong to a tensor of that size."""
     there = stored.untyped_storage().nbytes()
     kind = reductions.STORED.get(dtype)
     if kind is not None:
         return stored.dtype is kind and stored.shape == size and stored.nbytes <= there and not stored.is_neg()
-    # Those that put several elements into a byte: their storages are copied as a whole.
+    # Types that pack several elements into a byte: their storages are copied as a whole.
     count, packed = math.prod(size), {torch.quint4x2: 2, torch.quint2x4: 4}[dtype]
     return stored.dtype is torch.uint8 and there >= -(-count // packed)
 
@@ -330,10 +330,10 @@ def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
 def _nested(reader: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
     _tensors(buffer)
     sizes, strides, offsets = _own(reader, sizes), _own(reader, strides), _own(reader, offsets)
-    # The parts are looked for in the memory, not in a view.
+    # The parts refer to the memory, not to a view.
     if buffer.dim() != 1 or not buffer.is_contiguous() or sizes.dim() != 2:
         raise ValueError("no buffer or no parts")
-    # As Python's integers: these cannot overflow.
+    # With Python's integers, which cannot overflow.
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         _number_of_elements(torch.Size(_sizes(size)))
         _sizes(stride)
@@ -435,7 +435,7 @@ def _object(
 ) -> object:
     """An object of a registered class. See `registered.register_safe` for what of the class may run."""
     kind: Any = registered.find_class(name)
-    # An array that is made like this shows whatever lay in its memory before.
+    # An array made this way would show what lay in its memory before.
     if hasattr(kind, "_put_together") or issubclass(kind, Tensor) or kind.__new__ is numpy.ndarray.__new__:
         raise TypeError(f"{name} is not made like this")
     _check_making(kind, name, _flag(calls), _exact(args, list), _exact(names, dict))
@@ -461,7 +461,8 @@ def _object(
 
 
 def _check_making(kind: type, name: str, calls: bool, args: list[object], names: dict[str, object]) -> None:
-    """See that the class itself is called only where it asks for that, and that Python's own get what they ask for."""
+    """Check that the class itself is called only if it asks for that, and that builtin classes get suitable
+    arguments."""
     anything, plain = cast(Any, kind), cast(Any, object)
     made_by = anything.__reduce__ if calls else anything.__new__
     if (
@@ -481,8 +482,8 @@ def _check_making(kind: type, name: str, calls: bool, args: list[object], names:
 def fill(made: object, attributes: dict[str, object]) -> None:
     """Give an object attributes, in its dictionary or in its slots; never one that would replace a method.
 
-    Nor one with a name like ``__array_interface__`` that the class does not have: such names tell others what to do
-    with an object, numpy for one where in memory it lies.
+    Nor one with a name like ``__array_interface__`` that the class does not have: such names control how others treat
+    an object; numpy would read memory at any address.
     """
     kind = type(made)
     fields = getattr(kind, "__dataclass_fields__", ())
@@ -508,7 +509,7 @@ def _scalar(_: _Reader, text: str, data: bytes) -> numpy.generic:
     kind = _dtype(text)
     if len(_exact(data, bytes)) != kind.itemsize:
         raise ValueError(f"{len(data)} bytes for one {text}")
-    if kind.kind == "S":  # of an array numpy takes zeros at the end for what is not there
+    if kind.kind == "S":  # an array would strip zeros at the end
         return numpy.bytes_(data)
     if kind.kind == "U":
         return numpy.str_(data.decode("utf-32-be" if kind.str[0] == ">" else "utf-32-le", "surrogatepass"))
@@ -516,13 +517,13 @@ def _scalar(_: _Reader, text: str, data: bytes) -> numpy.generic:
     return scalar
 
 
-# The scalars without a letter: numpy has no arrays of their types, so `DTYPE` has them not either.
+# The empty scalars: numpy has no arrays of their types, so `DTYPE` does not match them.
 _NO_TEXT: dict[str, numpy.generic] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": numpy.str_()}
-# Marks of what is made by the code of classes, or is made known to a graph.
+# Marks of values that code of classes makes, or that become part of a graph.
 _ONCE = frozenset((Mark.OBJECT, Mark.PARTS, Mark.PAST))
-# Bytes of tensors that say where in memory something is, or are copied: so many times what there is, and in any case.
+# Bytes of tensors that refer to memory or are copied: so many times the bytes of all tensors, and in any case.
 _OFTEN, _ANYWAY = 64, 1 << 20
-# The whole numbers that quantised types are stored as, and the types of their scales and zero points for each channel.
+# The integers that quantised types store, and the types of their scales and zero points for each channel.
 _QUANTA: dict[torch.dtype, tuple[int, int]] = {
     torch.qint8: (-(1 << 7), (1 << 7) - 1),
     torch.quint8: (0, (1 << 8) - 1),
@@ -539,8 +540,8 @@ _SCALES = frozenset(
 _MADE_IN_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _MISSING = object()
 _MOST_DIMENSIONS = 1024
-# What classes of Python's are made of, by what says so, or takes it: they take anything else, too, and would count, or
-# keep, as many items as a range of a few bytes has, or as many bytes as a number says.
+# The argument types of builtin classes, by the method that shows or takes them. Other arguments would be accepted, too,
+# and could make as many items as a range of a few bytes has, or as many bytes as a number tells.
 _GIVEN: dict[object, type] = {
     Counter.__reduce__: dict,
     set.__reduce__: list,
@@ -596,4 +597,4 @@ _READERS: list[Function] = [
     _parts,
     _error,
 ]
-assert len(_READERS) == len(Mark), "each mark is read by the function at its place"
+assert len(_READERS) == len(Mark), "the function at each mark's position reads it"

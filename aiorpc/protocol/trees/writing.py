@@ -1,4 +1,4 @@
-"""Values to trees, see the package."""
+"""Values to trees; see the package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SMALL = 4096
 def write_tree(value: object, out: Collected) -> bytes:
     """One value as a tree; its dense tensors, its arrays and its references go to `out`.
 
-    Raises SerializationError for what cannot be in one, and whatever the code of registered classes raises.
+    Raises SerializationError for values that cannot be in a tree, and the errors of registered classes' code.
     """
     # A lone surrogate is valid in str and not in UTF-8.
     packer = msgpack.Packer(default=_writer(out), strict_types=True, unicode_errors="surrogatepass")
@@ -59,8 +59,8 @@ def write_tree(value: object, out: Collected) -> bytes:
 
 
 def _writer(out: Collected) -> Callable[[object], object]:
-    """What msgpack asks about values that it has no type for. It answers with what stands for them."""
-    # Names of this function, not attributes of an object: it is called for each tensor, and each tuple.
+    """msgpack's hook for values of types that it lacks. Returns their representation."""
+    # A closure, not an object: it is called for each tensor, and each tuple.
     places, tensors, on_host, other = out.places, out.tensors, out.route is None, _Writer(out).write
 
     def write(value: Any) -> object:
@@ -70,7 +70,7 @@ def _writer(out: Collected) -> Callable[[object], object]:
         if (
             kind is Tensor
             and on_host
-            # As `codec.encode_values` says, without a call for each tensor.
+            # `codec.encode_values`, without a call for each tensor.
             and value.is_cpu
             and value.layout is strided
             and not (value.is_quantized or value.is_nested or value.__dict__)
@@ -88,7 +88,7 @@ def _writer(out: Collected) -> Callable[[object], object]:
 
 
 class _Writer:
-    """The same for values that are rarer."""
+    """Represents the rarer values."""
 
     __slots__ = ("_out",)
 
@@ -127,7 +127,7 @@ class _Writer:
             return [MARKS[Mark.TYPED_STORAGE], value._untyped_storage, value.dtype]
         if isinstance(value, numpy.generic):
             dtype = value.dtype
-            empty = dtype.kind in "SU" and not dtype.itemsize  # text without a letter, whose type no array has
+            empty = dtype.kind in "SU" and not dtype.itemsize  # an empty text, whose type no array has
             text, data = (dtype.str, b"") if empty else (_plain_dtype(dtype), value.tobytes())
             return [MARKS[Mark.SCALAR], text, data]
         if kind.__module__ == "torch.return_types" and NAMED_TUPLES.get(kind.__name__) is kind:
@@ -138,7 +138,7 @@ class _Writer:
         return self._object(value, kind)
 
     def _object(self, value: object, kind: type) -> list[object]:
-        """An object of a registered class, as pickle would take it apart."""
+        """An object of a registered class, taken apart as by pickle."""
         name = _name(kind, f"an object of {name_of(kind)}")
         take_apart: Function | None = getattr(kind, "_take_apart", None)
         if take_apart is not None:
@@ -168,7 +168,7 @@ class _Writer:
 
     def _array(self, array: Array) -> list[object]:
         dtype, fortran = _plain_dtype(array.dtype), array.flags.fnc
-        # Not array.copy(): of some it would keep the order of the axes.
+        # Not array.copy(), which may keep the order of the axes.
         order = numpy.asfortranarray(array) if fortran else numpy.ascontiguousarray(array)
         data: bytes | int
         if array.nbytes <= _SMALL:
@@ -180,7 +180,7 @@ class _Writer:
         return [MARKS[Mark.ARRAY], dtype, list(array.shape), fortran, array.flags.writeable, data]
 
     def _tensor(self, tensor: Tensor) -> object:
-        """A tensor that is not plain: see `reductions`, whose parts are used here."""
+        """A tensor that is not plain: uses the parts from `reductions`."""
         out = self._out
         if is_dense(tensor, out.route):
             return self._dense(tensor)
@@ -204,11 +204,11 @@ class _Writer:
             args[0] = _name(args[0], f"a tensor of the class {name_of(args[0])}")
         elif mark is Mark.UNINITIALIZED:
             args.insert(0, type(tensor) is reductions.UninitializedParameter)
-        assert mark is not None, "the marks are complete"
+        assert mark is not None, "each function of `reductions` has a mark"
         return self._with([MARKS[mark], *args], tensor)
 
     def _with(self, tree: list[object], tensor: Tensor) -> list[object]:
-        """The same, and the attributes of the tensor."""
+        """Add the attributes of the tensor."""
         if type(tensor).__getstate__ is not Tensor.__getstate__:
             raise SerializationError(f"is a {name_of(type(tensor))} with a __getstate__ of its own, which is not safe")
         state = tensor.__getstate__()
@@ -219,9 +219,9 @@ class _Writer:
 
     def _jagged(self, tensor: Tensor) -> list[object]:
         grad = tensor.requires_grad
-        inner: Any = tensor.detach()  # with what torch.nested has besides
+        inner: Any = tensor.detach()  # the private attributes of torch.nested are not typed
         lengths = inner._lengths
-        # None that is expanded: the reader copies them, and no more than there is.
+        # Dense copies of expanded ones: the reader allows no others.
         offsets, lengths = inner._offsets.contiguous(), None if lengths is None else lengths.contiguous()
         parts = (inner._values, offsets, lengths, inner._ragged_idx)
         return [MARKS[Mark.JAGGED], *parts, grad]
@@ -260,7 +260,7 @@ def _moment(mark: Mark) -> Callable[[date | time], list[object]]:
         if zone is not None and type(zone) is not timezone:
             raise SerializationError(f"is a {type(value).__name__} in {zone!r:.80}; send it in UTC")
         tree: list[object] = [MARKS[mark], value.isoformat()]
-        if getattr(value, "fold", 0):  # the second of two times that a clock shows twice, of which the text is the same
+        if getattr(value, "fold", 0):  # the second of two equal times when a clock is set back; the text is the same
             tree.append(1)
         return tree
 
@@ -268,7 +268,7 @@ def _moment(mark: Mark) -> Callable[[date | time], list[object]]:
 
 
 _WRITERS: dict[type, Function] = {
-    int: _big,  # those that msgpack has a type for do not come here
+    int: _big,  # integers of more than 64 bits
     set: lambda value: [MARKS[Mark.SET], *value],
     frozenset: lambda value: [MARKS[Mark.FROZENSET], *value],
     complex: lambda value: [MARKS[Mark.COMPLEX], value.real, value.imag],

@@ -5,5 +5,5 @@ Owns: the exit and the entrance of all messages (`Link.send`, `Link.on_frames`),
 
 Shows: `Links`, `Link`, `Memory`, `Accelerators`.
 
-Must not touch: what a message says: calls and answers are the receiver's.
+Must not touch: the contents of messages: calls and answers belong to the receiver.
 """

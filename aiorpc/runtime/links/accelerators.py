@@ -1,7 +1,7 @@
 """The devices of one worker: which of them calls use, on which streams, and device memory that other processes use.
 
-A worker without devices, or without the hardware, has one of these, too: it may be sent what lay on a device, and may
-answer to one.
+A worker without devices, or without the hardware, has this object, too: tensors from another worker's device may be
+sent to it, and answers may go to a device.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from ..engine.watch import ProcessWatch
 _THREADS = 4
 # Seconds in which the end of a process follows that of its connections.
 _DEATH_PATIENCE = 2.0
-# Seconds for which a worker that leaves waits to see whether the processes die whose connections have ended.
+# Seconds for which a leaving worker waits to see whether the processes die whose connections have ended.
 _LAST_LOOK = 0.5
-# Seconds between two looks whether others have closed what is ours.
+# Seconds between two checks whether others have closed our boxes.
 _PAUSE = 0.005
-# Seconds until a thread is asked for again where the system gave none.
+# Seconds until a thread is asked for again after the system had none.
 _NO_THREAD_PAUSE = 0.05
 
 
 def claims_of(options: RpcBackendOptions, accelerator: Accelerator | None) -> DeviceClaims:
-    """What a worker with these options and devices tells the others when it joins."""
+    """What a worker with these options and devices announces when it joins."""
     if accelerator is None:
         return options._device_claims(0, accelerator_kind())
     return options._device_claims(accelerator.count(), accelerator.kind)
 
 
 class Accelerators:
-    """The devices of one worker. Its methods belong to the loop where they do not say otherwise."""
+    """The devices of one worker. On the loop, except where a method says otherwise."""
 
     def __init__(
         self, engine: Engine, accelerator: Accelerator | None, claims: DeviceClaims, *, as_torch: bool = False
     ) -> None:
-        """claims: what this worker has told the others of its devices. as_torch: errors have torch's words, too."""
+        """claims: what this worker has announced of its devices. as_torch: errors have torch's words, too."""
         self.accelerator = accelerator
         self.claims = claims
         self._engine = engine
@@ -67,20 +67,20 @@ class Accelerators:
         self._used: list[int] = []
         self._threads = ThreadPool(f"{engine.name}-devices", _THREADS)
         self._retired: list[tuple[WorkerRecord, BoxEnd]] = []
-        self._held: list[tuple[WorkerRecord, BoxEnd]] = []  # that streams may wait for: until they are gone
+        self._held: list[tuple[WorkerRecord, BoxEnd]] = []  # boxes that streams may wait for, until they are gone
         self._reasons: set[str] = set()
         self._watch: ProcessWatch | None = None
         self._channels: list[tuple[Devices, Connection]] = []  # of the links that are open
 
     async def start(self, claims: Mapping[str, DeviceClaims]) -> None:
-        """The group is known, and with it the devices that calls use; they are woken, which takes seconds."""
+        """The group is known, and with it the devices that calls use; they are initialized, which takes seconds."""
         self._use(devices_used(self._engine.name, claims))
         if self._used:
             await self._engine.steps.run(self._wake)
         self._watch = ProcessWatch(self._engine.loop, lambda record: self.collect())
 
     def _wake(self) -> None:
-        """In a thread: have the driver make what it makes at the first use of a device."""
+        """In a thread: let the driver make what it makes at the first use of a device."""
         driver = self.accelerator
         if driver is not None:
             for index in self._used:
@@ -98,29 +98,29 @@ class Accelerators:
         return going(self.accelerator, self.claims.maps.get(name, {}), name, as_torch=self._as_torch) or None
 
     def route_back(self, name: str, theirs: Mapping[str, object]) -> Route | None:
-        """As `route_to`, for answers to the worker of that name, which has opened the link with that descriptor."""
+        """`route_to`, for answers to the worker of that name, which has opened the link with that descriptor."""
         if self._stays(name):
             return self._staying() or None
         return returning(self.accelerator, self._their_map(theirs), name, as_torch=self._as_torch) or None
 
     def comes_back(self, name: str, device: torch.device) -> bool:
-        """Whether what lies on that device of the worker of that name can come here as it is."""
+        """Whether a tensor on that device of the worker of that name can come here without a copy on the host."""
         return self._stays(name) or device in self.claims.maps.get(name, {}).values()
 
     def _stays(self, name: str) -> bool:
-        """Whether it is this worker, and says nothing else of tensors that it sends to itself."""
+        """Whether it is this worker, without a device map for itself."""
         return name == self._engine.name and name not in self.claims.maps
 
     def _staying(self) -> Staying:
         return Staying(self.accelerator, self._engine.name, self._use_index)
 
     def _use_index(self, index: int) -> None:
-        """Any thread; something lies there, so it is awake."""
+        """Any thread; a tensor lies there, so the device is initialized."""
         if index not in self._used:
             self._used = sorted({*self._used, index})
 
     def land(self) -> Landing | None:
-        """Streams of its own for a message that brings tensors to devices: one for each device that calls use."""
+        """Streams for a message that brings tensors to devices: one for each device that calls use."""
         driver = self.accelerator
         return None if driver is None else Landing(driver, self._streams, self._used)
 
@@ -129,7 +129,7 @@ class Accelerators:
         return None if self.accelerator is None else Landing(self.accelerator)
 
     def arrival(self, value: object = None) -> Arrival | None:
-        """What users of a value wait for that this thread has just made: all its current streams have been given.
+        """What users of a value wait for that this thread has just made: the work given to all its current streams.
 
         The tensors in it, in containers and in modules, are kept for the streams that they are used on.
         """
@@ -142,14 +142,14 @@ class Accelerators:
         return Arrival(driver, [(index, driver.mark(driver.current(index))) for index in self._used], carriers)
 
     def settled(self, buffers: Sequence[AnyBuffer]) -> Sequence[AnyBuffer]:
-        """The same buffers, to be sent later or by another thread: what is on devices is cloned on current streams."""
+        """The same buffers, for sending later or by another thread: those on devices are cloned on current streams."""
         if DeviceBuffer not in map(type, buffers):
             return buffers
         return [self._clone(buffer) if isinstance(buffer, DeviceBuffer) else buffer for buffer in buffers]
 
     def _clone(self, buffer: DeviceBuffer) -> DeviceBuffer:
         driver = self.accelerator
-        assert driver is not None, "without it nothing lies on a device"
+        assert driver is not None, "no buffer lies on a device without it"
         if buffer.ready is not None:
             return buffer
         stream = driver.current(buffer.index)
@@ -158,19 +158,19 @@ class Accelerators:
         return replace(buffer, carrier=carrier, ready=driver.mark(stream))
 
     def in_background(self, fn: Callable[..., None], *args: object) -> None:
-        """Run something that may wait for a device, in a thread. Any thread; nothing happens once the worker closes."""
+        """Run something that may wait for a device, in a thread. Any thread; does nothing once the worker closes."""
         try:
             self._threads.submit(fn, *args)
-        except NoThread as error:  # nor may the loop wait for a device; but others wait for this
+        except NoThread as error:  # the loop must not wait for a device, and others wait for this
             logger.debug("tried again later: %s", error)
             self._engine.call_on_loop(self._engine.loop.call_later, _NO_THREAD_PAUSE, self.in_background, fn, *args)
         except WorkerClosed:
             logger.debug("left out, as the worker leaves: %r", fn)
 
-    # --- what the two ends of a link tell each other ------------------------------------------------------------------
+    # --- what the two ends of a link announce -------------------------------------------------------------------------
 
     def descriptor(self, name: str, *, opener: bool) -> dict[str, object]:
-        """For the worker of that name: what it has to know of the devices here, and the opener's map."""
+        """For the worker of that name: what it needs to know of the devices here, and the opener's map."""
         made: dict[str, object] = {"obstacle": self._obstacle()}
         if opener:
             made["map"] = {str(a): str(b) for a, b in self.claims.maps.get(name, {}).items()}
@@ -186,13 +186,13 @@ class Accelerators:
         return next((reason for index in self._used if (reason := shared.obstacle(index))), "")
 
     def _their_map(self, theirs: Mapping[str, Any]) -> dict[torch.device, torch.device]:
-        """The opener's map to us, out of its descriptor; what lies here and is new is used from now on."""
+        """The opener's map to us, from its descriptor; devices here that are new in it are used from now on."""
         try:
             device_map = to_device_map(theirs.get("map") or {})
         except DeviceMapError as error:
-            logger.warning("a device map that is none: %s", error)
+            logger.warning("an invalid device map: %s", error)
             return {}
-        # Others do not exist here; what is sent to them fails alone.
+        # A device that does not exist here fails the messages for it alone.
         before = list(self._used)
         self._use([device for device in device_map.values() if device.type != "cpu" and self.claims.has(device)])
         if self._used != before:
@@ -200,7 +200,7 @@ class Accelerators:
         return device_map
 
     def way(self, record: WorkerRecord) -> str:
-        """The way to that worker as far as it is settled without asking it; empty: see `choose`."""
+        """The way to that worker if it is settled without asking it; empty: see `choose`."""
         wanted = self._engine.options.device_channel
         here = record.host == self._engine.record.host
         if wanted == STAGING:
@@ -210,14 +210,14 @@ class Accelerators:
         return "" if here or wanted == IPC else STAGING
 
     def choose(self, record: WorkerRecord, theirs: Mapping[str, object]) -> tuple[str, str]:
-        """ipc or staging, and why not the former, as far as that can be told without trying."""
+        """ipc or staging, and why not ipc, as far as the descriptors show."""
         reason = self._obstacle() or str(theirs.get("obstacle", "it says nothing of devices"))
         if record.host != self._engine.record.host:
             reason = "it is on another host, or of another user"
         return (STAGING, reason) if reason else (IPC, "")
 
     def on_chosen(self, record: WorkerRecord, way: str, reason: str) -> None:
-        """Said once for each worker and reason."""
+        """Log the way, once for each worker and reason."""
         if self.accelerator is None or not self._used:
             return
         text = f"tensors on devices go to {record.describe()} by {way}" + (f": {reason}" if reason else "")
@@ -230,8 +230,8 @@ class Accelerators:
     def ended(self, record: WorkerRecord, boxes: Sequence[BoxEnd]) -> None:
         """A link has ended. The worker at its other end may still be reading the outboxes among these.
 
-        Or it is dying: its connection ends before its process does. To close an inbox waits for copies out of it, which
-        may wait for what a dead process recorded; so that is put off until it is known which it is.
+        Or it is dying: its connection ends before its process does. Closing an inbox waits for copies out of it, which
+        may wait for what a dead process recorded; it is therefore put off until the worker's fate is known.
         """
         if not boxes:
             return
@@ -242,32 +242,32 @@ class Accelerators:
             self._engine.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
 
     def hold(self, record: WorkerRecord, boxes: Sequence[BoxEnd]) -> None:
-        """Streams here may wait for what that worker's process has recorded in these: if it dies, they are let go."""
+        """Streams here may wait for what that worker's process has recorded in these: end the waits if it dies."""
         self._held = [each for each in self._held if not each[1].gone]
         self._held += [(record, box) for box in boxes]
         if boxes and self._watch is not None and record.pid != os.getpid():
             self._watch.add(record)
 
     def _release(self) -> bool:
-        """Let go of the streams that wait for dead processes; whether there are others whose end may come."""
+        """End the waits for dead processes; returns whether there are boxes of living ones."""
         living = False
         for record, box in self._held:
             if provably_dead(record, self._engine.record.host):
-                box.release_waiters()  # again if need be: what a dying process still does may undo it
+                box.release_waiters()  # may be repeated: a dying process may still record something
             elif not box.gone:
                 living = True
         return living
 
     def _close_inboxes(self) -> None:
-        """Of workers that live on: they do not need us for what they have recorded."""
+        """Close the inboxes from workers that live on, which will do what they have recorded."""
         for record, box in self._retired:
             if isinstance(box, Inbox):
                 self.in_background(self._let_go, record, box)
         self._retired = [each for each in self._retired if not isinstance(each[1], Inbox)]
 
     def collect(self) -> None:
-        """Free the memory that only processes could still use which are gone."""
-        self._release()  # first: threads that free memory wait for streams, which may wait for those processes
+        """Free memory that only dead processes could still use."""
+        self._release()  # first: threads that free memory wait for streams, which may wait for these processes
         retired, self._retired = self._retired, []
         for record, box in retired:
             if provably_dead(record, self._engine.record.host):
@@ -288,9 +288,9 @@ class Accelerators:
         self._channels.append((channel, connection))
 
     async def let_go(self, limit: float) -> None:
-        """The worker leaves: close what it has opened, and wait until the others have closed what belongs to it.
+        """The worker leaves: close what it has opened, and wait until the others have closed its boxes.
 
-        It waits for at most `limit` seconds. What the others still have open then is freed when this process ends.
+        Waits at most `limit` seconds. What the others still have open then is freed when this process ends.
         """
         channels = [each for each in self._channels if not each[1].ended and (each[0].opened or each[0].boxes)]
         for channel, _ in channels:
@@ -302,7 +302,7 @@ class Accelerators:
             await asyncio.sleep(_PAUSE)
 
     async def close(self, limit: float) -> None:
-        """Wait for no device any more. The threads that do so now are waited for at most `limit` seconds."""
+        """End the waits for devices. Waits at most `limit` seconds for the threads that are in one."""
         end = time.monotonic() + min(limit, _LAST_LOOK)
         while self._release() and time.monotonic() < end:  # noqa: ASYNC110  # a process ends later than its connections
             await asyncio.sleep(_PAUSE)
@@ -314,13 +314,13 @@ class Accelerators:
             self._threads.close(0.0)
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of everything, which is the parent's."""
+        """In a forked child: let go of everything; it belongs to the parent."""
         if self._watch is not None:
             self._watch.close_in_child()
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in a value, in containers of it, in modules."""
+    """The tensors in a value, in its containers and in modules."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):

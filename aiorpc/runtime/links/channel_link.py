@@ -1,4 +1,4 @@
-"""A link, as one of its channels sees it."""
+"""The interface of a link for one of its channels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...transport.connection import Connection
 from ..engine.engine import Engine
 from .returns import Returns
 
-# Messages of channels that have a buffer are numbered from here on, so that their numbers are never those of calls.
+# Messages of channels with a buffer are numbered from here on; calls have smaller numbers.
 PIECES = 1 << 63
 
 
 class LinkForChannels(Protocol):
-    """A link, as far as its channels are concerned."""
+    """What the ends of channels need of a link."""
 
     @property
     def engine(self) -> Engine: ...
@@ -39,23 +39,23 @@ class LinkForChannels(Protocol):
     def pieces(self) -> itertools.count[int]: ...
 
     def other_end(self) -> LinkForChannels | None:
-        """The other end of the link, if that is in this process."""
+        """The other end of the link, if it is in this process."""
 
     def channel(self, number: int) -> Channel | None:
         """The channel of that number, if the link has it."""
 
     def say(self, channel: int, fields: list[object], *, more: bool = False) -> None:
-        """Send what a channel says."""
+        """Send a message of a channel."""
 
     def post_piece(self, channel: int, number: int, fields: list[object], buffer: Buffer) -> None:
-        """Send what a channel says, with a buffer."""
+        """Send a message of a channel, with a buffer."""
 
     def give_back(self, channel: int, released: Sequence[Sequence[int]], *, more: bool) -> None:
-        """Tell the other end that these are its own again."""
+        """Give borrowed blocks or slots back to the other end."""
 
 
 class ChannelEnd:
-    """See `channels.ChannelLink`. number: by which the messages of this link name the channel."""
+    """See `channels.ChannelLink`. number: the channel's number in messages of this link."""
 
     def __init__(self, link: LinkForChannels, number: int) -> None:
         self.link = link
@@ -68,22 +68,22 @@ class ChannelEnd:
         self.in_background: Callable[..., None] = link.engine.in_background
 
     def post(self, fields: list[object], *, more: bool = False) -> None:
-        """See `ChannelLink`, as of all others."""
+        """See `ChannelLink`."""
         self.link.say(self.number, fields, more=more)
 
     def post_buffer(self, fields: list[object], buffer: Buffer) -> None:
-        """As above."""
+        """See `ChannelLink`."""
         self.link.post_piece(self.number, next(self.link.pieces), fields, buffer)
 
     def give_back(self, released: Sequence[Sequence[int]], *, more: bool) -> None:
-        """As above."""
+        """See `ChannelLink`."""
         self.link.give_back(self.number, released, more=more)
 
     def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        """As above."""
+        """See `ChannelLink`."""
         self.on_loop(self.link.engine.loop.call_later, seconds, function, *args)
 
     def other_end(self) -> Channel | None:
-        """The other end of the channel, if that is in this process. On the loop."""
+        """The other end of the channel, if it is in this process. On the loop."""
         other = self.link.other_end()
         return None if other is None else other.channel(self.number)

@@ -1,12 +1,12 @@
-"""Which channels there are, and which of them the two ends of a link use.
+"""Which channels are installed, and which of them the two ends of a link use.
 
-A channel is found by an entry point of the group `aiorpc.channels`, ours and those of other packages in the same way.
-An entry point names a callable, which is given the worker (`Links`) and returns a `ChannelContext`. Both ends of a link
-introduce themselves with the descriptors of their contexts. Both then compare the same pairs of descriptors, the
-opener's first, and so choose the same channels.
+A channel is an entry point of the group `aiorpc.channels`, ours and those of other packages in the same way. An entry
+point names a callable, which takes the worker (`Links`) and returns a `ChannelContext`. Both ends of a link introduce
+themselves with the descriptors of their contexts. Both then compare the same pairs of descriptors, the opener's first,
+and choose the same channels.
 
 Trust: a channel is used only if both ends have it, by its name. A peer's descriptor chooses among what is installed
-here, and never has anything loaded.
+here, and never loads anything.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ...protocol.packing import shown
 from .messages import DEVICE, SHARED
 
 GROUP = "aiorpc.channels"
-#: Ours have numbers of the wire; they are listed here, and not in pyproject.toml, so that a source tree has them, too.
+#: Ours have fixed numbers on the wire. They are listed here, and not in pyproject.toml, for use from a source tree.
 OURS: Mapping[int, EntryPoint] = {
     SHARED: EntryPoint("shared memory", "aiorpc.runtime.links.sharing:SharingContext", GROUP),
     DEVICE: EntryPoint("device", "aiorpc.runtime.links.on_devices:DeviceContext", GROUP),
 }
-#: The channels of other packages have numbers from here on: their places in the order of the names that are in use.
+#: Channels of other packages have numbers from here on: their positions in the order of the names in use.
 FIRST_NUMBER = 16
 
 
 class InstalledChannel(NamedTuple):
-    """A channel that this worker has. number: by which messages name it; 0 if each link numbers it."""
+    """A channel that this worker has. number: in messages; 0 if each link numbers it."""
 
     number: int
     context: ChannelContext
 
 
 def find_channels(worker: Any) -> list[InstalledChannel]:
-    """The channels that are installed, for a worker that starts. One that cannot be loaded is left out, and logged."""
+    """The installed channels, for a worker that starts. A channel that cannot be loaded is logged and left out."""
     found = [InstalledChannel(number, entry.load()(worker)) for number, entry in OURS.items()]
     names = {each.context.name for each in found}
     for entry in sorted(entry_points(group=GROUP)):
@@ -56,17 +56,17 @@ def find_channels(worker: Any) -> list[InstalledChannel]:
 
 
 def at_once(registered: list[InstalledChannel]) -> list[InstalledChannel]:
-    """Those that a link has from its start: every worker of this version has them."""
+    """The channels that a link has from its start: every worker of this version has them."""
     return [each for each in registered if each.number == DEVICE]
 
 
 def agree(
     registered: list[InstalledChannel], link: ChannelLink, mine: Mapping[str, object], theirs: Mapping[str, object]
 ) -> list[InstalledChannel]:
-    """The channels that this link uses, each with its number, the one that is asked first in front.
+    """The channels that this link uses, each with its number, in the order in which they are asked.
 
-    mine, theirs: the descriptors of both ends, by the names of the channels. Raises ProtocolError for one of theirs
-    that cannot be.
+    mine, theirs: the descriptors of both ends, by the names of the channels. Raises ProtocolError for an impossible
+    descriptor of theirs.
     """
     agreed: list[InstalledChannel] = []
     for number, context in sorted(registered, key=lambda each: each.context.name):

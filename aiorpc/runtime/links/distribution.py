@@ -1,13 +1,13 @@
-"""Giving the buffers of messages to the channels of one link, and taking back what nobody wants any more.
+"""Giving the buffers of messages to the channels of one link, and taking back those that are not wanted any more.
 
-A message whose buffers all go with its frame is that frame. Any other becomes a PARCEL, which names for each buffer its
-channel and what that needs to receive it. The opposite is `reassembly`.
+A message whose buffers all go with its frame is that frame. Any other becomes an envelope (PARCEL), which has for each
+buffer its channel and its descriptor. The opposite is `reassembly`.
 
 Invariants
-1. A message whose buffers were given to channels is posted or withdrawn, exactly once: `Prepared.unsent` says whether
-   that is still to come.
-2. No message leaves that is longer than the other end takes at once: the connection would end, and all calls with it.
-   What a channel takes that does not borrow does not count, nor do messages of the link itself.
+1. A message whose buffers were given to channels is posted or withdrawn, exactly once: `Prepared.unsent` tells whether
+   this is still to happen.
+2. No message leaves that is longer than the other end accepts at once: that would end the connection, and fail all its
+   calls. Buffers in a channel that does not borrow do not count, nor do messages of the link itself.
 3. Nothing is copied on the loop that takes longer than a millisecond (`Distribution.too_long_for_loop`).
 """
 
@@ -35,15 +35,14 @@ from .messages import INLINE
 # A loop copies at most so many bytes for one message; more is copied by a thread.
 LOOP_COPY = 1024 * 1024
 
-_new: Any = tuple.__new__  # what Prepared(...) does, without its call into Python
-_Given = tuple[int, Wire]  # the number of a channel, and what that needs at the other end
+_Given = tuple[int, Wire]  # the number of a channel, and its descriptor of the buffer
 
 
 class Prepared(NamedTuple):
     """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
 
-    kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
-    go with the frame. size: bytes of all buffers. unsent: has something in it until it is posted or withdrawn.
+    kind, body: of the message itself, even if its frame is an envelope. wires: (channel, wire) of the buffers that do
+    not go with the frame. size: bytes of all buffers. unsent: not empty until it is posted or withdrawn.
     """
 
     kind: int
@@ -56,31 +55,31 @@ class Prepared(NamedTuple):
 
 
 class Distribution:
-    """See the module. Any thread, where a method does not say otherwise.
+    """See the module. Any thread, except where a method says otherwise.
 
-    channels: by their number. sharing: those for the host's memory that do not borrow, the one that is asked first in
-    front; the others come behind these. traffic: of all channels by name.
+    channels: by their number. sharing: those for the host's memory that do not borrow, in the order in which they are
+    asked; the others come after these. traffic: of all channels by name.
     """
 
     def __init__(
         self, engine: Engine, channels: Mapping[int, Channel], record: WorkerRecord, takes_at_once: int
     ) -> None:
-        """channels: that the link has from its start. record: of the other end. takes_at_once: bytes of tensors that it
-        takes in one message."""
+        """channels: those of the link from its start. record: of the other end. takes_at_once: bytes of tensors that
+        the other end accepts in one message."""
         options = engine.options
         self._inline = Inline()
         self._engine = engine
         self._record = record
         self._takes_at_once = takes_at_once
-        # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together.
-        # What is no shorter than the other end takes is looked at, too.
+        # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together. Not more
+        # than the other end takes at once, whose length must be checked.
         self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes, takes_at_once)
         self._least = min(PACK_LEAST, self._least_alone)
         self.use({**channels, INLINE: self._inline})
 
     def use(self, channels: dict[int, Channel]) -> None:
-        """These are the channels from now on, the one that is asked first in front. On the loop."""
-        # New objects, and not changed ones: other threads may be looking through the old ones just now.
+        """Use these channels from now on, in this order. On the loop."""
+        # New objects: other threads may be iterating over the old ones.
         host = [(number, channel) for number, channel in channels.items() if not channel.on_devices]
         self.sharing: list[tuple[int, Channel]] = [each for each in host if not each[1].borrows]
         self._host = [*self.sharing, *[each for each in host if each[1].borrows]]
@@ -98,9 +97,9 @@ class Distribution:
         return any(channel.to_copy(host) > LOOP_COPY for _, channel in self.sharing)
 
     def rides(self, buffers: Sequence[Any]) -> bool:
-        """Whether the buffers just go with the frame of their message, as a lone short one does.
+        """Whether the buffers go with the frame of their message without any channel, as a lone short one does.
 
-        They are counted then, and `prepare` need not be called.
+        Then they are counted, and `prepare` need not be called.
         """
         if len(buffers) > 1 or len(buffers[0]) >= self._least_alone or type(buffers[0]) is DeviceBuffer:
             return False
@@ -117,19 +116,19 @@ class Distribution:
         copy: bool = False,
         copies: Copies | None = None,
     ) -> Prepared:
-        """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
+        """Give the buffers of a message to their channels. The result has to be posted or withdrawn.
 
         copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
-        written. Buffers on devices are never borrowed. copies: of buffers that other workers get, too.
+        written. Buffers on devices are never borrowed. copies: of buffers that also go to other workers.
         """
-        if len(buffers) == 1:  # a short cut through what follows: most large messages have one buffer
+        if len(buffers) == 1:  # the common case of large messages
             (buffer,) = buffers
             for number, channel in self._devices if type(buffer) is DeviceBuffer else self.sharing:
                 wire = channel.send_one(buffer, copies)
                 if wire is not None:
                     lone = ((number, wire),)
                     frame = encode_frame(PARCEL, call_id, pack((kind, lone, body)))  # a Parcel
-                    return _new(Prepared, (kind, call_id, body, frame, [frame], lone, len(buffer)))  # type: ignore[no-any-return]
+                    return Prepared(kind, call_id, body, frame, [frame], lone, len(buffer))
         if DeviceBuffer not in map(type, buffers):
             least = self._least if len(buffers) > 1 else self._least_alone
             if sum(map(len, buffers)) < least:
@@ -156,12 +155,12 @@ class Distribution:
         return Prepared(kind, call_id, body, frame, [frame], (), sum(map(len, buffers)))
 
     def check_length(self, buffers: Sequence[Buffer], body: bytes) -> None:
-        """Whether the other end takes so much that does not lie in shared memory. Raises SerializationError."""
+        """Check that the other end accepts so much outside of shared memory. Raises SerializationError."""
         most, sizes = self._takes_at_once, list(map(len, buffers))
         size = sum(sizes)
         if size + len(body) + FRAME_COST <= most:
             return
-        # The frame is held there, if any of them come apart from it.
+        # If buffers come apart from the frame, the frame is held there until they have come.
         with_frame = sum([each for each in sizes if each < self._engine.options.min_bulk_bytes])
         if size > most or (with_frame < size and with_frame + len(body) + FRAME_COST > most):
             raise SerializationError(
@@ -185,14 +184,14 @@ class Distribution:
             places = [place for place in away if wires[place] is None]
             self._give(number, channel, [buffers[place] for place in places], places, wires, riders, copies)
         checked = kind == CHANNEL
-        tried = len(buffers) == 1  # by the short cut
+        tried = len(buffers) == 1  # by `prepare`
         for number, channel in self._host:
             places = [place for place, wire in enumerate(wires) if wire is None]
             if not places:
                 return
             if not channel.borrows and tried:
                 continue
-            if channel.borrows and not checked:  # before any of them leaves
+            if channel.borrows and not checked:  # before any buffer leaves
                 checked = True
                 self.check_length([buffers[place] for place in places], body)
             given = [buffers[place] for place in places]
@@ -215,27 +214,27 @@ class Distribution:
                 wires[place] = number, wire
 
     def posted(self, prepared: Prepared) -> None:
-        """A message is on its way: what is still to come of its buffers may follow, or be given up with its call."""
+        """A message is on its way: the rest of its buffers may follow, or be given up with its call."""
         for number, wire in prepared.wires:
             channel = self.channels[number]
             if channel.tracks:
                 channel.posted((wire,), prepared.call_id)
 
     def arrived(self, buffers: Sequence[Buffer]) -> None:
-        """Buffers have arrived with a frame that says nothing about channels: they are counted, as `rides` counts."""
+        """Count buffers that have arrived with a frame without any channel."""
         for buffer in buffers:
             self._inline.traffic._count_received(len(buffer))
 
     # --- taking back --------------------------------------------------------------------------------------------------
 
     def withdraw(self, prepared: Prepared) -> None:
-        """That message will not be posted. Nothing if it has been, or was withdrawn already."""
+        """That message will not be posted. Does nothing if it was posted or withdrawn already."""
         if prepared.unsent:
             prepared.unsent.clear()
             self._withdraw(prepared.wires, named=False)
 
     def give_up(self, call_id: int) -> None:
-        """Take back what was posted for that call, as far as it has not been written: nobody wants it any more."""
+        """Take back what was posted for that call and is not written yet."""
         for channel in self.channels.values():
             if channel.tracks:
                 channel.give_up(call_id)
@@ -247,7 +246,7 @@ class Distribution:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def traffic(self) -> dict[str, Traffic]:
-        """What has gone by which channel, by its name."""
+        """What has gone by which channel, by name."""
         found: dict[str, Traffic] = {}
         for channel in self.channels.values():
             found |= channel.traffics()
@@ -267,5 +266,5 @@ class Distribution:
 
 
 def _apart(wires: Sequence[_Given]) -> list[_Given]:
-    """Those of the buffers that do not go with the frame."""
+    """The buffers that do not go with the frame."""
     return [(code, wire) for code, wire in wires if code != INLINE]

@@ -1,18 +1,18 @@
 """A link: one end of the traffic with one other worker. Frames go over its connection, large buffers by channels.
 
-Which channel takes which buffer of a message that leaves is decided in `distribution`. A message that arrives as a
-PARCEL is opened here: who serves or answers calls sees the message with all its buffers, as if they had come with it.
-What the two ends of a link say to each other, on channel 0 of CHANNEL, is in `messages`.
+`distribution` decides which channel takes which buffer of a message that leaves. An envelope (PARCEL) that arrives is
+opened here: the receiver sees the message with all its buffers, as if they had come with it. The messages of the two
+ends about the link itself, on channel 0 of CHANNEL, are in `messages`.
 
 Every message of a worker leaves through `Link.send`, or `Link.post` if its buffers went to channels. It arrives
-through `Link.on_frames`; those of the handshake come before there is a link. Observers are asked there, and messages
-are counted there.
+through `Link.on_frames`; the handshake comes before there is a link. These methods ask the observers and count the
+messages.
 
 Invariants
 1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
    frames of the same call behind it; other calls do not wait.
-2. A message of which a buffer cannot be had is handed over as failed; its call fails, and no other.
-3. A second connection that breaks and is not mended takes the first along: what was on it is lost.
+2. A message with a lost buffer is handed over as failed; its call fails, and no other.
+3. The end of the second connection, if it is not resumed, ends the first: what was on it is lost.
 """
 
 from __future__ import annotations
@@ -46,24 +46,23 @@ from .reassembly import Assembly, Message, Reassembly
 from .returns import Returns
 from .second import SecondConnection
 
-# The kinds of frames that are for the link itself: `Link.admit` has to see them.
+# The kinds of frames for the link itself: `Link.admit` has to see them.
 OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK, RELEASE))
-# Whose buffers are counted by the channels that they arrive by.
+# Kinds whose buffers are counted by their channels.
 _COUNTED = frozenset((PARCEL, CHUNK))
-_new: Any = tuple.__new__  # what Frame(...) does, without its call into Python
 KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
 # away from that thread.
 FEW = 8
-# Of the body of a message of a channel so much is looked at to see which one it is, in bytes.
+# First bytes of a channel's message that tell which message it is.
 _BEGINNING = 32
 # Seconds between two looks whether the second connection has brought what was written before the first one ended.
 DRAIN_PAUSE = 0.01
 
 
 class MessageSink(Protocol):
-    """Who gets the messages of a link: the caller's side (`Peer`) or the callee's side (`Service`).
+    """The receiver of a link's messages: the caller's side (`Peer`) or the callee's side (`Service`).
 
     It is called on the loop; with answers of calls also in a thread that waits for them. methods: by the kind of a
     message, the method for that kind; a message of any other kind ends the connection.
@@ -74,11 +73,11 @@ class MessageSink(Protocol):
 
     @property
     def on_failed(self) -> Callable[[Frame, Exception], None]:
-        """Takes a message whose buffers cannot be had: the message without them, and the reason."""
+        """Takes a message with a lost buffer, without its buffers, and the reason."""
 
 
 class Home(Protocol):
-    """What a link needs of the worker that it belongs to (`Links`)."""
+    """What a link needs of its worker (`Links`)."""
 
     engine: Engine
     accelerators: Accelerators
@@ -90,7 +89,7 @@ class Home(Protocol):
 
     @property
     def other_end(self) -> Callable[[Link], Link | None]:
-        """Finds the other end of a link if that is in this process."""
+        """Finds the other end of a link if it is in this process."""
 
     def ended(self, link: Link) -> None:
         """The link is closed."""
@@ -100,7 +99,7 @@ class Link:
     """See the module. `send`, `post`, `say` and `flush` from any thread, the rest on the loop.
 
     distribution: has the channels. second: has the bulk channel. held: the messages that wait for buffers, by call.
-    route_back: which tensors on devices go from the acceptor to the opener, once a channel for them has said so.
+    route_back: which tensors on devices go from the acceptor to the opener, once a channel for them has set it.
     """
 
     def __init__(
@@ -125,13 +124,13 @@ class Link:
         self.pieces: itertools.count[int] = itertools.count(PIECES)
         self.second: SecondConnection = SecondConnection(self)
         self.returns: Returns = Returns(home.engine, self._give_back_all, self._borrows)
-        self._released: list[deque[Any]] = []  # what `flush` would send, of each channel
-        self._anywhere: tuple[bytes, ...] = ()  # how messages of channels begin that any thread may take
+        self._released: list[deque[Any]] = []  # of each channel: what `flush` would send
+        self._anywhere: tuple[bytes, ...] = ()  # the beginnings of channels' messages that any thread may take
         self.distribution: Distribution = Distribution(
             self.engine, {BULK: self.second.bulk}, record, connection.takes_at_once
         )
         self._opened: dict[str, Channel] = {}  # the channels out of the registry, by name
-        self._agreed = False  # the other end has introduced itself
+        self._agreed = False  # whether the other end has introduced itself
         self._reassembly = Reassembly(self, home.engine.options.max_incoming_bytes)
         self.held: dict[int, Assembly] = self._reassembly.held
         self._receiver = receiver
@@ -139,12 +138,12 @@ class Link:
         # Counted without a lock, like `Counters`.
         self.messages_sent: int = 0
         self.messages_received: int = 0
-        self._seen: tuple[Frame, Parcel] | None = None  # by `opened_anywhere`; `_open` is next, as a rule
+        self._seen: tuple[Frame, Parcel] | None = None  # by `opened_anywhere`; `_open` usually follows
         connection.decoder.place = self.second.bulk.place
         connection.on_cut = self.second.bulk.displace
         connection.on_frames, connection.takes = self.on_frames, self.opened_anywhere
         self._use(at_once(home.channels))
-        self._mine: dict[str, object] = self._introduce()  # first: what this end has comes before all else
+        self._mine: dict[str, object] = self._introduce()  # the introduction is the first frame
 
     # --- the exit -----------------------------------------------------------------------------------------------------
 
@@ -163,8 +162,8 @@ class Link:
     ) -> None:
         """Send a message. Any thread; it never blocks.
 
-        call: what is kept of the call that the message belongs to. undo: what to take back if an observer drops the
-        message. urgent, more, unsent: see `FrameWriter.send`. passed: whether all observers have let it go.
+        call: the entry of the call that the message belongs to. undo: taken back if an observer drops the message.
+        urgent, more, unsent: see `FrameWriter.send`. passed: whether all observers have let it go.
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
@@ -188,7 +187,7 @@ class Link:
         undo: Outgoing | None = None,
         passed: bool = False,
     ) -> None:
-        """Send a message that was prepared. Any thread. The rest is as of `send`."""
+        """Send a message that was prepared. Any thread. The parameters are those of `send`."""
         if not passed and self.engine.observers:
             size = len(prepared.body) + prepared.size
             passage = Passage(prepared.kind, prepared.call_id, prepared.body, size, call, self.record)
@@ -205,7 +204,7 @@ class Link:
         if not prepared.unsent:  # withdrawn while an observer had it
             return
         self._leave(prepared.kind, prepared.frame, urgent, False, prepared.unsent)
-        if prepared.unsent:  # the connection has ended
+        if prepared.unsent:  # dropped: the connection has ended
             self.distribution.withdraw(prepared)
         elif prepared.wires:
             self.distribution.posted(prepared)
@@ -255,7 +254,7 @@ class Link:
             self._methods.get(message.kind, _belongs_elsewhere)(message)
 
     def take_over(self, frame: Frame) -> None:
-        """A frame that a thread has read, and left. On the loop."""
+        """Take a frame that a thread has read and left. On the loop."""
         try:
             self.on_frames([frame])
         except ProtocolError as error:
@@ -301,12 +300,12 @@ class Link:
         return frame
 
     def _open(self, frame: Frame) -> Frame | None:
-        """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
+        """The message in an envelope, or None if it has to wait: it is handed over later. Raises ProtocolError."""
         seen, self._seen = self._seen, None
         if seen is not None and seen[0] is not frame:
             seen = None
         parcel = seen[1] if seen is not None else read_parcel(frame.body)
-        if len(parcel.wires) == 1:  # most large messages are of this kind
+        if len(parcel.wires) == 1:  # the common case of large messages
             ((number, wire),) = parcel.wires
             try:
                 channel = self.distribution.channels[number]
@@ -316,14 +315,13 @@ class Link:
                     return self._reassembly.open(frame, parcel)
                 buffer = channel.receive_one(wire)
             except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
-                raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+                raise ProtocolError(f"{frame} is malformed: {type(error).__name__}: {error}") from None
             if buffer is not None:
-                message: Frame = _new(Frame, (parcel.kind, frame.call_id, parcel.body, [buffer]))
-                return message
+                return Frame(parcel.kind, frame.call_id, parcel.body, [buffer])
         return self._reassembly.open(frame, parcel)
 
     def deliver(self, message: Message, assembly: Assembly) -> None:
-        """A message that was held is whole, or has failed; what came behind it follows."""
+        """A held message is whole, or has failed: hand it over, and the frames behind it."""
         try:
             if message.kind == CHANNEL:
                 self._on_channel(message, assembly.failure)
@@ -332,13 +330,13 @@ class Link:
                 self.on_frames(assembly.behind, again=True)
             else:
                 self.on_frames([message, *assembly.behind], again=True)
-        except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
+        except ProtocolError as error:  # the caller has brought the last buffer, and is not to blame
             self.connection.abort(error)
 
     def opened_anywhere(self, frame: Frame, *kinds: int) -> Parcel | None:
-        """What a PARCEL says if it is of one of these kinds, of answers if none is named, and all there. Any thread.
+        """An envelope of one of these kinds, by default of answers, whose buffer is here; None otherwise. Any thread.
 
-        What lies on a device is not there for those who wait for answers: they may be interrupted as they take it.
+        A buffer on a device does not count for those who wait for answers: taking it may be interrupted.
         """
         try:
             parcel = read_parcel(frame.body)
@@ -348,17 +346,17 @@ class Link:
             channel = self.distribution.channels[number]
             if (channel.on_devices and not kinds) or not channel.is_here(wire):
                 return None
-        except (ProtocolError, TypeError, ValueError, IndexError, KeyError):  # the loop will see for itself
+        except (ProtocolError, TypeError, ValueError, IndexError, KeyError):  # the loop will get the same error
             return None
         self._seen = frame, parcel
         return parcel
 
     def any_thread_takes(self, frame: Frame) -> bool:
-        """Whether a CHANNEL frame need not be the loop's. Any thread."""
+        """Whether any thread may take this CHANNEL frame. Any thread."""
         return bytes(frame.body[:_BEGINNING]).startswith(self._anywhere)
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
-        """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
+        """A CHANNEL frame. failure: why its buffer is lost. Raises ProtocolError."""
         number, fields = read_channel(frame.body)
         if number == LINK:
             self._on_message(fields)
@@ -376,7 +374,7 @@ class Link:
     # --- which channels -----------------------------------------------------------------------------------------------
 
     def _introduce(self) -> dict[str, object]:
-        """Say what this end has, and return it."""
+        """Announce and return the channels of this end."""
         mine: dict[str, object] = {}
         for number, context in self._home.channels:
             said = context.descriptor(ChannelEnd(self, number))
@@ -395,7 +393,7 @@ class Link:
                 raise ProtocolError("a second connection announced over the first one")
 
     def _choose(self, theirs: dict[str, object]) -> None:
-        """The other end has told what it has: both ends now come to the same choice of channels."""
+        """The other end has introduced itself: choose the channels. Both ends come to the same choice."""
         if self._agreed:
             raise ProtocolError("a second introduction")
         self._agreed = True
@@ -407,7 +405,7 @@ class Link:
             self.route_back = channel.route or self.route_back
 
     def _use(self, registered: list[InstalledChannel]) -> None:
-        """Open these channels, but for those that are open, and use them in this order before those of the link."""
+        """Open these channels unless they are open, and use them in this order before those of the link."""
         channels: dict[int, Channel] = {}
         for number, context in registered:
             if context.name not in self._opened:
@@ -430,28 +428,28 @@ class Link:
         self._home.open_pipe(self)
 
     def other_end(self) -> Link | None:
-        """The other end of this link if that is in this process, else None."""
+        """The other end of this link if it is in this process; None otherwise."""
         return self._home.other_end(self)
 
     def post_piece(self, channel: int, number: int, fields: list[object], buffer: Buffer) -> None:
-        """Send what a channel says, with a buffer. Any thread."""
+        """Send a message of a channel, with a buffer. Any thread."""
         body = write(messages.ChannelMessage(channel, fields))
         self.post(self.distribution.prepare(CHANNEL, number, body, [buffer]))
 
     def say(self, channel: int, fields: list[object], *, more: bool = False) -> None:
-        """Send what a channel says. more: another frame follows at once. Any thread."""
+        """Send a message of a channel. more: another frame follows at once. Any thread."""
         frame = encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields)))
         self.send(CHANNEL, 0, frame, more=more)
 
     def give_back(self, channel: int, released: Sequence[Sequence[int]], *, more: bool) -> None:
-        """Tell the other end that these are its own again: the call id of a RELEASE is the number of the channel.
+        """Give borrowed blocks or slots back to the other end. The call id of a RELEASE is the number of the channel.
 
         more: another frame follows at once. Any thread.
         """
         self.send(RELEASE, channel, encode_frame(RELEASE, channel, pack((released,))), more=more)  # a Release
 
     def _give_back_all(self) -> bool:
-        """`flush`; whether there was anything."""
+        """`flush`; returns whether there was anything."""
         any_released = any(self._released)
         self.flush()
         return any_released
@@ -463,9 +461,9 @@ class Link:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def when_drained(self, then: Callable[[], None], limit: float = 0.0) -> None:
-        """Call `then` as soon as no message is held any more whose buffers can still come.
+        """Call `then` as soon as no held message waits for buffers that can still come.
 
-        It is for the end of the first connection: what was written to the second one before that may arrive after it.
+        For the end of the first connection: frames written earlier to the second one may arrive after it.
         limit: when the wait ends in any case (``time.monotonic()`` seconds), 0 for the usual bound from now on.
         """
         now = time.monotonic()
@@ -488,12 +486,12 @@ class Link:
 
     @property
     def owing(self) -> bool:
-        """Whether something was not written yet, or may have to be sent again as a connection has broken."""
+        """Whether something is not written yet, or may have to be sent again after a broken connection."""
         pipe = self.pipe
         return self.connection.owing or (pipe is not None and pipe.owing)
 
     def close(self) -> None:
-        """The connection has ended, or we leave. Idempotent."""
+        """The connection has ended, or the worker leaves. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -510,5 +508,5 @@ def _belongs_elsewhere(frame: Frame) -> NoReturn:
 
 
 def _undo(out: Outgoing | None) -> Callable[[], None]:
-    """What takes back what a message has recorded that will not leave."""
+    """A function that undoes what encoding a message did, for a message that will not leave."""
     return out.unsend if out is not None else lambda: None

@@ -19,8 +19,8 @@ from .memory import Memory
 class Links:
     """Makes the links of one worker, and finds them. On the loop, except where a method says otherwise.
 
-    channels: those that are installed. open_pipe: begins to open the second connection of a link. other_end: the other
-    end of a link if that is in this process, else None.
+    channels: the installed ones. open_pipe: begins to open the second connection of a link. other_end: the other end of
+    a link if it is in this process, or None.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Links:
     def make(
         self, connection: Connection, record: WorkerRecord, receiver: MessageSink, *, number: int, opener: bool
     ) -> Link:
-        """A link over a connection that has just proved who is at its other end; `Link.close` ends it."""
+        """A link over a connection whose other end has just proved who it is; `Link.close` ends it."""
         link = Link(self, connection, record, receiver, number=number, opener=opener)
         self._links.add(link)
         return link
 
     def ended(self, link: Link) -> None:
-        """A link is closed: it is forgotten here, and what it has moved is added to the counters of the worker."""
+        """A link is closed: forget it, and add its traffic to the counters of the worker."""
         if link not in self._links:
             return
         self._links.discard(link)
@@ -60,18 +60,18 @@ class Links:
             counters.add_connection(link.pipe)
 
     def close(self) -> None:
-        """The worker ends, and all of its links have."""
+        """The worker ends; all of its links are closed."""
         for each in self.channels:
             each.context.close()
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
 
     def all(self) -> list[Link]:
-        """The links there are."""
+        """The open links."""
         return list(self._links)
 
     def find(self, record: WorkerRecord, number: int, *, opener: bool) -> Link | None:
-        """Our end of the link of that number with that worker. opener: whether we have opened it."""
+        """Our end of the link of that number with that worker. opener: whether this worker has opened it."""
         for link in self.all():
             if link.number == number and link.opener == opener and link.record.incarnation == record.incarnation:
                 return link
@@ -82,7 +82,7 @@ class Links:
         return any(link.busy for link in self.all())
 
     def traffic(self) -> dict[str, Traffic]:
-        """What went by which channel since the worker started, by the channel's name."""
+        """The traffic of each channel since the worker started, by the channel's name."""
         names = [name for each in self.channels for name in each.context.names]
         total = {name: Traffic() for name in (*names, Bulk.name, Inline.name)}
         for moved in (self.engine.counters.traffic, *(link.distribution.traffic() for link in self.all())):
@@ -91,7 +91,7 @@ class Links:
         return total
 
     def connections(self) -> list[Connection]:
-        """The connections of all links, second ones among them, that are open."""
+        """The open connections of all links, including second ones."""
         links = self.all()
         found = [link.connection for link in links if not link.connection.closed]
         return found + [link.pipe for link in links if link.pipe is not None and link.pipe is not link.connection]

@@ -1,8 +1,8 @@
 """The memory that a worker shares: how much of it there is, who holds it, and when it comes back.
 
-It grows in the background: what a message could not have is there for the next one (`want`). It shrinks when nobody has
-used it for a while. What a worker holds stays lent until it says otherwise or its process is proved gone: a connection
-that ends proves nothing.
+It grows in the background: a message without room goes another way, and the next one finds room (`want`). It shrinks
+when it is unused for a while. Memory that a worker holds stays lent until the worker releases it or its process is
+proved gone: the end of a connection proves nothing.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from ..engine.host import most_descriptors, provably_dead
 from ..engine.watch import ProcessWatch
 from .returns import Returns
 
-# Seconds after which memory of the arena that nobody used goes back to the system.
+# Seconds after which unused memory of the arena goes back to the system.
 TRIM_PAUSE = 60.0
 # Seconds from the first message that found no room until the arena grows, for all that found none meanwhile; longer
 # while these messages are still on their other way, which needs the processor itself.
 GROW_PAUSE, GROW_PATIENCE = 0.02, 0.5
-# The arena grows by what was missing, and at most to twice its size or by so many bytes, unless one buffer needs more.
+# The arena grows by the missing bytes, at most to twice its size or by so many bytes, unless one buffer needs more.
 GROW_MOST = 64 * 1024 * 1024
-# One in so many of the descriptors of the process may be for published values.
+# Published values may have one in so many of the descriptors of the process.
 _SHARE = 4
-# So many links at most are made ready before anything large is sent there: it costs the other end a descriptor.
+# Links that are prepared before anything large is sent, at most: each costs the other end a descriptor.
 MOST_PREPARED = 16
 
 
 class Memory:
-    """The arena of one worker, and all that was lent out of it. On the loop, except where it says otherwise.
+    """The arena of one worker, and all that was lent out of it. On the loop, except where a method says otherwise.
 
-    descriptors: those of slots, its own and those of other workers that are mapped here.
+    descriptors: of slots, its own and mapped ones of other workers.
     """
 
     def __init__(self, engine: Engine, busy: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ class Memory:
         self._busy = busy
         self.arena: Arena = Arena(
             engine.options.shared_memory,
-            poison=sys.flags.dev_mode,  # use after release shows
+            poison=sys.flags.dev_mode,
             assist=engine.in_background if len(os.sched_getaffinity(0)) > 1 else None,
         )
         self.descriptors: Descriptors = Descriptors(lambda: most_descriptors() // _SHARE, self._on_full)
@@ -69,13 +69,13 @@ class Memory:
         self._growing = False
         self._grow_soon = CoalescedCallback(engine.call_on_loop, self._grow_later)
         self._trimming: asyncio.TimerHandle | None = None
-        # Not the group's watch: that ends with the connection, which may come before the end of the process.
+        # Not the group's watch, which ends with the connection, maybe before the end of the process.
         self._watch = ProcessWatch(engine.loop, lambda record: self.collect())
 
     # --- who shares ---------------------------------------------------------------------------------------------------
 
     def add(self, channel: SharedMemory, record: WorkerRecord, *, prepare: bool = False) -> None:
-        """A link to that worker shares memory from now on. prepare: also before anything needs it."""
+        """A link to that worker shares memory from now on. prepare: make the first segment before anything needs it."""
         self._shared[channel] = record
         if self._trimming is None:
             self._trim_later()
@@ -108,7 +108,7 @@ class Memory:
             )
 
     def ended(self, channel: SharedMemory) -> None:
-        """A link that shared memory has ended. What the other end has adopted stays its own until its process ends."""
+        """A link that shared memory has ended. Blocks that the other end has adopted stay lent until its death."""
         record = self._shared.pop(channel)
         self._retired.append((record, channel.lender))
         self.collect()
@@ -116,7 +116,7 @@ class Memory:
             self._watch.add(record)
 
     def collect(self) -> None:
-        """Take back what was lent to processes that are gone."""
+        """Take back what was lent to dead processes."""
         here = self._engine.record.host
         retired, self._retired = self._retired, []
         for record, lender in retired:
@@ -126,10 +126,10 @@ class Memory:
                 self._retired.append((record, lender))
 
     def keep(self, size: int) -> torch.Tensor:
-        """Memory for so many bytes that are not changed any more once they are written, as another worker may have
-        them where they lie then. Any thread.
+        """Memory for so many bytes that must not change after they were first written: another worker may get them in
+        place. Any thread.
 
-        Memory of this process alone where there is no room in the arena, or nobody to share it with.
+        Ordinary memory of this process if the arena has no room, or no link shares memory.
         """
         if self._shared and size >= self._engine.options.min_shared_bytes:
             array = self.keeper.keep(size)
@@ -168,7 +168,7 @@ class Memory:
             self._engine.in_background(self._grow)
 
     def _grow(self) -> None:
-        """In a background thread, because touching new pages takes long: let the arena grow."""
+        """In a background thread, because touching new pages takes long: enlarge the arena."""
         missing, self._missing = self._missing, []
         size = min(sum(missing), max(*missing, self.arena.size, GROW_MOST))
         ranges = self.arena.grow(min(size, self.arena.limit)) or self.arena.grow(max(missing))
@@ -183,7 +183,7 @@ class Memory:
         self._trimming = self._engine.loop.call_later(TRIM_PAUSE, self._trim)
 
     def _trim(self) -> None:
-        """Give memory back that a burst has left behind."""
+        """Give unused memory back to the system."""
 
         def trim() -> None:
             self.slots.trim()
@@ -211,7 +211,7 @@ class Memory:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the arena. What others have adopted stays valid for them."""
+        """Let go of the arena. Blocks that others have adopted stay valid for them."""
         if self._trimming is not None:
             self._trimming.cancel()
         self.slots.close()
@@ -223,7 +223,7 @@ class Memory:
         self._watch.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of everything, which is the parent's."""
+        """In a forked child: let go of everything; it belongs to the parent."""
         for channel in list(self._shared):
             channel.borrower.close()
         self._watch.close_in_child()

@@ -1,4 +1,4 @@
-"""What the two ends of a link say to each other about the link itself: on channel 0 of CHANNEL."""
+"""The messages between the two ends of a link about the link itself: on channel 0 of CHANNEL."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import NamedTuple
 
 from ...protocol.families import Family
 
-# Who a message on CHANNEL is for, the link itself or one of its channels; these have the same numbers in PARCELs and
-# RELEASEs. The channels of other packages are numbered by each link (`channel_registry`).
+# The receiver of a message on CHANNEL: the link itself or one of its channels. PARCEL and RELEASE use the same numbers.
+# The channels of other packages are numbered by each link (`channel_registry`).
 LINK, SHARED, BULK, INLINE, DEVICE = range(5)
 
 
 class Introduce(NamedTuple):
-    """What channels I can use. It comes first."""
+    """The channels that the sender can use. It comes first."""
 
-    #: For each channel, by its name, what its other end has to know.
+    #: For each channel, by its name, its descriptor for the other end.
     channels: dict[str, object]
 
 
 class Pipe(NamedTuple):
-    """About the second connection. From the acceptor: I need one. From the opener: there will be none, for a reason."""
+    """About the second connection. From the acceptor: it needs one. From the opener: there will be none."""
 
-    #: Empty from the acceptor.
+    #: Why there will be none; empty from the acceptor.
     reason: str
 
 
 class Attach(NamedTuple):
-    """From the opener, first on a second connection: here it is."""
+    """From the opener, first on a second connection."""
 
 
 Message = Introduce | Pipe | Attach

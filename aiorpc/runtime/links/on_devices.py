@@ -1,10 +1,10 @@
-"""The device channel in the registry of channels: what a worker says of its devices, and what one end has around it."""
+"""The device channel in the registry of channels: what a worker announces of its devices, and the channel's context."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...channels import ChannelContext, ChannelLink
 from ...channels.accelerator import Event, Tensor
@@ -13,36 +13,26 @@ from ...channels.device.messages import MESSAGES, Message
 from ...channels.device.outbox import BoxEnd
 from ...channels.routes import Route
 from ...protocol.frames import Buffer
-from ..engine.engine import Engine
 from .accelerators import Accelerators
 from .channel_link import ChannelEnd
-
-
-class WorkerWithDevices(Protocol):
-    """The worker, as far as its devices are concerned."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def accelerators(self) -> Accelerators: ...
+from .links import Links
 
 
 class DeviceContext(ChannelContext):
-    """See the module. A worker without devices has this channel, too: it may be sent what lay on a device, and may
-    answer to one. So the link opens it at once, and `introduced` settles by which way it goes."""
+    """See the module. A worker without devices has this channel, too: tensors from another worker's device may be sent
+    to it, and answers may go to a device. The link opens it at once, and `introduced` settles the way."""
 
     name = Devices.name
     priority = 0
     on_devices = True
 
-    def __init__(self, worker: WorkerWithDevices) -> None:
+    def __init__(self, worker: Links) -> None:
         self._options = worker.engine.options
         self._accelerators = worker.accelerators
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of each way."""
+        """One for each way."""
         return DIRECT, IPC, STAGING
 
     def descriptor(self, link: ChannelLink) -> object:
@@ -50,7 +40,7 @@ class DeviceContext(ChannelContext):
         return self._accelerators.descriptor(link.record.name, opener=link.opener)
 
     def obstacle(self, opener: object, acceptor: object) -> str:
-        """Never one: what no better way leads to goes by way of the host."""
+        """Always empty: if there is no better way, buffers go through the host."""
         for each in (opener, acceptor):
             if type(each) is not dict:
                 raise TypeError("it says nothing of devices")
@@ -73,13 +63,13 @@ class DeviceContext(ChannelContext):
 
 
 class LinkDevices:
-    """What the device channel of a link has around it; see `device.surroundings.Surroundings`."""
+    """The surroundings of a link's device channel; see `device.surroundings.Surroundings`."""
 
     def __init__(self, end: ChannelEnd, accelerators: Accelerators) -> None:
         self._end = end
         self._accelerators = accelerators
         self._numbers = itertools.count(1)
-        self._left: dict[int, tuple[Tensor, Event]] = {}  # for the other end, in the same process
+        self._left: dict[int, tuple[Tensor, Event]] = {}  # for the other end, in this process
         self.in_background: Callable[..., None] = accelerators.in_background
         self.on_loop: Callable[..., None] = end.on_loop
         self.later: Callable[..., None] = end.later

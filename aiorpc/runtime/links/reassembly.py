@@ -1,8 +1,7 @@
-"""Messages some of whose buffers come apart from their frame: held until they are whole, or cannot be.
+"""Messages some of whose buffers come apart from their frame: held until they are whole, or have failed.
 
 The states of such a message are the table `protocol.states.MESSAGE`. While one is held, later frames of the same call
-wait behind it, so that the receiver sees the messages of a call in their order; other calls do not wait. All of it
-happens on the loop.
+wait behind it: the receiver sees the messages of a call in their order; other calls do not wait. All on the loop.
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from ...transport.send_queue import FRAME_COST
 from .accelerators import Accelerators
 from .distribution import Distribution
 
-_new: Any = tuple.__new__  # what Message(...) does, without its call into Python
-
 
 class Message(Frame):
-    """A message that was put together. landing: where those of its buffers arrive that lie on devices."""
+    """A message that was put together. landing: where its buffers on devices arrive."""
 
     landing: Landing | None = None
 
 
 class Assembly:
-    """A message that waits for buffers, and the frames that came behind it. size: bytes that all of these take."""
+    """A message that waits for buffers, and the frames behind it. size: bytes that all of these take."""
 
     __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "size", "state")
 
@@ -46,7 +43,7 @@ class Assembly:
         self.state: MessageState = MESSAGE.initial
 
     def enter(self, event: MessageEvent) -> None:
-        """That has happened to it."""
+        """Apply an event to its state."""
         self.state = MESSAGE.next(self.state, event)
 
 
@@ -60,11 +57,11 @@ class LinkForReassembly(Protocol):
     def distribution(self) -> Distribution: ...
 
     def deliver(self, message: Message, assembly: Assembly) -> None:
-        """A message that was held is whole, or has failed; what came behind it follows."""
+        """A held message is whole, or has failed: hand it over, and the frames behind it."""
 
 
 class Reassembly:
-    """Of one link. held: the messages that wait, by call. limit: bytes that these and what is behind them may take."""
+    """Of one link. held: the messages that wait, by call. limit: bytes that these and the frames behind may take."""
 
     def __init__(self, link: LinkForReassembly, limit: int = 1 << 62) -> None:
         self.held: dict[int, Assembly] = {}
@@ -73,7 +70,7 @@ class Reassembly:
         self._size = 0
 
     def open(self, frame: Frame, parcel: Parcel) -> Message | None:
-        """The message in a parcel; None if it has to wait, and is delivered later. Raises ProtocolError."""
+        """The message in an envelope; None if it has to wait, and is delivered later. Raises ProtocolError."""
         held = Assembly(parcel)
         try:
             channels = self._link.distribution.channels
@@ -82,7 +79,7 @@ class Reassembly:
             else:
                 self._receive(frame, held)
         except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+            raise ProtocolError(f"{frame} is malformed: {type(error).__name__}: {error}") from None
         if held.state is MessageState.OPENED:
             held.enter(_first_event(held))
         if held.state is MessageState.HANDED_OVER:
@@ -93,7 +90,7 @@ class Reassembly:
         return None
 
     def put_behind(self, frame: Frame, held: Assembly) -> None:
-        """That frame is handed over after the message that is held. Raises ProtocolError."""
+        """Hand that frame over after the held message. Raises ProtocolError."""
         self._keep(frame, held)
         held.behind.append(frame)
 
@@ -108,8 +105,8 @@ class Reassembly:
             )
 
     def open_one(self, frame: Frame, parcel: Parcel, channel: Channel) -> Message | None:
-        """The message in a parcel with one buffer for a device, which is here; None if that fails: it is delivered as
-        failed. Not only on the loop. Raises ProtocolError."""
+        """The message in an envelope with one buffer for a device, which is here; None if that fails: then it is
+        delivered as failed. Not only on the loop. Raises ProtocolError."""
         try:
             landing = self._link.accelerators.land()
         except RuntimeError:
@@ -122,7 +119,7 @@ class Reassembly:
                 buffer = channel.receive_one(parcel.wires[0][1], landing)
         except ProtocolError:
             raise
-        except (RpcError, RuntimeError) as error:  # the device's: that message's trouble
+        except (RpcError, RuntimeError) as error:  # an error of the device fails this message alone
             if not entered:
                 return self.open(frame, parcel)
             held = Assembly(parcel)
@@ -130,7 +127,7 @@ class Reassembly:
             held.enter(MessageEvent.LAST_FAILED)
             self._link.deliver(_message(frame.call_id, held), held)
             return None
-        message: Message = _new(Message, (parcel.kind, frame.call_id, parcel.body, [buffer]))
+        message = Message(parcel.kind, frame.call_id, parcel.body, [buffer])
         message.landing = landing
         return message
 
@@ -139,7 +136,7 @@ class Reassembly:
         entered = False
         try:
             landing = held.landing = self._link.accelerators.land()
-        except RuntimeError as error:  # received all the same: its sender waits for that, and others lent memory for it
+        except RuntimeError as error:  # receive it nevertheless: its sender waits, and others have lent memory
             held.failure = error
         try:
             with landing.entered() if landing is not None else nullcontext():
@@ -148,15 +145,15 @@ class Reassembly:
         except RuntimeError as error:
             if isinstance(error, ProtocolError):
                 raise
-            if not entered:  # as above
+            if not entered:  # receive it nevertheless
                 held.failure = error
                 self._receive(frame, held)
                 return
-            held.missing, held.failure = 0, error  # the device's: that message's trouble
+            held.missing, held.failure = 0, error  # an error of the device fails this message alone
             held.enter(MessageEvent.DEVICE_FAILED)
 
     def _receive(self, frame: Frame, held: Assembly) -> None:
-        """Ask each channel for its buffers; what a channel has at once is there when this returns."""
+        """Ask each channel for its buffers, and store those that it has."""
         by = self._link.distribution
         places_by: dict[int, list[int]] = {}
         for place, (code, _) in enumerate(held.parcel.wires):
@@ -175,7 +172,7 @@ class Reassembly:
     def _arrived(
         self, call_id: int, held: Assembly, places: list[int], index: int, outcome: Buffer | Exception
     ) -> None:
-        """A channel has one more buffer, or the reason why it cannot be had."""
+        """A channel has one more buffer, or the reason why it is lost."""
         if held.state in MESSAGE.final:  # failed with its device, or dropped with the link
             return
         held.missing -= 1
@@ -184,7 +181,7 @@ class Reassembly:
             held.failure = outcome
         else:
             held.buffers[places[index]] = outcome
-        if held.state is not MessageState.OPENED:  # else `open` looks when all channels have been asked
+        if held.state is not MessageState.OPENED:  # `open` decides when all channels have been asked
             if held.missing:
                 held.enter(MessageEvent.ONE_FAILED if failed else MessageEvent.ONE_CAME)
             else:
@@ -198,7 +195,7 @@ class Reassembly:
             self._link.deliver(_message(call_id, held), held)
 
     def close(self) -> None:
-        """The link is over: nobody gets what is held."""
+        """The link has ended: drop what is held."""
         for held in self.held.values():
             held.enter(MessageEvent.CLOSED)
         self.held.clear()
@@ -206,7 +203,7 @@ class Reassembly:
 
 
 def _first_event(held: Assembly) -> MessageEvent:
-    """What is known once all channels have been asked."""
+    """The event after all channels have been asked."""
     if held.failure is not None:
         return MessageEvent.ONE_FAILED if held.missing else MessageEvent.LAST_FAILED
     return MessageEvent.SOME_MISSING if held.missing else MessageEvent.ALL_THERE

@@ -1,9 +1,8 @@
-"""Giving back what was borrowed: memory of the other end of a link that nobody uses here any more.
+"""Giving back borrowed memory of the other end of a link that is not used here any more.
 
-Nobody is told when the last view of a block has died (`channels/shm.py`): that may be in the midst of anything, also
-where an exception is lost. What is sent takes along what can be given back; where nothing is sent, this looks now and
-then, as long as something is borrowed: soon after something has come or was given back, and more and more seldom
-after that.
+The death of the last view of a block (`channels/shm.py`) may happen at any moment and starts nothing. Each frame that
+is sent takes along what can be given back. While something is borrowed this also looks from time to time: soon after
+something was borrowed or given back, and less and less often after that.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Callable
 from ..engine.engine import Engine
 from ..engine.looking import Looking
 
-# Seconds between two looks at most: memory that was in use for long is given back so late at worst.
+# Seconds between two looks at most: the longest delay of a return.
 LONGEST = 0.5
 
 
 class Returns:
     """See the module. `watch` from any thread, the rest on the loop.
 
-    flush: gives back what was let go, and says whether there was any. borrowed: whether there may be more later.
+    flush: gives back what was released, and returns whether there was any. borrowed: whether there may be more later.
     """
 
     def __init__(self, engine: Engine, flush: Callable[[], bool], borrowed: Callable[[], bool]) -> None:
@@ -28,7 +27,7 @@ class Returns:
         self._flush = flush
         self._borrowed = borrowed
         self._looking = Looking(engine, self._look, self._shortest)
-        self.watch: Callable[[], None] = self._looking.ask  # something was borrowed here, or let go
+        self.watch: Callable[[], None] = self._looking.ask  # something was borrowed here, or released
         self.close: Callable[[], None] = self._looking.close
 
     def _shortest(self) -> float:

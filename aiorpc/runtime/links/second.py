@@ -1,8 +1,8 @@
 """The second connection of a link: when it is opened, what goes over it, and what its end means.
 
-What the ends say about it is in `messages`: Pipe over the first connection, Attach over the second one. The opener of
-the link opens it, when the first chunk is to be sent or, for the acceptor, when that asks for it. If it cannot be had,
-chunks go between the frames of the first connection; but a network that is down for a while is waited for.
+Its messages are in `messages`: Pipe over the first connection, Attach over the second one. The opener of the link opens
+it, when the first chunk is to be sent or the acceptor asks for it. If that is impossible, chunks go between the frames
+of the first connection. If only the network is down for a while, the link waits for it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..engine.coalesced import CoalescedCallback
 from ..engine.engine import Engine
 from .messages import LINK, MESSAGES, Attach, Pipe
 
-# Seconds until a second connection is opened that nothing waits for yet.
+# Seconds until a second connection is opened before chunks wait for it.
 PIPE_PAUSE = 0.02
-# Frames that wait in the second connection, so that it never runs dry and a withdrawal takes effect soon.
+# Frames that wait in the second connection: it never runs dry, and a withdrawal takes effect soon.
 _AHEAD = 2
 
 
 class LinkForSecond(Protocol):
-    """A link, as its second connection sees it."""
+    """What its second connection needs of a link."""
 
     @property
     def engine(self) -> Engine: ...
@@ -52,7 +52,7 @@ class LinkForSecond(Protocol):
         """Begin to open a second connection; `SecondConnection.attach` or `refused` follows."""
 
     def say(self, channel: int, fields: list[object]) -> None:
-        """Send what the link or a channel says, over the first connection."""
+        """Send a message of the link or a channel, over the first connection."""
 
     def send_over(self, pipe: Connection, kind: int, frame: Sequence[Buffer]) -> None:
         """Send a message over that connection."""
@@ -69,7 +69,7 @@ class SecondConnection:
 
     def __init__(self, link: LinkForSecond) -> None:
         self.connection: Connection | None = None
-        self.attached: Connection | None = None  # the same, before it may be written to
+        self.attached: Connection | None = None  # the connection, before it may be written to
         self._link = link
         self._asked = False
         #: There are chunks to send. From any thread.
@@ -83,12 +83,12 @@ class SecondConnection:
         )
 
     def _pump(self) -> None:
-        """Hand chunks to the second connection, as many as it can take now and no more."""
+        """Hand as many chunks to the second connection as it can take now."""
         link, pipe = self._link, self.connection
         if pipe is None:
             if self.bulk.busy:
                 self._need()
-            else:  # it will be of use later; to open it now would slow down the message that has shown that
+            else:  # a short transfer went another way: opening it now would slow that down
                 link.engine.loop.call_later(PIPE_PAUSE, self._need)
             return
         while pipe.unsent < _AHEAD and not link.closed:
@@ -111,11 +111,11 @@ class SecondConnection:
         self._link.say(LINK, MESSAGES.write(Pipe(reason)))
 
     def on_message(self, reason: str) -> None:
-        """The other end has said something about the second connection: it needs one, or there will be none."""
+        """A Pipe has come: the acceptor needs a second connection, or the opener cannot make one."""
         if self._link.opener:
             self._need()
         elif self.connection is None:
-            self.refused(shown(reason))  # these are its own words, and they go to the log
+            self.refused(shown(reason))  # text of another process, which goes to the log
 
     def refused(self, reason: str) -> None:
         """There can be no second connection: chunks go over the first one."""
@@ -130,9 +130,9 @@ class SecondConnection:
     def attach(self, pipe: Connection) -> None:
         """The second connection is there, and both sides have proved who they are.
 
-        The opener uses it at once, and says so in its first frame. The acceptor waits for that frame: if it sent chunks
-        right behind its last message of the handshake, the opener could read both together, before its decoder has been
-        told where chunks belong.
+        The opener uses it at once, and begins with an Attach. The acceptor waits for that frame: chunks right behind
+        its last message of the handshake could be read by the opener together with that, before its decoder knows where
+        chunks belong.
         """
         link = self._link
         if link.closed or self.connection is not None:
@@ -174,8 +174,8 @@ class SecondConnection:
     def closed(self, pipe: Connection, cause: BaseException | None) -> None:
         """A second connection has ended. If the first one does not end as well, it is aborted: a link needs both.
 
-        With one exception: its opener has given it up before it could know that the acceptor had taken it. Nothing was
-        on it then, and the opener opens another one, or says over the first connection that there will be none.
+        Exception: its opener has given it up before it knew that the acceptor had taken it. Nothing was on it then, and
+        the opener opens another one, or reports over the first connection that there will be none.
         """
         link = self._link
         if pipe is not self.attached:
@@ -187,7 +187,7 @@ class SecondConnection:
 
 
 def _check_greeting(frame: Frame) -> None:
-    """It comes first over a second connection. Raises ProtocolError if it is not the word of the opener."""
+    """Raise ProtocolError if the first frame of a second connection is not the opener's Attach."""
     code, fields = read_channel(frame.body)
     if code != LINK or not isinstance(MESSAGES.read(fields), Attach):
         raise ProtocolError(f"{frame} does not begin a connection for chunks")

@@ -1,40 +1,29 @@
-"""Shared memory in the registry of channels: what a worker says of it, and what one end of it has around it."""
+"""Shared memory in the registry of channels: what a worker announces of it, and the channel's context."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from ...channels import ChannelContext, ChannelLink
 from ...channels.shared import NAME, SharedMemory, descriptor, obstacle
-from ..engine.engine import Engine
 from .channel_link import ChannelEnd
+from .links import Links
 from .memory import Memory
 
-# Seconds that a thread waits until the other end has mapped memory into which a large buffer was copied; it takes about
-# one millisecond. After that the buffer goes another way.
+# Seconds that a thread waits until the other end has mapped memory into which a large buffer was copied; mapping takes
+# about one millisecond. After that the buffer goes another way.
 MAP_PATIENCE = 0.25
 
 
-class WorkerForSharing(Protocol):
-    """The worker, as far as its memory is concerned."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def memory(self) -> Memory: ...
-
-
 class SharingContext(ChannelContext):
-    """See the module. Whether memory really is shared is proved by the first segment (`channels/shared.py`)."""
+    """See the module. The first segment proves whether memory really is shared (`channels/shared.py`)."""
 
     name = NAME
     priority = 100
 
-    def __init__(self, worker: WorkerForSharing) -> None:
+    def __init__(self, worker: Links) -> None:
         self._engine = worker.engine
         self._memory = worker.memory
 
@@ -47,11 +36,11 @@ class SharingContext(ChannelContext):
         return obstacle(opener, acceptor)
 
     def refused(self, link: ChannelLink, reason: str) -> None:
-        """Say so in the log, once for each reason."""
+        """Log it, once for each reason."""
         self._memory.cannot_share(link.record, reason or "it does not share memory")
 
     def open(self, link: ChannelLink) -> SharedMemory:
-        """An end that lends out of the worker's arena."""
+        """An end that lends blocks of the worker's arena."""
         assert isinstance(link, ChannelEnd), "it belongs to a link of this package"
         memory = self._memory
         channel = SharedMemory(
@@ -61,7 +50,7 @@ class SharingContext(ChannelContext):
             least=self._engine.options.min_shared_bytes,
             keeper=memory.keeper,
         )
-        memory.add(channel, link.record, prepare=link.opener)  # who calls sends more, and first
+        memory.add(channel, link.record, prepare=link.opener)  # a caller sends more, and first
         return channel
 
 
@@ -73,11 +62,11 @@ class _Surroundings(ChannelEnd):
         self.on_closed: Callable[[SharedMemory], None] = memory.ended
 
     def may_wait(self) -> bool:
-        # Nor does a loop of the program's own, where the worker has another one (`dedicated_loop`).
+        # Nor may a loop of the program wait, if the worker has another one (`dedicated_loop`).
         return threading.get_ident() != self.link.engine.thread and asyncio._get_running_loop() is None
 
     def wait(self, wait: Callable[[float], object]) -> None:
-        # Two workers that send to each other wait in all of their background threads, which shall map, too.
+        # Two workers that send to each other wait in all of their background threads, which are needed for mapping.
         pools = self.link.engine.pool, self.link.engine.background
         for pool in pools:
             pool.enter_blocked()
