@@ -48,7 +48,7 @@ def init(
     options: everything else that can be set; the defaults if None.
     store: a torch Store to meet at, in place of `init_method`.
     role: the role of this worker, by which the option ``allow`` of others decides what this worker may call. Letters as
-    in `name`.
+        in `name`.
 
     Raised here: RpcUsageError for an invalid name, role, options or store.
 
@@ -93,7 +93,7 @@ def call(to: To, function: Function, /, *args: object, **kwargs: object) -> Futu
 
     to: name, rank or WorkerInfo.
     function: a function, a class, a bound method, or an operator of torch. Functions of modules go by name; lambdas and
-    closures go by value.
+        closures go by value.
 
     Raised here, with nothing sent: SerializationError, UnknownWorker, Overloaded; NotInitialized without a worker,
     WorkerClosed if it has left, RpcUsageError if `to` is neither a name, a rank nor a WorkerInfo.
@@ -118,12 +118,12 @@ def peer(
 
     timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
     wait: in a free group, whether calls and streams wait, within their deadlines, for a worker of that name to join,
-    even after one has left or was lost. `PeerHandle.remote` does not wait. retries: how often a call is tried again if
-    the worker was lost, left, refused the connection, or was overloaded.
+        even after one has left or was lost. `PeerHandle.remote` does not wait.
+    retries: how often a call is tried again if the worker was lost, left, refused the connection, or was overloaded.
         Only for functions that may run twice. All tries together have the one timeout.
     backoff: the longest pause before the first retry in seconds, or a pair with the limit of all pauses. Pauses are of
-    random length, up to twice as long with each try. idempotent: whether one process runs such a call at most once, and
-    gives its first answer again.
+        random length, up to twice as long with each try.
+    idempotent: whether one process runs such a call at most once, and gives its first answer again.
 
     Raised here: UnknownWorker if the group cannot have it; RpcUsageError for invalid options, or an invalid `to`.
     """
@@ -144,7 +144,8 @@ def group(
     """Several workers, to be called together: a list of workers, or all that fit a pattern or a role.
 
     to: a list of names, ranks or WorkerInfos, in the order of the members; or a pattern like those for file names
-    (``"actor*"``). role: the workers' argument of `init`. With a pattern both have to fit.
+        (``"actor*"``).
+    role: the workers' argument of `init`. With a pattern both have to fit.
     quorum: how many values are enough for `PeerGroup.call`, as a number, or as a share of the members above 0 and up to
         1.0. None waits for all.
     timeout, wait, retries, backoff, idempotent: as of `peer`, for the call to each member.
@@ -186,7 +187,9 @@ def serve(name: str, value: object, *, replace: bool = False) -> ServedObject:
 
 
 def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
-    """A handle of a queue that any worker owns (`aiorpc.Queue`). Any thread; nothing is sent. name: of the queue.
+    """A handle of a queue that any worker owns (`aiorpc.Queue`). Any thread; nothing is sent.
+
+    name: of the queue.
     owner: the name of its worker. If another worker takes that name and makes such a queue, the handle finds that.
     timeout: seconds for each of its methods, 0 for no limit of the waiting ones; None for the worker's ``rpc_timeout``.
 
@@ -287,7 +290,9 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
 
     Raised here, with nothing sent: SerializationError, UnknownWorker (also for a worker that has not joined yet),
     Overloaded, NotInitialized, WorkerClosed, and RendezvousError if only the store knows the worker's place and does
-    not answer. Raised when the value is wanted: the function's error.
+    not answer.
+
+    Raised when the value is wanted: the function's error.
     """
     node = registry.get()
     if len(given) < 2 or _is_torch_form(given[2:], named):
@@ -328,8 +333,11 @@ def stream(to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: 
 
     The producer stops while the consumer does: ``options.stream_window`` items may be under way (back-pressure). It
     stops for good when the loop is left. The timeout, ``rpc_timeout`` or a handle's, is for each item. In a thread that
-    may block: ``for item in stream(...)``. Raised here: the same as by `call`. Raised by a turn: the generator's error,
-    after its items; RpcTimeout, PeerLost, PeerLeft.
+    may block: ``for item in stream(...)``.
+
+    Raised here: the same as by `call`.
+
+    Raised by a turn: the generator's error, after its items; RpcTimeout, PeerLost, PeerLeft.
     """
     node = registry.get()
     return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
@@ -346,13 +354,14 @@ def publish(name: str, value: object) -> Future[Publication]:
 
     name: under which it is published. A name has one publisher at a time.
     value: anything that may be sent, except references. Storages that tensors share stay shared. Tensors on devices are
-    copied to the host, on the current streams. All readers of a host read one copy in shared memory, if
-    ``options.shared_memory`` has room for it.
+        copied to the host, on the current streams. All readers of a host read one copy in shared memory, if
+        ``options.shared_memory`` has room for it.
 
-    Raised here: RpcUsageError for an invalid name, SerializationError, NotInitialized, WorkerClosed. Raised by the
-    Future: RpcUsageError if another live worker publishes the name; RendezvousError if the group's store cannot be
-    asked about that, the first time; NotAllowed if no other worker takes the name from this worker's role (option
-    ``allow``).
+    Raised here: RpcUsageError for an invalid name, SerializationError, NotInitialized, WorkerClosed.
+
+    Raised by the Future: RpcUsageError if another live worker publishes the name; RendezvousError if the group's store
+    cannot be asked about that, the first time; NotAllowed if no other worker takes the name from this worker's role
+    (option ``allow``).
     """
     return current().publish(name, value)
 
@@ -366,9 +375,10 @@ def unpublish(name: str) -> Future[None]:
     may publish it anew, and versions go on. The Future settles when all members have heard it; a member that does not
     answer for 5 s hears it later. Cancelling the Future does not stop it.
 
-    Raised here: RpcUsageError for an invalid name, NotInitialized, WorkerClosed. Raised by the Future: RpcUsageError if
-    this worker does not publish the name, with the publisher's name; RendezvousError if the group's store cannot be
-    asked; the name stays published then.
+    Raised here: RpcUsageError for an invalid name, NotInitialized, WorkerClosed.
+
+    Raised by the Future: RpcUsageError if this worker does not publish the name, with the publisher's name;
+    RendezvousError if the group's store cannot be asked; the name stays published then.
     """
     return current().unpublish(name)
 
@@ -385,7 +395,7 @@ def subscribe(
     name: under which values are published. There need not be a publisher yet.
     timeout: seconds that one turn waits, 0 for no limit; None for this worker's ``rpc_timeout``.
     map_location: the device that all tensors are moved to, by the thread that takes a version. None leaves them in
-    shared memory.
+        shared memory.
 
     Raised here: RpcUsageError for an invalid name, timeout or device, NotInitialized, WorkerClosed.
 

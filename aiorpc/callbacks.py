@@ -120,6 +120,7 @@ class UserCallback:
 
 def settle_within(future: Settled, executor: Executor | None, settle: Callable[[object], object]) -> None:
     """Let an internal callback settle `future`: here, or in another thread if this is deep within callbacks already.
+
     Programs may make chains of any length.
     """
     depth = nested.get()

@@ -54,7 +54,9 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
     """A Future of the list `futures`, which settles when all of them have settled, also if some failed.
 
     Unlike ``torch.futures.collect_all`` it keeps the Python objects, and its callbacks never run on loop threads. Any
-    thread. Raised here: TypeError for an object that is not a torch Future.
+    thread.
+
+    Raised here: TypeError for an object that is not a torch Future.
     """
     futures = list(futures)
     for future in futures:
@@ -83,9 +85,10 @@ def _count(place: int, left: dict[int, None], futures: Sequence[AnyFuture], resu
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
-    """Block until all are complete, and return their values in order. Raised here: the first error in that order;
-    WouldBlockLoop on the thread of a loop that has to settle one of them; TypeError for an object that is not a torch
-    Future.
+    """Block until all are complete, and return their values in order.
+
+    Raised here: the first error in that order; WouldBlockLoop on the thread of a loop that has to settle one of them;
+    TypeError for an object that is not a torch Future.
     """
     done = collect_all(list(futures)).wait()
     for future in done:

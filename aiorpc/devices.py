@@ -1,4 +1,5 @@
 """Devices and device maps: how they are written, what a worker claims, and whether the claims of a group fit together.
+
 The rules are torch.distributed.rpc's, and so are the first lines of error texts; a `DeviceMapError` is a
 ``ValueError``, as there. Pure data: nothing here needs a device. Any thread.
 """
@@ -32,9 +33,11 @@ def accelerator_kind() -> str:
 
 
 def to_device(device: Device) -> torch.device:
-    """The device that `device` names. Raises DeviceMapError for an invalid name. A number, also as text, is the index
-    of a device of `accelerator_kind`. Every device but the cpu has an index; the default is the first device (torch's
-    default is the current device at a later time). The cpu has none: for torch ``cpu:0`` is another device.
+    """The device that `device` names.
+
+    Raises DeviceMapError for an invalid name. A number, also as text, is the index of a device of `accelerator_kind`.
+    Every device but the cpu has an index; the default is the first device (torch's default is the current device at a
+    later time). The cpu has none: for torch ``cpu:0`` is another device.
     """
     kind, index = _parts(device)
     try:
@@ -100,8 +103,9 @@ def to_device_maps(maps: Mapping[str, Mapping[Any, Device]]) -> dict[str, Device
 
 
 def extend_device_map(known: Mapping[Any, Device], more: Mapping[Any, Device]) -> DeviceMap:
-    """Both maps as one; DeviceMapError if they contradict each other. As in torch, only init finds two sources for one
-    target, one in either map.
+    """Both maps as one; DeviceMapError if they contradict each other.
+
+    As in torch, only init finds two sources for one target, one in either map.
     """
     return _joined(_joined({}, known, "", one_to_one=False), to_device_map(more), "set_device_map", one_to_one=False)
 
@@ -136,8 +140,9 @@ def _checked_name(name: object) -> str:
 class DeviceClaims:
     """A worker's devices, as it announces them when it joins. count: how many devices of its kind of accelerator it
     has. devices: the ones to use, if the options name some. maps: device maps by target worker. kind: as in
-    ``torch.device.type``. DeviceMapError for invalid claims; `check_device_maps` checks whether those of a group fit
-    together.
+    ``torch.device.type``.
+
+    DeviceMapError for invalid claims; `check_device_maps` checks whether those of a group fit together.
     """
 
     count: int = 0
@@ -186,9 +191,10 @@ def _read_map(value: object) -> DeviceMap:
 
 
 def check_device_maps(claims: Mapping[str, DeviceClaims], fixed: bool = True) -> None:
-    """Raise DeviceMapError, naming the worker, if the claims of a group do not fit together. claims: by name, in the
-    same order at all members: all raise the same error. fixed: no other members will come, so maps may lead only to
-    these.
+    """Raise DeviceMapError, naming the worker, if the claims of a group do not fit together.
+
+    claims: by name, in the same order at all members: all raise the same error. fixed: no other members will come, so
+    maps may lead only to these.
     """
     for name, own in claims.items():
         _check_devices(name, own)
@@ -250,8 +256,9 @@ def _listed(items: Collection[object]) -> str:
 
 
 def devices_used(name: str, claims: Mapping[str, DeviceClaims]) -> list[torch.device]:
-    """The devices that a worker uses for its calls, without the cpu, sorted. They are the ones that it has set; by
-    default the targets of its own maps and of others' maps to it.
+    """The devices that a worker uses for its calls, without the cpu, sorted.
+
+    They are the ones that it has set; by default the targets of its own maps and of others' maps to it.
     """
     own = claims[name]
     used = set(own.devices)

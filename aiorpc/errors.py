@@ -1,5 +1,6 @@
-"""Every error of aiorpc, as one tree. The ones that most programs catch are also at the top of `aiorpc`. The class
-tells the kind of failure, fields its place, and ``str()`` a sentence. No program needs to parse text.
+"""Every error of aiorpc, as one tree. The ones that most programs catch are also at the top of `aiorpc`.
+
+The class tells the kind of failure, fields its place, and ``str()`` a sentence. No program needs to parse text.
 
     RpcError (RuntimeError)
     ├── RpcUsageError            the caller did something that cannot work; nothing was sent
@@ -81,7 +82,9 @@ class RpcUsageError(RpcError):
 class SerializationError(RpcUsageError, TypeError):
     """An argument or a result cannot be serialised, or the callee cannot read an argument; the text names it.
 
-    If the callee cannot read it, nothing was run. position: its place in the message, from 0.
+    If the callee cannot read it, nothing was run.
+
+    position: its place in the message, from 0.
     """
 
     def __init__(self, message: str, position: int = 0) -> None:
@@ -90,8 +93,9 @@ class SerializationError(RpcUsageError, TypeError):
 
 
 class WouldBlockLoop(RpcUsageError):
-    """A blocking verb on the thread of the loop that it would wait for. Nothing was sent. The text tells what to await
-    instead.
+    """A blocking verb on the thread of the loop that it would wait for. Nothing was sent.
+
+    The text tells what to await instead.
     """
 
 
@@ -139,13 +143,16 @@ class QueueFull(RpcError, asyncio.QueueFull):
 
 
 class QueueShutDown(RpcError, _ShutDown):
-    """The queue was shut down: it takes no more items, or all its items have been got. An ``asyncio.QueueShutDown``
-    from Python 3.13 on.
+    """The queue was shut down: it takes no more items, or all its items have been got.
+
+    An ``asyncio.QueueShutDown`` from Python 3.13 on.
     """
 
 
 class ItemLost(RpcError):
-    """Items of a queue are gone with the worker that had them. The queue goes on. queue: its name.
+    """Items of a queue are gone with the worker that had them. The queue goes on.
+
+    queue: its name.
     worker: the worker that had put and kept them, or had got them and not finished.
     count: how many items they are.
     """
@@ -158,8 +165,9 @@ class ItemLost(RpcError):
 
 
 class Overloaded(RpcError):
-    """A limit was reached: the call was not run, or its result was dropped. The text tells which, and names the option
-    of the limit.
+    """A limit was reached: the call was not run, or its result was dropped.
+
+    The text tells which, and names the option of the limit.
     """
 
 
@@ -241,12 +249,13 @@ class PeerRefused(RpcError, ConnectionError):
 
 
 class GroupError(RpcError, ExceptionGroup[Exception]):
-    """A call to several workers got fewer values than were wanted. Its `exceptions` are the members' errors, in their
-    order.
+    """A call to several workers got fewer values than were wanted.
+
+    Its `exceptions` are the members' errors, in their order.
 
     failed: the names of the members whose function raised.
-    lost: of members that died or left before they answered. missing: of members that did not answer in time, or could
-    not be asked.
+    lost: of members that died or left before they answered.
+    missing: of members that did not answer in time, or could not be asked.
     """
 
     def __new__(cls, message: str, errors: Sequence[Exception] = ()) -> GroupError:

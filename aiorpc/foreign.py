@@ -1,6 +1,7 @@
-"""Safe handling of exceptions of users' classes. Such a class can redefine how it is shown, copied and compared, and
-how its attributes are read and set; each of these can raise, even SystemExit. The functions here bypass all of that,
-for code that must not fail.
+"""Safe handling of exceptions of users' classes.
+
+Such a class can redefine how it is shown, copied and compared, and how its attributes are read and set; each of these
+can raise, even SystemExit. The functions here bypass all of that, for code that must not fail.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def copy_of(error: BaseException, kind: type[BaseException] | None = None) -> BaseException | None:
-    """An equal error without traceback, made without running its class's code; None if that is impossible. kind:
-    another type for it, a subclass of its own.
+    """An equal error without traceback, made without running its class's code; None if that is impossible.
+
+    kind: another type for it, a subclass of its own.
     """
     kind = type(error) if kind is None else kind
     try:

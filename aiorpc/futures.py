@@ -81,8 +81,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     Future cancels the call only if nothing else waits for it; the callee may have run in part, or not at all.
 
     devices: as torch's: the devices that tensors of the result may live on. Completing the Future records the work of
-    the current streams of these devices. Taking the value (`wait`, `value`, ``await``, a callback) makes the current
-    streams wait for that work. The host waits for no device. Futures of calls do the same.
+        the current streams of these devices. Taking the value (`wait`, `value`, ``await``, a callback) makes the
+        current streams wait for that work. The host waits for no device. Futures of calls do the same.
     """
 
     # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
@@ -119,8 +119,9 @@ class Future(torch.futures.Future[T], Generic[T]):
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def _settle(self, value: Any, error: BaseException | None = None) -> bool:
-        """Complete with a value or any error; False if another thread did so first. Any thread. Raises only exceptions
-        of signal handlers, and Ctrl-C in a callback that runs here; it is complete then.
+        """Complete with a value or any error; False if another thread did so first. Any thread.
+
+        Raises only exceptions of signal handlers, and Ctrl-C in a callback that runs here; it is complete then.
         """
         try:
             try:
@@ -203,8 +204,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise self._already_complete()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch types result as T
-        """Complete with an error, which waiters raise. RpcUsageError if it is already complete. AssertionError, as in
-        torch, if `result` is not an Exception.
+        """Complete with an error, which waiters raise. RpcUsageError if it is already complete.
+
+        AssertionError, as in torch, if `result` is not an Exception.
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
@@ -407,8 +409,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             gate.release()
 
     def _end_overdue(self, now: float) -> float:
-        """End overdue calls that it waits for, because their loops have not. Any thread. Returns the earliest deadline
-        of the others, or infinity.
+        """End overdue calls that it waits for, because their loops have not. Any thread.
+
+        Returns the earliest deadline of the others, or infinity.
         """
         due = _NEVER
         # No recursion: chains of `then` may be long. Each once: paths may fork and meet again.
@@ -434,8 +437,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         return homes
 
     def _refuse_idle_loop(self, awaited: bool) -> None:
-        """Raise WouldBlockLoop if a loop of this thread has to run and does not. awaited: whether this thread runs
-        another loop; if not, it waits.
+        """Raise WouldBlockLoop if a loop of this thread has to run and does not.
+
+        awaited: whether this thread runs another loop; if not, it waits.
         """
         here = threading.get_ident()
         for loop, thread in self._homes():
@@ -603,9 +607,10 @@ _Registered = Any
 
 
 class _Failure:
-    """Stands for an error in torch's C++ half: a weak way to the error, and an equal one in case it is gone. Raising
-    fills in the traceback, whose frames often hold the Future. The garbage collector does not see that cycle through
-    C++: with the error itself there, Future and frames would never be freed.
+    """Stands for an error in torch's C++ half: a weak way to the error, and an equal one in case it is gone.
+
+    Raising fills in the traceback, whose frames often hold the Future. The garbage collector does not see that cycle
+    through C++: with the error itself there, Future and frames would never be freed.
     """
 
     __slots__ = ("future", "twin")

@@ -187,8 +187,10 @@ def leave(turn: SocketTurn) -> None:
 
 
 def give_back() -> None:
-    """The calling thread is about to block: end its turns. They stay in the list until `leave`: an interrupted frame
-    may be about to take its lock, and goes on until it looks at its turn.
+    """The calling thread is about to block: end its turns.
+
+    They stay in the list until `leave`: an interrupted frame may be about to take its lock, and goes on until it looks
+    at its turn.
     """
     for turn in _turns.mine:
         turn.clear()

@@ -69,11 +69,12 @@ def refused(name: str, hint: str) -> Callable[..., NoReturn]:
 
 @register_safe
 class RemoteModule(Module):
-    """A ``torch.nn.Module`` that is made, and runs, on another worker. The constructor blocks until it exists. The
-    object may be used from any thread, passed to other workers, which use the same module then, and be a part of a
-    local module: ``parameters()`` of that are the local ones, its ``train``, ``eval``, ``state_dict`` and
-    ``load_state_dict`` reach the remote part, and its ``to`` does not. Subclasses travel with their attributes. It is
-    no part of TorchScript.
+    """A ``torch.nn.Module`` that is made, and runs, on another worker.
+
+    The constructor blocks until it exists. The object may be used from any thread, passed to other workers, which use
+    the same module then, and be a part of a local module: ``parameters()`` of that are the local ones, its ``train``,
+    ``eval``, ``state_dict`` and ``load_state_dict`` reach the remote part, and its ``to`` does not. Subclasses travel
+    with their attributes. It is no part of TorchScript.
 
     remote_device: ``"worker"``, ``"worker/device"``, ``"rank:0"`` or ``"rank:0/device"``; the device is the owner's,
         ``cpu`` if not given. A device alone means this worker.
@@ -392,8 +393,10 @@ def _metadata_of(state: object) -> Mapping[str, Any]:
 
 
 def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The state with changed tensors, in torch's type and with the versions of its modules. A tensor of a lazy module
-    that has not run has no shape: it cannot be changed or copied, and is made anew in the host's memory.
+    """The state with changed tensors, in torch's type and with the versions of its modules.
+
+    A tensor of a lazy module that has not run has no shape: it cannot be changed or copied, and is made anew in the
+    host's memory.
     """
     made: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():

@@ -374,9 +374,10 @@ class _Turns:
     def claim(
         self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None
     ) -> Iterator[None]:
-        """Within it no other claim has any of the parameters. seconds: the longest wait, None for no limit. Entering it
-        raises RpcTimeout after that, and RpcCancelled if the handler's caller gave up meanwhile, or if `part`, of a
-        backward pass, has ended.
+        """Within it no other claim has any of the parameters. seconds: the longest wait, None for no limit.
+
+        Entering it raises RpcTimeout after that, and RpcCancelled if the handler's caller gave up meanwhile, or if
+        `part`, of a backward pass, has ended.
         """
         claim = object()
         with self._changed:
@@ -438,8 +439,9 @@ class LocalOptimizer(Closing):
         self.optim: Any = optimizer_class(self._parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> int:
-        """Handler: step with the gradients of a context. Returns the number of gradients. Raises RpcUsageError if the
-        caller takes no part in the context.
+        """Handler: step with the gradients of a context.
+
+        Returns the number of gradients. Raises RpcUsageError if the caller takes no part in the context.
         """
         node, call = serving()
         context, caller = node.gradients.find(context_id), call.caller_id

@@ -103,8 +103,9 @@ class Tls:
 
     cert: this worker's certificate in PEM, followed by intermediate certificates, if any. Its DNS names list the
     workers that may use it: ``*`` stands for any characters (``actor-*``). key: its key, in PEM, without a password,
-    readable by its owner alone. ca: certificates of the authorities of other workers' certificates. verify_names:
-    whether the certificate of a worker has to have its name; if not, any certificate of the authority will do.
+    readable by its owner alone. ca: certificates of the authorities of other workers' certificates.
+    verify_names: whether the certificate of a worker has to have its name; if not, any certificate of the authority
+    will do.
     """
 
     cert: str | os.PathLike[str]
@@ -181,8 +182,9 @@ class _Group:
 
 @dataclass(kw_only=True)
 class LimitOptions(_Group):
-    """How much others may make a worker hold: ``RpcBackendOptions(limits=...)``. Immutable. The reference describes
-    each limit under "What others can make a worker hold".
+    """How much others may make a worker hold: ``RpcBackendOptions(limits=...)``. Immutable.
+
+    The reference describes each limit under "What others can make a worker hold".
 
     max_pending_calls: calls one peer may owe us before ``Overloaded`` is raised here.
     max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``; and as
@@ -292,26 +294,26 @@ class SecurityOptions(_Group):
     """Which workers may join the group, and what members may do: ``RpcBackendOptions(security=...)``. Immutable.
 
     allow: what this worker runs for others; the verb `aiorpc.serve` offers them objects. Patterns for functions, such
-    as ``"actors:step"`` or ``"actors:*"``, for resources, such as ``"queue/samples:put"``, and ``rpc.exposed`` for
-    everything with that mark; one list for all callers, or a dict of lists by role, with ``"*"`` for all other roles.
-    By default, and with ``"*"`` in place of a list, everything. serialization: ``free``: values are pickled, so a
-    caller may run any code here. ``safe``: nothing is unpickled; plain values, containers, tensors, arrays, references,
-    and objects of classes that were registered
+        as ``"actors:step"`` or ``"actors:*"``, for resources, such as ``"queue/samples:put"``, and ``rpc.exposed`` for
+        everything with that mark; one list for all callers, or a dict of lists by role, with ``"*"`` for all other
+        roles. By default, and with ``"*"`` in place of a list, everything.
+    serialization: ``free``: values are pickled, so a caller may run any code here. ``safe``: nothing is unpickled;
+        plain values, containers, tensors, arrays, references, and objects of classes that were registered
         (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `allow` is ``rpc.exposed``
         then, with all queues, published values and barriers, if it is not set.
     tls: files by which workers prove their identity; all TCP connections then use TLS 1.3, on all workers or on none.
-    None takes the files that AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set. secret_file: the
-    file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None takes the file
-    that AIORPC_SECRET_FILE names, if it is set. require_secret: whether a worker needs AIORPC_SECRET to join. None: it
-    does if members of the group, or the store
+        None takes the files that AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
+    secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
+        takes the file that AIORPC_SECRET_FILE names, if it is set.
+    require_secret: whether a worker needs AIORPC_SECRET to join. None: it does if members of the group, or the store
         where they meet, are on another host, in another container or of another user, and there are no certificates
         (`tls`) that bear the names of workers. False: the group's secret then goes through the store, and anyone who
         reaches the store may run code on all workers; with `tls` it does not, and any certificate of the authority will
         do. The same on all workers.
     authenticate_frames: whether all frames on TCP connections have an authentication code (a keyed hash over a counter
-    and the bytes); a host in between can then end a connection but not change its bytes. The same on all workers. Costs
-    large tensors over fast networks a tenth to a third of their speed. Unix sockets need
-        none, and neither does TLS, which does the same.
+        and the bytes); a host in between can then end a connection but not change its bytes. The same on all workers.
+        Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need none, and neither
+        does TLS, which does the same.
     """
 
     allow: Allow = None
@@ -346,25 +348,26 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     """Options of one worker. Read once, at init.
 
     limits, network, security: groups of options, each with a class of its own. An option of a group may be given by its
-    own name as well, ``RpcBackendOptions(max_queued_calls=100)``, and is read and set by that:
+        own name as well, ``RpcBackendOptions(max_queued_calls=100)``, and is read and set by that:
         ``options.max_queued_calls``. RpcUsageError for an option that is given both ways.
     num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; a thread that waits for a
-    nested call does not count. Calls of other workers have some more, an eighth and at least one, because handlers may
-    never return. With 1 there are no more: handlers run one after the other. rpc_timeout: the default timeout of calls,
-    and of init, in seconds; 0 means no limit. init_method: where the workers meet: ``env://``, ``tcp://host:port`` or
-    ``file:///path``.
+        nested call does not count. Calls of other workers have some more, an eighth and at least one, because handlers
+        may never return. With 1 there are no more: handlers run one after the other.
+    rpc_timeout: the default timeout of calls, and of init, in seconds; 0 means no limit.
+    init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
     switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives, unless that is shorter already: how
         long calls wait for the interpreter beside a thread that computes in Python; None leaves it alone.
     busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
         waits are no longer than that on average. So many, but 0.0002 at most, the loop and a thread of handlers stay
-        awake after each message, where the next one comes so soon. 0 turns both off: less latency for the price of
-        idle time.
+        awake after each message, where the next one comes so soon. 0 turns both off: less latency for the price of idle
+        time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
     shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
-    ``async with``; 0 means no limit. newcomer_grace: in a free group, seconds for which calls to an unknown name wait
-    for a worker of that name, counted from the first call; 0: they do not wait. device_maps: where tensors go, by the
-    name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
+        ``async with``; 0 means no limit.
+    newcomer_grace: in a free group, seconds for which calls to an unknown name wait for a worker of that name, counted
+        from the first call; 0: they do not wait.
+    device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
     devices: the CUDA devices that this worker uses; if empty, those that its own maps and those of others name.
@@ -393,8 +396,9 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     serve: InitVar[Allow] = None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an option. Raises RpcUsageError for an unknown name. A subclass with more options annotates them, as this
-        class does.
+        """Set an option. Raises RpcUsageError for an unknown name.
+
+        A subclass with more options annotates them, as this class does.
         """
         if name in _GROUPS:
             raise RpcUsageError(f"{name} is given as options are made; set each of its options by its own name")
@@ -434,8 +438,9 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
             setattr(self, option, getattr(group, option))
 
     def _validate(self) -> None:
-        """Raise RpcUsageError naming the first invalid option; DeviceMapError for devices and their maps. Brings
-        options with several forms (a timedelta, a list) into the type of their fields.
+        """Raise RpcUsageError naming the first invalid option; DeviceMapError for devices and their maps.
+
+        Brings options with several forms (a timedelta, a list) into the type of their fields.
         """
         for group in _GROUPS.values():
             group._check(self)

@@ -26,8 +26,10 @@ Watched: TypeAlias = dict[asyncio.Future[Any], Overseen]
 
 class _Overseer:
     """Checks the deadlines of Futures that are awaited on this loop and settled by another one, which may be blocked or
-    not run. There is one timer for all of them, because a timer for each would cost more than awaiting it. A waiter in
-    `watched` gets an error if its Future will never settle here.
+    not run.
+
+    There is one timer for all of them, because a timer for each would cost more than awaiting it. A waiter in `watched`
+    gets an error if its Future will never settle here.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -65,7 +67,7 @@ _here = _Here()
 
 
 def oversee(future: Overseen, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> Watched:
-    """Watch a Future of another loop that is awaited on the running one. At the end, delete the waiter from the result."""
+    """Watch a Future of another loop that is awaited on the running one. Delete the waiter from the result at last."""
     overseer = _here.overseer
     if overseer is None or overseer.loop() is not loop:
         overseer = _here.overseer = _Overseer(loop)

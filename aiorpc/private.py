@@ -11,9 +11,10 @@ _OF_OTHERS = stat.S_IRWXO
 
 
 def exposure(status: os.stat_result) -> str | None:
-    """Which other users may read or change a file, and the modes that are accepted; None if no other user may. The file
-    must be this user's or root's, without rights for others. A file of root may be readable by a group of this process,
-    because Kubernetes mounts secrets for pods with `fsGroup` in this way; PostgreSQL accepts the same.
+    """Which other users may read or change a file, and the modes that are accepted; None if no other user may.
+
+    The file must be this user's or root's, without rights for others. A file of root may be readable by a group of this
+    process, because Kubernetes mounts secrets for pods with `fsGroup` in this way; PostgreSQL accepts the same.
     """
     mode = stat.S_IMODE(status.st_mode)
     shared = mode & (_OF_GROUP | _OF_OTHERS)

@@ -1,6 +1,7 @@
-"""What a worker runs for others: the option ``allow`` and the decorator `exposed`. Decides by names, without I/O. A
-rule is for callers of one role. It is a list of patterns for names on the wire (``module:qualname``), and of `exposed`,
-which stands for everything with the mark of this decorator. A method of a reference's value has the name
+"""What a worker runs for others: the option ``allow`` and the decorator `exposed`. Decides by names, without I/O.
+
+A rule is for callers of one role. It is a list of patterns for names on the wire (``module:qualname``), and of
+`exposed`, which stands for everything with the mark of this decorator. A method of a reference's value has the name
 ``module:Class.method``; fetching the value is the method ``to_here``. Resources (`RESOURCES`: queues, published values,
 objects, barriers) have patterns ``kind/name:verb``. A module has no '/' in its name, so no pattern is of both sorts.
 `exposed` allows no resources.
@@ -47,10 +48,11 @@ T = TypeVar("T")
 
 
 def exposed(fn: T) -> T:
-    """Mark a function, a method or a class that other workers may call, for rules that have ``rpc.exposed``. The mark
-    of a class allows making instances, calling their public methods, inherited ones included, and fetching them. The
-    mark of a method allows this method alone. Without such a rule in the option ``allow`` the mark changes nothing.
-    With ``@staticmethod`` and ``@classmethod`` it may be written on either side.
+    """Mark a function, a method or a class that other workers may call, for rules that have ``rpc.exposed``.
+
+    The mark of a class allows making instances, calling their public methods, inherited ones included, and fetching
+    them. The mark of a method allows this method alone. Without such a rule in the option ``allow`` the mark changes
+    nothing. With ``@staticmethod`` and ``@classmethod`` it may be written on either side.
 
     Raised here: RpcUsageError for an object that takes no mark, such as a property.
     """
@@ -79,8 +81,9 @@ def check_role(role: object) -> str:
 
 
 def frozen(allow: object) -> Any:
-    """The option ``allow`` as an immutable value: None, a tuple, or a new dict of tuples by role. Raises RpcUsageError
-    for an invalid rule.
+    """The option ``allow`` as an immutable value: None, a tuple, or a new dict of tuples by role.
+
+    Raises RpcUsageError for an invalid rule.
     """
     if allow is None:
         return None
@@ -164,7 +167,9 @@ class Rights:
 
     def allowed(self, role: str, name: str, found: object = None, within: type | None = None) -> bool:
         """Whether callers of a role may run a function by its name. found: the object of the name; within: the class
-        that it was found in. Marks are looked up on these; without them the name alone decides.
+        that it was found in.
+
+        Marks are looked up on these; without them the name alone decides.
         """
         rule = self._of(role)
         if rule.matches(name):
@@ -179,8 +184,10 @@ class Rights:
         return rule.everything or name in rule.exact
 
     def allowed_method(self, role: str, kind: type, method: str) -> bool:
-        """Whether callers of a role may call a method of a value of class `kind`. A rule for the class counts, and a
-        rule for the class that it inherits the method from. The method may be an attribute of the instance alone.
+        """Whether callers of a role may call a method of a value of class `kind`.
+
+        A rule for the class counts, and a rule for the class that it inherits the method from. The method may be an
+        attribute of the instance alone.
         """
         owner = next((base for base in kind.__mro__ if method in base.__dict__), kind)
         found = owner.__dict__.get(method, _NOTHING)
@@ -191,8 +198,9 @@ class Rights:
         return self.allowed(role, f"{name_of_class(kind)}.{FETCH}", kind)
 
     def allowed_resource(self, role: str, kind: str, name: str, verb: str) -> bool:
-        """Whether callers of a role may use a verb of a resource. kind, verb: as in `RESOURCES`. The rule for
-        everything allows it, `exposed` does not.
+        """Whether callers of a role may use a verb of a resource. kind, verb: as in `RESOURCES`.
+
+        The rule for everything allows it, `exposed` does not.
         """
         rule = self._of(role)
         return rule.everything or rule.matches_resource(kind, name, verb)

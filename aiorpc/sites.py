@@ -45,8 +45,9 @@ def outside(package: str) -> FrameType:
 
 
 class Spates:
-    """Limits the log lines of repeated failures. Any thread, also in the garbage collector: no locks. Concurrent
-    threads may log one line more or less.
+    """Limits the log lines of repeated failures. Any thread, also in the garbage collector: no locks.
+
+    Concurrent threads may log one line more or less.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
-"""The blocking verbs for ordinary scripts, with the names and signatures of ``torch.distributed.rpc``. They add no
-logic: `init_rpc` runs a worker on a loop in a thread of its own, and the other verbs wait for the worker's Futures. A
-verb that would block its worker's loop raises WouldBlockLoop, which names what to await.
+"""The blocking verbs for ordinary scripts, with the names and signatures of ``torch.distributed.rpc``.
+
+They add no logic: `init_rpc` runs a worker on a loop in a thread of its own, and the other verbs wait for the worker's
+Futures. A verb that would block its worker's loop raises WouldBlockLoop, which names what to await.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def init_rpc(
 
 def host(worker: Worker) -> None:
     """Start a worker on a loop in a thread of its own, which `shutdown` ends; blocks until its group is complete.
+
     Raises the errors of `Worker.start`; RpcUsageError if this process has a worker already.
     """
     running = registry.nodes()
@@ -113,12 +115,14 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
     """Leave the group, then end the worker's loop and thread; blocks. Nothing happens if there is no worker.
 
     graceful: finish what was accepted. In a fixed group serve until every live member has called this, too. False
-    leaves at once. Verbs of other threads raise WorkerClosed from then on, and their waits after 3 s. timeout: seconds
-    for all of it, 0 for no limit; the option ``shutdown_timeout`` if None.
+        leaves at once. Verbs of other threads raise WorkerClosed from then on, and their waits after 3 s.
+    timeout: seconds for all of it, 0 for no limit; the option ``shutdown_timeout`` if None.
 
     Returns the lost members, whether the time was up, and the references that were still alive. From any thread but the
-    loop's. Raised here: WouldBlockLoop on the loop's thread; RpcUsageError if the worker runs on a loop of yours:
-    ``await worker.shutdown()`` there.
+    loop's.
+
+    Raised here: WouldBlockLoop on the loop's thread; RpcUsageError if the worker runs on a loop of yours: ``await
+    worker.shutdown()`` there.
     """
     if registry.nodes():
         worker: Any = registry.get().worker

@@ -1,6 +1,8 @@
-"""Threads that begin without context variables, and blocking functions that are awaited in a thread. From Python 3.14
-on ``-X thread_inherit_context=1``, the default of free-threaded builds, gives a new thread the variables of the thread
-that starts it. The runtime's threads serve many callers, who must not see each other's variables.
+"""Threads that begin without context variables, and blocking functions that are awaited in a thread.
+
+From Python 3.14 on ``-X thread_inherit_context=1``, the default of free-threaded builds, gives a new thread the
+variables of the thread that starts it. The runtime's threads serve many callers, who must not see each other's
+variables.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def waits_in_main_thread() -> bool:
 
 async def run_in_thread(function: Callable[[], T], name: str) -> T:
     """Run a blocking function in a thread of its own, and await it. If the task is cancelled, the thread runs on.
+
     Raises Overloaded if no thread can be started.
     """
     loop = asyncio.get_running_loop()

@@ -1,4 +1,5 @@
 """The types of the verbs' results: handles, results and records. aiorpc makes them; programs name them in annotations.
+
 See the verb for each: `aiorpc.peer` returns a `PeerHandle`, `aiorpc.group` a `PeerGroup`, `aiorpc.serve` a
 `ServedObject`, `aiorpc.queue` a `QueueHandle`, `aiorpc.stream` a `Stream`, `aiorpc.publish` a `Publication`,
 `aiorpc.subscribe` a `Subscription`.

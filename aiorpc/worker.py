@@ -1,5 +1,6 @@
-"""`Worker`, which the program makes. It exists before it joins. Once it has joined, its `Node` has its parts. Its
-`Lifecycle` joins and leaves.
+"""`Worker`, which the program makes.
+
+It exists before it joins. Once it has joined, its `Node` has its parts. Its `Lifecycle` joins and leaves.
 """
 
 from __future__ import annotations
@@ -385,8 +386,10 @@ class Worker:
         A graceful shutdown closes the door, finishes what was accepted before, and leaves. In a free group the door
         closes now. In a fixed group it closes when every live member has called its own shutdown; calls under way then
         have ``rpc_timeout``. When the door has closed, new calls of this worker's program raise WorkerClosed, and its
-        waits do so after 3 s. graceful: False leaves at once, even while a graceful shutdown waits. timeout: seconds
-        for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
+        waits do so after 3 s.
+
+        graceful: False leaves at once, even while a graceful shutdown waits.
+        timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
 
         Returns the lost members and the references that were still alive. After it no thread, task or socket of the
         worker is left, except for a thread inside torch if the store has not answered for 5 s (with a warning). A
@@ -423,8 +426,9 @@ class Worker:
         await self._lifecycle.drop()
 
     def _loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
-        """The loop has ended although the worker is running: close the worker at once. Returns a coroutine with the
-        rest, which needs one more run of the loop.
+        """The loop has ended although the worker is running: close the worker at once.
+
+        Returns a coroutine with the rest, which needs one more run of the loop.
         """
         return self._lifecycle.loop_ended(cause)
 

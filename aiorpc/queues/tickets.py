@@ -43,7 +43,8 @@ class Tickets:
     def redeem(self, worker: int, place: int, taken: Sequence[Taken]) -> bool:
         """Whether the worker was given all these items and has put none of them back. From now on it has.
 
-        worker: its unique id, so a later worker in its place has nothing to put back. place: its place, for `forget`.
+        worker: its unique id, so a later worker in its place has nothing to put back.
+        place: its place, for `forget`.
         """
         used, floor = self._used.get(place, ({}, 0))
         numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}

@@ -116,8 +116,9 @@ class PeerGroup:
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> GroupCall[Any]:
-        """`call` with torch's arguments. timeout: seconds, negative for the group's, 0 for no limit. quorum: see
-        `aiorpc.group`; None for the group's.
+        """`call` with torch's arguments. timeout: seconds, negative for the group's, 0 for no limit.
+
+        quorum: see `aiorpc.group`; None for the group's.
         """
         if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
             args, kwargs = check_arguments(args, kwargs)
@@ -257,8 +258,9 @@ class PeerGroup:
         ``for`` does the same in a thread that may block. Results come in the order of items. At most two items for each
         member are under way or wait to be taken (back-pressure), so the map takes items only as the program takes
         results. An item that fails raises its error in its place; with ``retries=`` an item whose member was lost goes
-        to another member. Leaving the loop early cancels the calls under way. Raised here, with nothing sent:
-        RpcUsageError if `items` is not iterable.
+        to another member. Leaving the loop early cancels the calls under way.
+
+        Raised here, with nothing sent: RpcUsageError if `items` is not iterable.
         """
         site, many = call_site(sys._getframe(1)), 0
 
@@ -286,8 +288,9 @@ class PeerGroup:
         ``for`` does the same in a thread that may block. The items of one member are in their order. A member that
         fails or is lost does not end the others. The timeout is for each item.
 
-        Raised here: the errors of `aiorpc.stream`; RpcUsageError for groups with ``retries=``. Raised after the last
-        item: GroupError, if members failed.
+        Raised here: the errors of `aiorpc.stream`; RpcUsageError for groups with ``retries=``.
+
+        Raised after the last item: GroupError, if members failed.
         """
         return self._stream(function, args, kwargs, self._options.timeout)
 
@@ -374,7 +377,9 @@ class PeerGroup:
         """Wait until every member has come to a barrier; each member calls this, on a group of the same members.
 
         Returns a Future, to await or to wait for. After a cancel or a timeout this worker is not at the barrier any
-        more. tag: which barrier; two tags are two barriers.
+        more.
+
+        tag: which barrier; two tags are two barriers.
 
         Raised here: RpcUsageError for a worker that is no member; UnknownWorker for a member that has not joined yet,
         which `aiorpc.wait_for` waits for.

@@ -238,8 +238,9 @@ class Sending:
         return call
 
     def flush(self) -> None:
-        """Send the calls with large buffers, in a thread if that would take too long here. Shared memory gets one copy
-        for all workers that can borrow it.
+        """Send the calls with large buffers, in a thread if that would take too long here.
+
+        Shared memory gets one copy for all workers that can borrow it.
         """
         parcels, self._parcels = self._parcels, []
         if any(link.distribution.too_long_for_loop(message.buffers) for _, link, message in parcels):

@@ -166,8 +166,10 @@ class AutogradContext:
     # --- recording ----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts) -> Recorded | None:
-        """Record the tensors that require gradients. Returns their record for the message to a peer, or None without
-        any. untracked: types of tensors that are not recorded.
+        """Record the tensors that require gradients.
+
+        Returns their record for the message to a peer, or None without any. untracked: types of tensors that are not
+        recorded.
         """
         places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
@@ -225,7 +227,9 @@ class AutogradContext:
         kept: KeptForOthers | None = None,
     ) -> None:
         """Add to the gradients of leaves of this worker. arrival: returns the arrival of sums on devices. kept: counts
-        the gradients of leaves that had none. Raises Overloaded; nothing is added then.
+        the gradients of leaves that had none.
+
+        Raises Overloaded; nothing is added then.
         """
         with self.lock:
             if kept is not None and self.brought_by is not None:
@@ -344,8 +348,8 @@ class Tape:
         counts: KeptForOthers | None = None,
         on_untracked: Callable[[PeerForContexts], None] | None = None,
     ) -> None:
-        """to: the receiver. counts: counts the recorded tensors for the receiver. on_untracked: called if a tensor that
-        requires gradients is sent without a past.
+        """to: the receiver. counts: counts the recorded tensors for the receiver.
+        on_untracked: called if a tensor that requires gradients is sent without a past.
         """
         self.untracked: type | tuple[()] = context.untracked
         self._context = context
@@ -355,6 +359,7 @@ class Tape:
 
     def record(self, tensors: Sequence[Tensor], on_unsent: list[Callable[[], None]]) -> Recorded | None:
         """Record the tensors of the message; None if none require gradients. on_unsent: gets a function that undoes it.
+
         Raises Overloaded.
         """
         untracked = self.untracked
@@ -566,9 +571,10 @@ class Gradients:
     def receive(
         self, peer: PeerForContexts, said: Recorded, tensors: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Past | None]:
-        """The tensors of a message from a peer, each as the output of a graph node that stands for its past. Also
-        returns a function that does the same for a tensor inside of the pickle, given its number there; None if there
-        are none. Both raise ProtocolError and Overloaded.
+        """The tensors of a message from a peer, each as the output of a graph node that stands for its past.
+
+        Also returns a function that does the same for a tensor inside of the pickle, given its number there; None if
+        there are none. Both raise ProtocolError and Overloaded.
         """
         assert peer.record is not None, "a message came from it"
         try:

@@ -43,8 +43,10 @@ class KeptForOthers:
         self._leaf_bytes: dict[PeerForContexts, int] = {}
 
     def keep(self, context: CountedContext, peer: PeerForContexts, count: int) -> None:
-        """Count `count` more pieces (fewer, if negative) of a context for a peer. A piece takes about 1 KiB: a tensor
-        from the peer or in an answer to it, `_NAMES_IN_ONE` names, or a pass. Raises Overloaded.
+        """Count `count` more pieces (fewer, if negative) of a context for a peer.
+
+        A piece takes about 1 KiB: a tensor from the peer or in an answer to it, `_NAMES_IN_ONE` names, or a pass.
+        Raises Overloaded.
         """
         most = self._engine.options.max_references
         with self._lock:
@@ -58,8 +60,9 @@ class KeptForOthers:
             context.kept[peer] = context.kept.get(peer, 0) + count
 
     def hold(self, peer: PeerForContexts, size: int) -> None:
-        """Count bytes of gradients that have come from a peer and wait. Raises Overloaded if others of the peer wait,
-        and all together are too many.
+        """Count bytes of gradients that have come from a peer and wait.
+
+        Raises Overloaded if others of the peer wait, and all together are too many.
         """
         most = self._engine.options.max_queued_bytes
         with self._lock:
@@ -81,8 +84,10 @@ class KeptForOthers:
                 self._waiting.pop(peer, None)
 
     def make_room(self, context: CountedContext, size: int) -> None:
-        """Count bytes of gradients of leaves in a context. Raises Overloaded if the worker that brought the context has
-        brought others with gradients, and all together are too many.
+        """Count bytes of gradients of leaves in a context.
+
+        Raises Overloaded if the worker that brought the context has brought others with gradients, and all together are
+        too many.
         """
         peer = context.brought_by
         if peer is None or not size:

@@ -1,6 +1,7 @@
-"""Messages that leave with the next message to the same worker, or by themselves a little later. A message wakes up the
-other end, and its answer the loop here. In a program that trains step after step the next message follows soon, and
-saves both.
+"""Messages that leave with the next message to the same worker, or by themselves a little later.
+
+A message wakes up the other end, and its answer the loop here. In a program that trains step after step the next
+message follows soon, and saves both.
 """
 
 from __future__ import annotations

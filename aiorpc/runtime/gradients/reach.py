@@ -1,5 +1,6 @@
-"""The targets of gradients: the leaves and received tensors in which a worker's part of a graph ends. Each target has a
-bit, and each node the bits of all targets that it leads to.
+"""The targets of gradients: the leaves and received tensors in which a worker's part of a graph ends.
+
+Each target has a bit, and each node the bits of all targets that it leads to.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ Hooks = Mapping[int, Callable[..., object]]
 
 
 class Leaf(NamedTuple):
-    """A leaf of one graph: the tensor, the edge of its ``AccumulateGrad`` node, and the node's hooks. A pass uses the
-    edge, because the tensor may have lost the node since (the program froze it) or have a new one (it changed type or
-    device); the graphs of a context may contain both. Passes do not run the node, which would write to ``.grad``; they
-    run its hooks. prehooks, posthooks: torch's own dictionaries, with hooks that are registered later, too.
+    """A leaf of one graph: the tensor, the edge of its ``AccumulateGrad`` node, and the node's hooks.
+
+    A pass uses the edge, because the tensor may have lost the node since (the program froze it) or have a new one (it
+    changed type or device); the graphs of a context may contain both. Passes do not run the node, which would write to
+    ``.grad``; they run its hooks. prehooks, posthooks: torch's own dictionaries, with hooks that are registered later,
+    too.
     """
 
     tensor: Tensor
@@ -107,8 +110,9 @@ _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 
 
 class Reach:
-    """The targets of each node of a graph, in one context at one worker. Any thread. Graphs only grow, so results stay
-    true.
+    """The targets of each node of a graph, in one context at one worker. Any thread.
+
+    Graphs only grow, so results stay true.
     """
 
     def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:

@@ -46,9 +46,10 @@ class Content(NamedTuple):
     """A value that was taken apart.
 
     bodies: the message for readers that run our main module, and a second one for other readers if it differs. If the
-    second has buffers of its own, it says how many of the first ones are not its own; its own are the last. buffers:
-    the bytes of the tensors, borrowed from them. spans, size: where the buffers will lie, and the bytes of all. marks:
-    events of devices that copy into the buffers; wait for them before reading.
+    second has buffers of its own, it says how many of the first ones are not its own; its own are the last.
+    buffers: the bytes of the tensors, borrowed from them. spans, size: where the buffers will lie, and the bytes of
+    all.
+    marks: events of devices that copy into the buffers; wait for them before reading.
     """
 
     bodies: tuple[bytes, ...]

@@ -38,8 +38,10 @@ T = TypeVar("T")
 
 
 class Names:
-    """The leases of all names for one worker. On the loop. read_here: returns the names that are read here. lost:
-    called with a name that this worker publishes and another one has in the store.
+    """The leases of all names for one worker. On the loop.
+
+    read_here: returns the names that are read here. lost: called with a name that this worker publishes and another one
+    has in the store.
     """
 
     def __init__(self, home: Home, read_here: Callable[[], Collection[str]], lost: Callable[[str], None]) -> None:

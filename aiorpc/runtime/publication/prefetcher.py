@@ -98,8 +98,9 @@ class ArrivedVersion(NamedTuple):
 class Prefetcher:
     """Fetches for one subscription. On the loop; any thread may call `take`, `forget` and `close_later`.
 
-    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none. kept: that version,
-    for readers that come when its publisher has gone; None if the program may have changed its bytes.
+    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none.
+    kept: that version, for readers that come when its publisher has gone; None if the program may have changed its
+    bytes.
     """
 
     def __init__(

@@ -39,8 +39,9 @@ class PublishedVersion(Generic[T_co]):
 
 
 class Publication:
-    """A published version, at its publisher. From any thread. name: under which it was published. version: its number,
-    from 1 on.
+    """A published version, at its publisher. From any thread.
+
+    name: under which it was published. version: its number, from 1 on.
     """
 
     def __init__(
@@ -139,8 +140,9 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
     def newest(self) -> PublishedVersion[T_co] | None:
         """The newest version, without waiting; None if nothing newer has come. Any thread, also a loop's.
 
-        For a program that goes on with the version that it has. None once the subscription has ended, too. Raised here:
-        the errors of a turn, apart from RpcTimeout.
+        For a program that goes on with the version that it has. None once the subscription has ended, too.
+
+        Raised here: the errors of a turn, apart from RpcTimeout.
         """
         try:
             arrival = self._prefetcher.take(None)

@@ -25,8 +25,10 @@ _AT_ONCE = 256
 
 
 class ToldLeases:
-    """Checks announced leases. On the loop. read_here: returns the names that are read here. take: takes a name and its
-    lease in the store, or None. stand_in: takes an announced lease while the store does not answer.
+    """Checks announced leases. On the loop.
+
+    read_here: returns the names that are read here. take: takes a name and its lease in the store, or None. stand_in:
+    takes an announced lease while the store does not answer.
     """
 
     def __init__(

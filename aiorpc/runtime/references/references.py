@@ -86,9 +86,10 @@ class LeakedReference:
 
 
 class _ValueFuture(Future[object]):
-    """The Future of the value of a reference. Its waiters do not own it, so they cannot cancel it. Each waiter gets a
-    copy of the error: the original lives as long as a handle of the reference, and the frames in its traceback usually
-    hold such a handle.
+    """The Future of the value of a reference. Its waiters do not own it, so they cannot cancel it.
+
+    Each waiter gets a copy of the error: the original lives as long as a handle of the reference, and the frames in its
+    traceback usually hold such a handle.
     """
 
     def cancel(self, msg: object = None) -> bool:
@@ -122,8 +123,9 @@ class References:
         *,
         members: set[int] | None = None,
     ) -> None:
-        """handle_class: the class of received handles, and of results of `remote`. members: the possible ids of workers
-        of the group; None if others may join.
+        """handle_class: the class of received handles, and of results of `remote`.
+
+        members: the possible ids of workers of the group; None if others may join.
         """
         self.engine: Engine = worker.engine
         self.handle_class = handle_class
@@ -228,8 +230,9 @@ class References:
             self.end_waits(rref, future)
 
     def end_waits(self, rref: ReferenceId, creation: Future[object]) -> None:
-        """The creation of a value has failed here: fail this worker's calls to the value. The owner may never answer
-        them, and they may have no timeout. Any thread.
+        """The creation of a value has failed here: fail this worker's calls to the value.
+
+        The owner may never answer them, and they may have no timeout. Any thread.
         """
         error, peer = creation._error, getattr(creation, "peer", None)
         if peer is not None and error is not None and issubclass(type(error), RpcError) and not came_from_afar(error):
@@ -254,9 +257,10 @@ class References:
         return handles
 
     def _load_lent(self, passed: PassedReference, sender: int) -> RRef[object]:
-        """A handle of a value here that the sender keeps until its call has ended. It is not counted, because it has
-        the value. A handle of a value that does not exist yet is counted. If the sender has given up the call, the
-        value may be gone; the handle then names nothing.
+        """A handle of a value here that the sender keeps until its call has ended.
+
+        It is not counted, because it has the value. A handle of a value that does not exist yet is counted. If the
+        sender has given up the call, the value may be gone; the handle then names nothing.
         """
         rref, owner, _, _ = passed
         if owner != self.engine.id:
@@ -470,8 +474,9 @@ class References:
         self._release(freed)
 
     def _carry_out(self, outputs: Sequence[Output], *, later: bool = False) -> list[_Freed]:
-        """Carry out the table's outputs, under the lock. later: messages leave with the next one, or `flush`. Returns
-        the values without holders; the caller drops them after releasing the lock.
+        """Carry out the table's outputs, under the lock. later: messages leave with the next one, or `flush`.
+
+        Returns the values without holders; the caller drops them after releasing the lock.
         """
         freed = []
         for output in outputs:
