@@ -150,13 +150,13 @@ def put_together(
     """
     if type(body) is not bytes:
         raise ProtocolError("a version without what it says of its value")
-    values = read_values(body)
-    if len(values.values) == 2:
-        body, others = values.values
+    message = read_values(body)
+    if len(message.values) == 2:
+        body, others = message.values
         if type(body) is not bytes or type(others) is not int or not 0 <= others <= len(spans):
             raise ProtocolError("a version in a form that is none")
-        said, spans = read_values(body), spans[others:]
-    if plain and not engine.safe and not names_nothing(said.pickled):
+        message, spans = read_values(body), spans[others:]
+    if plain and not engine.safe and not names_nothing(message.pickled):
         raise NotAllowed(
             f"worker {engine.name!r} has a rule in its option allow for the role of who has published this, or has "
             "handed it on, and reads no pickle of it that names a class or a function, as that of a dict of tensors "
@@ -165,9 +165,9 @@ def put_together(
     view = memoryview(data)
     segments = [view[start : start + length] for start, length in spans]
     if device is None:
-        values = decode(said, segments, _no_references, safe=engine.safe)
+        values = decode(message, segments, _no_references, safe=engine.safe)
     else:
-        values = _decode_on(device, said, segments, engine.safe)
+        values = _decode_on(device, message, segments, engine.safe)
     if len(values) != 1:
         raise ProtocolError(f"a version with {len(values)} values")
     return values[0]
