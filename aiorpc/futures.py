@@ -365,7 +365,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         gate = threading.Lock()
         gate.acquire()
         self._callbacks.append(gate)
-        if self._state != PENDING and self._remove_callback(gate):  # whoever settles it runs the others
+        if self._state != PENDING and self._remove_callback(gate):  # the settler runs the others
             return
         observer, call = block_observer.get(), served.get()
         if observer is not None:
@@ -399,7 +399,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             if not self._waiters and not self.cancel():  # as there
                 self._mark_seen()
             raise RpcCancelled(given_up)
-        # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
+        # If the callback is gone already, another thread settled it just as the time was up: the outcome is there.
         if not woken and self._remove_callback(gate) and self._state == PENDING:
             raise RpcTimeout(f"waited {timeout:g} s for {self._describe()}", seconds=timeout or 0.0)
 
@@ -464,9 +464,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                     watched = oversee(self, loop, waiter)
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit, WouldBlockLoop):
-                # It was cancelled, its coroutine was dropped, or the overseer says that it would never settle here.
-                # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
-                # If it has settled just now, or another thread is just settling it, with what does not matter any more.
+                # Cancelled, dropped, or it would never settle here (the overseer). If it was the last waiter, tell the
+                # callee; other waiters keep the call alive. If it settles just now, its error does not matter any more.
                 if not self._remove_callback(wake) or not (self._waiters or self.cancel()):
                     self._mark_seen()
                 raise
@@ -481,7 +480,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             return value
         try:
             return self._outcome()
-        except asyncio.CancelledError as error:  # it has ended with that; nobody has cancelled the task that awaits it
+        except asyncio.CancelledError as error:  # its outcome: the awaiting task was not cancelled
             raise RpcCancelled(f"{self._describe()} has ended with {foreign.said(error)}") from None
         finally:
             del self  # see _outcome
@@ -559,7 +558,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             while callbacks:
                 try:
-                    taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
+                    taken += map(callbacks.pop, _FIRST)  # by one call of C: an interrupt cannot lose it
                 except IndexError:  # another thread has come first
                     break
                 callback = taken[0]
@@ -567,7 +566,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if kind is tuple:  # a task that awaits
                     loop, waiter = callback
                     if _running_loop() is not loop:
-                        # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
+                        # A closed loop, perhaps closed just now, has no waiters left: not the settler's error.
                         with contextlib.suppress(RuntimeError):
                             loop.call_soon_threadsafe(wake, waiter)
                     elif not waiter.done():

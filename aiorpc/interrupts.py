@@ -4,18 +4,18 @@
    runtime it is deferred, to the next wait or to the border of the runtime, for `PATIENCE` seconds at most.
 2. That needs a handler of ours, and no look on the path of a call. The first worker installs it if it is started in the
    main thread and SIGINT has Python's default handler; the last one gives that back. Other handlers stay untouched.
-3. What a handler of the program's raises ends a wait, too. In code of the program's that the runtime runs (a callback,
-   `__reduce__`) it is that code's error. Elsewhere it reaches the program as it is and closes the worker: verbs raise
+3. An exception of a program's own handler ends a wait, too. In code of the program that the runtime runs (a callback,
+   `__reduce__`) it is that code's error. Elsewhere it reaches the program unchanged and closes the worker: verbs raise
    WorkerClosed with its name, the others see a goodbye.
-4. A signal handler, a finalizer or a trace function may block in a verb wherever it interrupts this thread: what is
-   about to block gives back the turns at sockets that frames below it have (`give_back`).
+4. A signal handler, a finalizer or a trace function may block in a verb wherever it interrupts this thread: before it
+   blocks, it gives back the turns at sockets of the frames below it (`give_back`).
 
-A wait is a call of `acquire` or `pause`, which hold nothing, and a frame of the runtime is one of a module of aiorpc.
-A deferred signal is sent again by a thread, each millisecond: the next one finds another instruction.
+A wait is a call of `acquire` or `pause`, which hold nothing. A frame of the runtime is a frame of a module of aiorpc.
+A thread sends a deferred signal again each millisecond: the next signal finds another instruction.
 
-Turns. A thread that waits for an answer reads the socket itself, and one that sends writes it. `give_back` empties the
-turns of its thread and has the loop go on from there. The invariant: each step of a turn that others would see is one
-call of C that takes an argument from the turn. The interrupted frame goes on later, and its next such step raises
+Turns. A thread that waits for an answer reads the socket itself, and a thread that sends writes it. `give_back` empties
+the turns of its thread, and the loop goes on from there. The invariant: each visible step of a turn is one call of C
+that takes an argument from the turn. The interrupted frame goes on later, and its next such step raises
 `TurnEnded` and does nothing.
 """
 

@@ -486,10 +486,6 @@ class Publications:
         if publisher is not None:
             publisher.unsure = True
 
-    def reads(self, name: str) -> bool:
-        """Whether a subscription to the name fetches versions here."""
-        return bool(self._readers(name))
-
     def _readers(self, name: str) -> list[Prefetcher]:
         return [prefetcher for prefetcher in self.prefetchers.values() if prefetcher.name == name and prefetcher.reads]
 
