@@ -296,7 +296,7 @@ class Client:
         try:
             return decoder.decode(answer)
         except (MsgspecError, TypeError, ValueError, RecursionError):
-            return ProtocolError(f"{self.describe()} has answered with what is no reply of a queue")
+            return ProtocolError(f"{self.describe()} has not answered with a reply of a queue")
 
     def _refer_to(self, batch: Sequence[PutFuture]) -> None:
         """Make references to the items that stay here, each for as many items as a reference may have."""
@@ -429,11 +429,11 @@ class Client:
         tickets = split_tickets(reply.tickets)
         try:
             if not all(isinstance(each, RRef) for each in references):
-                raise ValueError("references that are none")
+                raise ValueError("values that are not references")
             items = from_wire(reply.items, references, reply.producers)
             return [Taken(ticket, item) for ticket, item in zip(tickets, items, strict=True)]
         except ValueError as refused:
-            return ProtocolError(f"{self.describe()} gives items that are none: {refused}")
+            return ProtocolError(f"{self.describe()} has given invalid items: {refused}")
 
     def _fetch(self, get: GetFuture, items: Sequence[Taken]) -> None:
         """Fetch the items that their producers keep; then give all of them to the `get`."""

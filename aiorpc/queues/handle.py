@@ -249,8 +249,8 @@ class Queue(QueueHandle[T]):
             ) from None
         self._own = Client(node, self.name, self.owner)
         self._node = node
-        self._news = node.events.listen()
-        node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._news)))
+        self._events = node.events.listen()
+        node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._events)))
 
     def close(self) -> None:
         """Stop serving the queue: calls that wait at it raise QueueShutDown. Idempotent. Any thread."""
@@ -265,7 +265,7 @@ class Queue(QueueHandle[T]):
 
     def _end(self) -> None:
         end(self._served)
-        self._node.engine.tasks.spawn(self._news.aclose())
+        self._node.engine.tasks.spawn(self._events.aclose())
 
     def __enter__(self) -> Self:
         return self

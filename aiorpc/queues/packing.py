@@ -168,7 +168,7 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
             raise ProtocolError(f"an item of a queue with {count} buffers; the limit is {2 * MAX_SEGMENTS}")
         lengths = struct.unpack_from(f"<{count}Q", packed, _HEAD.size)
     except struct.error as error:
-        raise ProtocolError(f"an item of a queue that is none: {error}") from None
+        raise ProtocolError(f"an invalid item of a queue: {error}") from None
     layout = layout_of(body, lengths)
     if layout.size != len(packed):
         raise ProtocolError(f"an item of a queue of {len(packed)} bytes that says it has {layout.size}")
@@ -182,7 +182,7 @@ def choose(forms: Sequence[Any], buffers: list[memoryview], main: str) -> tuple[
     Raises ProtocolError for invalid forms, and SerializationError if there is no such form.
     """
     if not all(isinstance(form, kind) for form, kind in zip(forms, _FORMS, strict=True)):
-        raise ProtocolError("an item of a queue in two forms that are none")
+        raise ProtocolError("an item of a queue in two invalid forms")
     origin, named, other, count, others = forms
     if not (0 <= count <= len(buffers) and 0 <= others <= len(buffers)):
         raise ProtocolError(f"an item of a queue with {count} and {others} of {len(buffers)} buffers")

@@ -317,7 +317,7 @@ class ServedQueue:
         try:
             return from_wire(items, references)
         except ValueError as error:
-            raise RpcUsageError(f"queue {self.name!r} got items that are none: {error}") from None
+            raise RpcUsageError(f"queue {self.name!r} got invalid items: {error}") from None
 
     def _put_back(self, items: Sequence[Item]) -> None:
         if self._emptied:
@@ -503,10 +503,10 @@ def _is_kept_by_caller(item: Kept) -> bool:
     return owner == _id_of_caller()
 
 
-async def watch(queue: ServedQueue, news: Listener) -> None:
+async def watch(queue: ServedQueue, events: Listener) -> None:
     """Forget the items of lost workers until the worker ends; then drop the items of the queue."""
     try:
-        async for event in news:
+        async for event in events:
             if isinstance(event, (WorkerLost, WorkerLeft)):
                 queue._on_gone(event.worker)
     finally:

@@ -155,10 +155,10 @@ class Faults:
         RpcUsageError for a kind without an answer ("reply", "item", "cancel", "reference").
         """
         if error is not None and not isinstance(error, RpcError):
-            raise RpcUsageError(f"error must be an RpcError, as calls that cannot be sent raise, not {error!r:.80}")
+            raise RpcUsageError(f"error must be an RpcError, the base of all errors of sending, not {error!r:.80}")
         unheard = _kinds(kinds) - _CALLS
         if unheard:
-            raise RpcUsageError(f"nobody is told when these cannot be sent: {', '.join(sorted(unheard))}")
+            raise RpcUsageError(f"no caller hears that these cannot be sent: {', '.join(sorted(unheard))}")
         return self._add(Fault("fail", _kinds(kinds), error=error, **chosen))
 
     def _add(self, fault: Fault) -> Fault:

@@ -154,13 +154,13 @@ def put_together(
     if len(message.values) == 2:
         body, others = message.values
         if type(body) is not bytes or type(others) is not int or not 0 <= others <= len(spans):
-            raise ProtocolError("a version in a form that is none")
+            raise ProtocolError("a version in an invalid form")
         message, spans = read_values(body), spans[others:]
     if plain and not engine.safe and not names_nothing(message.pickled):
         raise NotAllowed(
-            f"worker {engine.name!r} has a rule in its option allow for the role of who has published this, or has "
-            "handed it on, and reads no pickle of it that names a class or a function, as that of a dict of tensors "
-            "does; publish each tensor by itself, or set serialization='safe'"
+            f"worker {engine.name!r} has a rule in its option allow for the role of a worker that published this, or "
+            "handed it on, and reads no pickle of that role that names a class or a function, as the pickle of a dict "
+            "of tensors does; publish each tensor by itself, or set serialization='safe'"
         )
     view = memoryview(data)
     segments = [view[start : start + length] for start, length in spans]

@@ -136,8 +136,8 @@ class Publications:
             publisher = self.publishers.get(name)
             if publisher is None:
                 raise RpcUsageError(
-                    f"worker {engine.name!r} has unpublished {name!r}, and does not know any more who has version "
-                    f"{version} of it: wait for the delivery first, then unpublish the name"
+                    f"worker {engine.name!r} has unpublished {name!r}, and does not know any more which readers have "
+                    f"version {version} of it: wait for the delivery first, then unpublish the name"
                 )
             publisher.delivered(version, quorum, limit, future)
 

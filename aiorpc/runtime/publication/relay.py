@@ -168,7 +168,7 @@ class Relay(VersionStore):
                 length, future = under_way.popleft()
                 piece = await self._within(patience, future, source)
                 if type(piece) is not torch.Tensor or piece.dtype is not torch.uint8 or piece.shape != (length,):
-                    raise ProtocolError(f"{source.describe()} has sent a piece of {self.name!r} that is none")
+                    raise ProtocolError(f"{source.describe()} has sent an invalid piece of {self.name!r}")
                 stored.data[stored.filled : stored.filled + length] = piece.numpy()
                 self.filled_to(stored, stored.filled + length)
                 if time.monotonic() - self._said_at > _REPORT_LATEST:
