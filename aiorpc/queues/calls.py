@@ -100,7 +100,7 @@ class Calls:
         return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, options=self._options(site))
 
     def _options(self, site: CallSite | None) -> CallOptions:
-        """site: where the call was made; None for one that puts and takes for several callers."""
+        """site: where the call was made; None for a call that puts or takes for several callers."""
         return CallOptions(site=site, begun=site is None, part_of=("queue", self._queue))
 
     def knows_owner(self) -> bool:

@@ -64,8 +64,7 @@ class QueueHandle(Generic[T]):
     # --- putting ------------------------------------------------------------------------------------------------------
 
     def put(self, item: T, *, copy: bool = True, timeout: float | None = None) -> Future[None]:
-        """Put an item in its present state. The Future settles when the item is in the queue; it waits while that is
-        full.
+        """Put an item, in its present state. The Future settles when the item is in the queue, and waits for room.
 
         Items that one handle puts keep their order. Cancelling gives up; the item is in the queue if it arrived before
         that. An item of more than 32 KiB stays with this worker until it is got, so the worker has to stay until then.
@@ -188,7 +187,7 @@ class QueueHandle(Generic[T]):
         return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
     def _bind(self, node: Node) -> Self:
-        """Act for the worker of `node`, and not for the one that is current at the first use."""
+        """Act for the worker of `node`, not for the current worker at the first use."""
         self._made = Client(node, self.name, self.owner)
         return self
 
@@ -217,7 +216,7 @@ class Queue(QueueHandle[T]):
     """
 
     def __init__(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> None:
-        """name: as of `aiorpc.serve`, whose objects have the same names. maxsize: items, 0 for no limit.
+        """name: as of `aiorpc.serve`; queues and objects share their names. maxsize: items, 0 for no limit.
 
         timeout: seconds that its methods have here; None for the worker's ``rpc_timeout``. Raises RpcUsageError for a
         name that is invalid or taken, and for a maxsize below 0; NotInitialized, WorkerClosed. Any thread.

@@ -514,5 +514,5 @@ async def watch(queue: ServedQueue, events: Listener) -> None:
 
 
 def end(queue: ServedQueue) -> None:
-    """End all waits at a queue that is closed."""
+    """End all waits at a closed queue."""
     queue._end()

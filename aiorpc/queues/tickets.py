@@ -63,7 +63,7 @@ class Tickets:
         return True
 
     def forget(self, place: int) -> None:
-        """Forget a worker that is gone."""
+        """Forget a gone worker."""
         self._used.pop(place, None)
 
     def _ticket(self, worker: int, number: int, item: Item) -> bytes:

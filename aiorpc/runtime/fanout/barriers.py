@@ -193,5 +193,5 @@ async def come_to_barrier(
     assert call is not None, "this function is a handler"
     if call.permits is not None:
         call.permits.check_resource("barrier", tag, "come")
-    node: Any = call.node  # a Node: there is nothing else
+    node: Any = call.node  # always a Node
     await node.barriers.arrive(call.caller_id, tag, tuple(members), timeout)

@@ -6,15 +6,15 @@ counts. The thread that enters an outcome checks whether it was the last one nee
     from    event                                                to
     OPEN    a member answers, or will not; others are left       OPEN
     OPEN    the last one does, without a quorum                  settled with Outcomes
-    OPEN    so many have given a value as the quorum asks for    settled with Outcomes; the rest is called off, missing
-    OPEN    too few are left for the quorum                      settled with GroupError; the rest is called off
-    OPEN    cancel                                               settled with RpcCancelled; the rest is called off
+    OPEN    the quorum of values is reached                      settled with Outcomes; the rest is cancelled: missing
+    OPEN    the quorum cannot be reached any more                settled with GroupError; the rest is cancelled
+    OPEN    cancel                                               settled with RpcCancelled; the rest is cancelled
 
 Invariants
-1. Each member has one outcome, the first that comes. What comes after it is over changes nothing.
-2. When it is settled no call of it is under way: those that were are called off, and their callees told so.
-3. Once it is over there are no references from here to the calls, nor from ended calls to here: what they have brought
-   is freed with the outcomes, without the garbage collector.
+1. Each member has one outcome, the first that comes. Outcomes after the end change nothing.
+2. When it settles, no call of it is under way: calls under way are cancelled, and their callees hear that.
+3. Once it is over, it does not refer to its calls, nor do ended calls refer to it: their values are freed with the
+   outcomes, without the garbage collector.
 4. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
 5. Several threads may bring outcomes at once, without a lock: each step is atomic, and changes nothing when repeated.
 """

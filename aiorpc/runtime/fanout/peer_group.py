@@ -335,7 +335,7 @@ class PeerGroup:
     ) -> RRefGroup[object]:
         self._refuse_retries("remote")
         made, create = [], self._home.references.create
-        for peer in self._members.now():  # no comprehension: until Python 3.12 that is a frame more
+        for peer in self._members.now():  # a comprehension has a frame of its own before Python 3.12
             made.append((peer.name, create(peer, function, args, kwargs, timeout, depth=depth)))
         return RRefGroup(self._home, made, self._options)
 
@@ -376,8 +376,7 @@ class PeerGroup:
     def barrier(self, tag: str = "") -> Future[None]:
         """Wait until every member has come to a barrier; each member calls this, on a group of the same members.
 
-        Returns a Future, to await or to wait for. After a cancel or a timeout this worker is not at the barrier any
-        more.
+        Returns a Future, to await or to wait for. Cancelling it, or a timeout, ends this worker's wait at the barrier.
 
         tag: which barrier; two tags are two barriers.
 

@@ -60,9 +60,9 @@ class Content(NamedTuple):
 
 
 def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | None = None) -> Content:
-    """The content of a value that is published under that name. Raises SerializationError.
+    """The content of a value for publication under `name`. Raises SerializationError.
 
-    driver: of the devices that tensors may lie on. What lies there is copied on the current streams of this thread.
+    driver: of the devices that tensors may lie on. Their tensors are copied on the current streams of this thread.
     """
     options = engine.options
     route = None if driver is None else _to_host(driver)

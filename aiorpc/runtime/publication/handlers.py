@@ -71,7 +71,7 @@ def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
     """In a handler: this worker's published values, and the caller, which may not be known as a member yet."""
     call = current_call.get()
     assert call is not None and call.record is not None, "these functions are handlers"
-    node: Any = call.node  # a Node: there is nothing else
+    node: Any = call.node  # always a Node
     return node.publications, call.record
 
 

@@ -63,7 +63,7 @@ class Names:
         self._leases.wake()
 
     def get(self, name: str) -> Lease | None:
-        """The lease to a name that is known here."""
+        """The known lease to a name, or None."""
         return self._leases.get(name)
 
     def holder(self, lease: Lease) -> WorkerRecord | None:

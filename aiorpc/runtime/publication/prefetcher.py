@@ -306,7 +306,7 @@ class Prefetcher:
         # The publisher may have gone before this worker came: the worker that hands the version on names its role.
         named = [each for each in (publisher, None if compares else record, maker) if each is not None]
         roles = {*edition.roles, *(each.role for each in named if each.id != self.engine.id)}
-        edition = replace(edition, roles=sorted(roles))  # for those to whom this worker hands it on
+        edition = replace(edition, roles=sorted(roles))  # for workers that get it from here
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
         if record != publisher:

@@ -386,7 +386,7 @@ class Publications:
             record = None if lease is None else self.names.holder(lease)
             if lease is None or record is not None:
                 return record  # a first publisher will announce itself
-        # A member answers for what it hands on: its role must be one that may publish the name.
+        # A member answers for versions that it hands on: its role must have the right to publish the name.
         kept = [
             (said.kept, record)
             for record, said in await self.names.ask_all(name)
@@ -396,7 +396,7 @@ class Publications:
         return record if newest else None
 
     def _is_read(self, record: WorkerRecord) -> bool:
-        """Whether this worker reads pickles that a member hands on, by that member's role."""
+        """Whether this worker reads pickles from a member, depending on the member's role."""
         return record.id == self._engine.id or not self._engine.rights.limited(record.role)
 
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:

@@ -219,7 +219,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Not supported, also for copies: the first one that is dropped would end the others."""
+        """Not supported, also for copies: dropping one copy would end the others."""
         raise RpcUsageError(
             f"a subscription to {self.name!r} cannot be copied, pickled or sent; subscribe once more, which any worker "
             "of the group can"

@@ -404,7 +404,7 @@ class VersionStore:
                 self._look_at(stored)
 
     def _look_at(self, stored: Stored) -> None:
-        """Drop a version that is not needed."""
+        """Drop a version if it is not needed."""
         if stored is self._newest or stored.holders or stored.answers:
             return
         if stored.filled < len(stored.data) and not stored.abandoned:
