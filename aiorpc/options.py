@@ -28,7 +28,7 @@ SHARE_SIZE = 128 * 1024
 BULK_SIZE = 256 * 1024
 # A buffer on a device holds at least two pieces of 2 MiB: while one is filled the other is on its way.
 MIN_DEVICE_BUFFER = 4 << 20
-# Several times what is received before it is acknowledged at once.
+# Several times the bytes after which a receiver acknowledges at once.
 MIN_UNACKNOWLEDGED = 4 << 20
 # More than any machine has of anything; larger numbers do not fit into a message.
 MOST = 1 << 62
@@ -339,7 +339,7 @@ class SecurityOptions(_Group):
         except RpcUsageError as error:
             text = str(error)
             raise RpcUsageError(text if text.startswith("allow") else f"allow: {text}") from None
-        except Exception as error:  # of what stands in it and cannot be shown
+        except Exception as error:  # of a value in it that cannot be shown
             raise RpcUsageError(f"allow is no rule that can be read: {foreign.said(error)}") from None
 
 
@@ -359,9 +359,9 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives, unless that is shorter already: how
         long calls wait for the interpreter beside a thread that computes in Python; None leaves it alone.
     busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
-        waits are no longer than that on average. So many, but 0.0002 at most, the loop and a thread of handlers stay
-        awake after each message, where the next one comes so soon. 0 turns both off: less latency for the price of idle
-        time.
+        waits are no longer than that on average. The loop and a thread of handlers also stay awake after each message,
+        for this time but at most 0.0002, if the next message usually comes so soon. 0 turns both off: less latency for
+        the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
     shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
         ``async with``; 0 means no limit.

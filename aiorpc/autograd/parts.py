@@ -364,7 +364,7 @@ class Part:
             sink, self._sink = self._sink, None
         if sink is None:
             return ()
-        self._context.accumulate(())  # this thread's streams wait for what `take` has begun on devices
+        self._context.accumulate(())  # this thread's streams wait for work of `take` on devices
         return sink.finish(self._context, failed)
 
     def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Given]) -> None:

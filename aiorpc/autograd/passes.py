@@ -4,7 +4,7 @@ A worker's part of the graph begins at entries: tensors that it has sent, and ro
 leaves, and tensors that it has received. A pass, run by the worker that has the roots:
 
     1.          from the roots, follow received tensors to their senders: which entries get a gradient in this pass.
-                What is behind a tensor came with it; where that was too much, GATHER asks for it
+                The names behind a tensor came with it; if they were too many, GATHER asks for them
     2.          run what can be run here
     3. PLAN     tell each of these workers its entries, with the gradients that there are by now; answered as soon as
                 gradients for entries of ours came out there, with these, or when its part is done
@@ -16,8 +16,8 @@ Invariants
 1. A target is evaluated when all entries of the plan that lead to it have their gradients, and once in a pass. All
    targets that are ready share one run of torch's engine, from those entries. So a node only ever sees complete
    gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
-   A received tensor that was sent on as it came needs no engine for what comes back for it: that is added to what the
-   graph has given, which so need not wait for it (`resent.py`).
+   A received tensor that was sent on unchanged needs no engine for its gradient: that is added to the gradient of the
+   graph, which need not wait for it (`resent.py`).
 2. Entries that no root leads to are in no plan: no worker waits for a gradient that does not come.
 3. A failure (an exception, a lost worker, the deadline) ends the pass on all workers, and so does cancelling it.
    What was accumulated by then stays in the context.

@@ -13,7 +13,7 @@ from ..runtime.gradients.reach import ReceivedTensor, SentName, bits_of
 from .awaited import Awaited
 
 Tensor = torch.Tensor
-# From so many on they are handled here: three times as fast in a chain of 300 calls, ten times in one of 1,000.
+# The fewest that are handled here: three times as fast in a chain of 300 calls, ten times in one of 1,000.
 _MANY = 4
 
 

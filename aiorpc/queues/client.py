@@ -1,4 +1,4 @@
-"""One worker's side of a queue: what it puts and gets there, gathered into few requests.
+"""One worker's side of a queue: its puts and gets, gathered into few requests.
 
 A handle has at most one request under way to put items, and one to take items. Items put or wanted meanwhile go
 together in the next request. Requests have no deadline (`calls`); each Future has its own (`waiting`). A request that

@@ -57,9 +57,9 @@ from .items import (
 from .packing import TOGETHER, hand_over
 from .tickets import TICKET, Tickets, split_tickets
 
-# The owner remembers so many calls of one worker that were withdrawn before they arrived.
+# How many calls of one worker that were withdrawn before they arrived the owner remembers.
 _MOST_WITHDRAWN = 1000
-MOST_TOLD = 100  # `join` reports the last so many lost workers that had items
+MOST_TOLD = 100  # how many lost workers that had items `join` reports; the last ones
 _SHUT = pack(Shut())
 
 #: The number of a call of one worker, for `withdraw`; 0 if the call cannot be withdrawn.

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from .items import Item, Kept, Taken
 
 TICKET = 16  # bytes
-# The owner remembers so many items that one worker put back last, and refuses them if they come twice.
+# How many items that one worker put back the owner remembers; it refuses them if they come twice.
 _MOST_RETURNED = 65_536
 _NUMBER = struct.Struct("<Q")
 _SEALED = struct.Struct("<QQ?")  # the getter, the number, whether the item stays with its producer; the item follows

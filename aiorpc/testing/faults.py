@@ -227,7 +227,7 @@ class _AtWork:
             self._rules.clear()
         self._lanes.flush()
         self._engine.observers = tuple(observer for observer in self._engine.observers if observer is not self)
-        self._lanes.flush()  # what came between
+        self._lanes.flush()  # messages that came in between
         return [rule._raised for rule in rules if rule._raised is not None]
 
     def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:

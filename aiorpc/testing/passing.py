@@ -155,7 +155,7 @@ class Lanes:
             return waiting is not None
 
     def hold(self, lane: Lane, delay: float, send: Callable[[], None]) -> None:
-        """Send it so many seconds later."""
+        """Send it later by some seconds."""
         with self._lock:
             lane = self._lane_behind(lane)
             waiting = self._lanes.setdefault(lane, deque())

@@ -35,7 +35,7 @@ def _init(worker_id: int) -> None:
 
 
 class context:
-    """``with context() as context_id``: what is inside is recorded, on all workers. One at a time in a thread."""
+    """``with context() as context_id``: records the calls inside, on all workers. One at a time in a thread."""
 
     def __init__(self) -> None:
         self._inner = aiorpc_context()

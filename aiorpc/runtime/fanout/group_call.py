@@ -48,7 +48,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     """The Future of a call to several workers: its `Outcomes`, in the order of members.
 
     ``async for name, outcome in call`` gives them as they come; `Outcome.result` has the value or raises the error.
-    Leaving the loop early, and cancelling the task that waits here, calls off what is under way.
+    Leaving the loop early, or cancelling the waiting task, cancels the calls under way.
     """
 
     _executor: Executor | None

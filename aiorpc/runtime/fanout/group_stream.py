@@ -24,8 +24,8 @@ class GroupStream(BlockingIterator[tuple[str, T_co]]):
     """``async for name, item in stream``, or ``for`` in a thread that may block.
 
     Leaving the loop early stops the producers; ``async with`` and ``with`` do so at once. Each producer stops while the
-    consumer does, because its own stream limits what is under way. One consumer at a time: on any running loop, or in a
-    thread.
+    consumer does, because its own stream limits the items under way. One consumer at a time: on any running loop, or in
+    a thread.
     """
 
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream[T_co]]]) -> None:

@@ -17,7 +17,7 @@ _GONE = (PeerLost, PeerLeft, PeerRefused)
 class Outcome(NamedTuple, Generic[T_co]):
     """What one member answered. name: the member. value: what its function returned; None if there is an error.
 
-    error: what it raised, or why there is no answer; None for a value. answered: whether value or error came from it.
+    error: its error, or why there is no answer; None for a value. answered: whether value or error came from it.
     """
 
     name: str

@@ -49,9 +49,9 @@ _infer_type = torch._C._jit_try_infer_type
 # How many left contexts and gone workers are remembered: a late call must not open their contexts again. As many ended
 # passes of a context are remembered.
 _REMEMBERED = 4096
-# A message names up to so many tensors to which the gradient of a tensor goes on; for more the receiver has to ask.
+# The most tensors behind a tensor that a message names; for more the receiver has to ask.
 MOST_BEHIND = 512
-# So many names take about as much memory as one recorded tensor.
+# The number of names that take about as much memory as one recorded tensor.
 _NAMES_IN_ONE = 8
 # Ids of contexts and of passes are integers of 63 bits, like torch's: the id of a worker, and a number in 48 bits, here
 # a random one. If the worker's id takes more than 14 bits (after many joins of a free group), 31 bits are left for the

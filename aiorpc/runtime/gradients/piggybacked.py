@@ -17,7 +17,7 @@ class Flushed(Protocol):
     """The worker that messages wait for (`Peer`)."""
 
     def flush(self) -> None:
-        """Send what is queued. On the loop."""
+        """Send queued messages. On the loop."""
 
 
 class Piggybacked:

@@ -49,9 +49,9 @@ from .version_store import in_background
 
 # Seconds between two tries to get a version after an error that may pass.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
-# The release of a version up to so many bytes waits so many seconds, to travel with the next question.
+# The release of a version up to _LARGE bytes waits _PATIENCE seconds, to travel with the next question.
 _LARGE, _PATIENCE = 64 << 20, 0.2
-# Readers wait for a leader's next version so many times `stalled`; then they pass the leader by.
+# Readers wait this multiple of `stalled` for a leader's next version; then they pass the leader by.
 _MOST_STALLS = 6
 # The most unused views of slots that are kept for the next versions.
 _MOST_IDLE = 4
@@ -278,7 +278,7 @@ class Prefetcher:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         bodies = tuple([each for each in rest if type(each) is bytes])
         self._check(edition, bodies, record, publisher)
-        # What comes by way of another worker is compared, but where any member may have anything run here.
+        # A version through another worker is compared with its digest, unless all members may run anything here.
         others = record not in (publisher, self.engine.record)
         compares = others and not self.engine.rights.unlimited
         view: SlotView | None = None
@@ -292,7 +292,7 @@ class Prefetcher:
                 return
             view, mapped = found
             data = mapped
-            if edition.copy or compares:  # who has lent it could change it after it was compared
+            if edition.copy or compares:  # the lender could change it after the comparison
                 data = await in_background(self.engine, mapped.copy)
         if compares:
             view, mapped = None, None

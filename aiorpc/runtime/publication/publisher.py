@@ -28,7 +28,7 @@ from .leases import StandingLease
 from .readers import AwaitedVersion, Delivery, Readers
 from .version_store import IN_PIECES, Key, Origin, Stored, Subscriber, VersionStore, in_background
 
-# From so many bytes on a copy does not belong on the loop.
+# The least bytes of a copy that is made in a thread, not on the loop.
 _LONG_COPY = 1 << 20
 
 

@@ -152,7 +152,7 @@ class Relay(VersionStore):
         return pure
 
     async def _fill_from(self, stored: Stored, source: WorkerRecord) -> None:
-        """Fetch what is missing, in order, some pieces at a time."""
+        """Fetch the missing pieces, in order, some at a time."""
         size, at = len(stored.data), stored.filled
         # A stalled leader is passed by; the publisher gets a whole rpc_timeout. Counted for each piece, because a slow
         # link needs long for all that are under way.

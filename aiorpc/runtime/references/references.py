@@ -59,7 +59,7 @@ from ..engine.looking import Looking
 from ..links.accelerators import Accelerators
 from .rref import PeerForRRef, PeersForReferences, RRef, WorkerForReferences
 
-# When a call with references arrives, or handles die, the table's messages wait so many seconds and leave together.
+# Seconds for which the table's messages wait when a call with references arrives, or handles die, to leave together.
 # Sent one by one, they would wake up the loops of both workers in the middle of that call or the next. They must not
 # wait longer: a group that leaves would count unreported references as held.
 _FLUSH_PAUSE = 0.001

@@ -148,7 +148,7 @@ def _callable(func: object, args: object, kwargs: Any) -> tuple[Any, Any, Any]:
     """The function to send: for a script function, or with a program's own pickler, a stand-in."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    # As torch: any sequence will do, also a string, and what is false stands for no arguments by name.
+    # As in torch: any sequence will do, also a string; a false value means no arguments by name.
     if args is not None and not isinstance(args, Sequence):
         args, _ = check_arguments(args, None)
     if kwargs and type(kwargs) is not dict:

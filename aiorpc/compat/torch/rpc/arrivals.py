@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ....errors import Overloaded
 
 MOST = 256  # gatherings of one member: it may be far ahead of this worker
-_ENTRY = 256  # bytes that an entry of a table takes, beside what is in it
+_ENTRY = 256  # bytes of an entry of a table, without its content
 
 Said = bytes | dict[str, bytes]
 
